@@ -27,7 +27,7 @@ from slipstream.algorithms.log_probs import (
 from slipstream.bench.record import ResultRow, Spread, median_of, this_machine
 from slipstream.bench.timing import alternate, ratio
 from slipstream.errors import ConfigError, check_at_least_one
-from slipstream.metrics.resident import forget_peak, peak_rss, resident_bytes
+from slipstream.metrics.resident import peak_rss, reset_peak_rss, resident_bytes
 
 PLAIN, CHUNKED, KEPT = "plain", "chunked", "kept"
 
@@ -182,7 +182,7 @@ def _measure(bench: LogprobBench, contender: str, threads: int) -> float:
     tiny = LogprobBench(tokens=16, vocab=64, hidden=16, keep_megabytes=0)
     _Inputs(tiny).gradients(contender)
     inputs = _Inputs(bench)
-    forget_peak()
+    reset_peak_rss()
     before = resident_bytes()
     inputs.gradients(contender)
     return (peak_rss() - before) / 1e6

@@ -28,8 +28,9 @@ from slipstream.data.countdown import CountdownTask
 from slipstream.data.sft import tokenize_conversation
 from slipstream.models.hf_io import load_checkpoint
 from slipstream.training import OptimSettings, SingleProcessBackend
+from slipstream.training.columns import train_batch
 from slipstream.training.losses import policy_loss_fn
-from slipstream.types import TrainBatch, TrainRow
+from slipstream.types import TrainRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -195,7 +196,9 @@ def old_log_probs(model: Path, batch: FixedBatch) -> list[list[float]]:
     """Old log-probs of completions for off-policy cases: the model's own plus `shifts`."""
     backend = _backend(model)
     try:
-        own = backend.compute_log_probs(TrainBatch(rows=_rows(batch, None, None))).wait()
+        rows = train_batch(_rows(batch, None, None))
+        flat = backend.compute_log_probs(rows).wait()
+        own = [values.tolist() for values in flat.split(rows.lengths)]
     finally:
         backend.close()
     return [
@@ -220,7 +223,7 @@ def ours(
     backend = _backend(model)
     try:
         rows = _rows(batch, advantages, old)
-        metrics = backend.forward_backward(TrainBatch(rows=rows), loss).wait()
+        metrics = backend.forward_backward(train_batch(rows), loss).wait()
     finally:
         backend.close()
     gradients = {
@@ -280,7 +283,7 @@ def our_updates(model: Path, batches: Sequence[FixedBatch], settings: Mapping[st
     try:
         for batch in batches:
             advantages = _advantages(batch, by_std=settings["scale_rewards"] == "group")
-            backend.forward_backward(TrainBatch(rows=_rows(batch, advantages, None)), loss).wait()
+            backend.forward_backward(train_batch(_rows(batch, advantages, None)), loss).wait()
             norms.append(backend.optim_step().wait()["actor/grad_norm"])
         return Updated(grad_norms=norms, weights=backend.get_weights().wait())
     finally:

@@ -32,7 +32,7 @@ from slipstream.config.launch import (
 from slipstream.config.load import CONFIG_FILE
 from slipstream.config.mode import HEAD_ALONE, resolve_mode
 from slipstream.errors import CheckpointError, ConfigError
-from slipstream.metrics.timeline import command_begins
+from slipstream.metrics.timeline import mark_command_start
 
 DRAFT_LAYOUTS = ("vllm", "sglang")
 """The keys of `models.draft.layouts.LAYOUTS`, repeated here because that module imports torch."""
@@ -611,7 +611,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Invalid flags end the program with exit code 2, as in argparse.
     """
-    command_begins()
+    mark_command_start()
     line = list(sys.argv[1:] if argv is None else argv)
     if not line:
         _overview().print_help()

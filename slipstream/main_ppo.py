@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from slipstream.config.launch import launch_training
 from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
-from slipstream.metrics.timeline import command_begins
+from slipstream.metrics.timeline import mark_command_start
 
 VERL_DEFAULTS = {
     "algorithm.adv_estimator": "gae",
@@ -38,7 +38,7 @@ def _dry_run(config: Config, mode: Mode) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one launch line (default: `sys.argv`) and return the exit code."""
-    command_begins()
+    mark_command_start()
     return launch_training(
         argv,
         prog="python -m slipstream.main_ppo",

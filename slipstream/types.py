@@ -9,13 +9,16 @@ that configuration, command line and data tools stay light.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+T = TypeVar("T")
 
 PolicyVersion = int
 """Counts published weight updates: 0 is the policy that a run starts from."""
@@ -93,11 +96,6 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
 
-    @property
-    def truncates(self) -> bool:
-        """Whether top-k, top-p or min-p cut the distribution."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
-
 
 @dataclass(slots=True, kw_only=True)
 class Prompt:
@@ -171,12 +169,46 @@ class Segment:
         return out
 
 
+class _FlatViews:
+    """The flat lists of a sample: made at the first access, kept until tokens are appended.
+
+    They are no part of the sample's state: equality, `asdict` and pickle leave them out. Appended
+    tokens are noticed by the segments and their lengths. Not for threads that append meanwhile.
+    """
+
+    __slots__ = ("_made_of", "_views")
+
+    segments: list[Segment]
+    _made_of: list[tuple[Segment, int]]
+    _views: dict[str, list[Any]]
+
+    def _view(self, name: str, make: Callable[[], list[T]]) -> list[T]:
+        if not self._is_current():
+            self._made_of = [(segment, len(segment.ids)) for segment in self.segments]
+            self._views = {}
+        if name not in self._views:
+            self._views[name] = make()
+        return self._views[name]
+
+    def _is_current(self) -> bool:
+        made_of = getattr(self, "_made_of", None)
+        return (
+            made_of is not None
+            and len(made_of) == len(self.segments)
+            and all(
+                segment is known and len(segment.ids) == length
+                for segment, (known, length) in zip(self.segments, made_of, strict=True)
+            )
+        )
+
+
 @dataclass(slots=True, kw_only=True)
-class Sample:
+class Sample(_FlatViews):
     """One response to one prompt, append-only, token-in and token-out.
 
     Ids that the model produced are never decoded and tokenised again. The flat views `tokens`,
-    `loss_mask`, `rollout_log_probs` and `versions` always have equal length.
+    `loss_mask`, `rollout_log_probs`, `sampling_log_probs` and `versions` have equal length. Views
+    are made once and shared: copy one before you change it.
     """
 
     prompt: str | list[Message] = ""
@@ -216,25 +248,30 @@ class Sample:
             attempt=self.attempt,
         )
 
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        return None, {f.name: getattr(self, f.name) for f in fields(self)}
+
     @property
     def tokens(self) -> list[int]:
-        return [t for s in self.segments for t in s.ids]
+        return self._view("tokens", lambda: [t for s in self.segments for t in s.ids])
 
     @property
     def loss_mask(self) -> list[float]:
-        return [m for s in self.segments for m in s.loss_mask]
+        return self._view("loss_mask", lambda: [m for s in self.segments for m in s.loss_mask])
 
     @property
     def rollout_log_probs(self) -> list[float]:
-        return [x for s in self.segments for x in s.log_probs]
+        return self._view("log_probs", lambda: [x for s in self.segments for x in s.log_probs])
 
     @property
     def sampling_log_probs(self) -> list[float]:
-        return [x for s in self.segments for x in s.sampling_log_probs]
+        return self._view(
+            "sampling_log_probs", lambda: [x for s in self.segments for x in s.sampling_log_probs]
+        )
 
     @property
     def versions(self) -> list[PolicyVersion]:
-        return [v for s in self.segments for v in s.versions]
+        return self._view("versions", lambda: [v for s in self.segments for v in s.versions])
 
     @property
     def drafted(self) -> list[int]:
@@ -248,6 +285,9 @@ class Sample:
     @property
     def prompt_ids(self) -> list[int]:
         """The tokens before the first one that the policy wrote."""
+        return self._view("prompt_ids", self._find_prompt)
+
+    def _find_prompt(self) -> list[int]:
         out: list[int] = []
         for segment in self.segments:
             if segment.role == "assistant":
@@ -258,11 +298,16 @@ class Sample:
     @property
     def response_ids(self) -> list[int]:
         """Everything after the prompt."""
-        return self.tokens[len(self.prompt_ids) :]
+        return self._view("response_ids", lambda: self.tokens[len(self.prompt_ids) :])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and response."""
+        return sum(len(segment.ids) for segment in self.segments)
 
     @property
     def response_length(self) -> int:
-        return len(self.response_ids)
+        return self.num_tokens - len(self.prompt_ids)
 
     @classmethod
     def from_prompt(cls, prompt: Prompt, *, group_index: int, index: int) -> Sample:
@@ -311,11 +356,9 @@ class RolloutBatch:
 
 @dataclass(slots=True, kw_only=True)
 class TrainRow:
-    """One sequence to train on. Every list has the length of `tokens`.
-
-    `loss_mask[t]` is 1 where token t is a target (it is predicted from tokens before it). The
-    log-prob lists are aligned with tokens: entry t belongs to token t; entry 0 is unused. So are
-    `values` and `returns`, a critic's: the state before token t.
+    """One sequence to train on, as lists: what a batch is written by hand from
+    (`training.columns.train_batch`), and what `TrainBatch.row` returns for a look at one. Every
+    list has the length of `tokens`. The fields are those of `TrainBatch`.
     """
 
     tokens: list[int]
@@ -327,32 +370,128 @@ class TrainRow:
     values: list[float] | None = None
     returns: list[float] | None = None
     rollout_is_weights: list[float] | None = None
-    """What each token's loss is multiplied by (rollout correction)."""
     selected: list[float] | None = None
-    """1.0 on the tokens that the policy loss treats in its own way, chosen over the mini-batch."""
     kept_ids: list[array[int]] | None = None
-    """The ids that a truncating sampler kept at each target token: log-probs are then those of the
-    law over them. An empty array stands for the whole vocabulary."""
     uid: str = ""
     key: NoiseKey | None = None
-    """The noise that the policy's tokens were sampled with, where the engine takes keyed noise."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class TrainBatch:
-    """One mini-batch: what one optimizer step sees. Losses are normalised over all of its rows."""
+    """One mini-batch: what one optimizer step sees. Losses are normalised over all of its rows.
 
-    rows: list[TrainRow]
+    The N rows are ragged columns: each column is one flat CPU tensor (T,) over the T tokens of all
+    rows, and row i is `[starts[i], starts[i + 1])` of it. Float columns are float32, or float64
+    where their values need it. A column is replaced, never changed in place: batches share them.
+    Made by `rollout.train_rows.rows_of` from samples and by `training.columns` from lists.
+
+    `loss_mask[t]` is not 0 where token t is a target (it is predicted from the tokens before it);
+    the first token of a row has no context and is never a target. Log-probs are aligned with
+    tokens: entry t belongs to token t. So are `values` and `returns`, a critic's: the state before
+    token t.
+    """
+
+    starts: list[int]
+    """(N + 1,): where each row begins, and the end of the last one."""
+    tokens: Tensor
+    """int64."""
+    loss_mask: Tensor
+    advantages: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    has_old_log_probs: Tensor | None = None
+    """(N,) bool: rows with `old_log_probs`; None: all, if there are any."""
+    ref_log_probs: Tensor | None = None
+    rollout_log_probs: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
+    rollout_is_weights: Tensor | None = None
+    """What each token's loss is multiplied by (rollout correction)."""
+    selected: Tensor | None = None
+    """1.0 on the tokens that the policy loss treats in its own way, chosen over the mini-batch."""
+    kept_ids: list[list[array[int]]] | None = None
+    """For each row and token, the ids that a truncating sampler kept there: log-probs are then
+    those of the law over them. An empty array stands for the whole vocabulary."""
+    uids: list[str]
+    keys: list[NoiseKey | None]
+    """Of each row, the noise that the policy's tokens were sampled with, where the engine takes
+    keyed noise."""
     temperature: float = 1.0
 
-    @property
-    def num_target_tokens(self) -> int:
-        """Tokens that carry loss. The first token of a row has no context and is never a target."""
-        return sum(1 for row in self.rows for m in row.loss_mask[1:] if m)
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.starts) - 1
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(row.tokens) for row in self.rows)
+        return self.starts[-1]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return [end - start for start, end in pairwise(self.starts)]
+
+    @property
+    def targets(self) -> Tensor:
+        """(T,) bool: tokens that carry loss."""
+        targets: Tensor = self.loss_mask != 0
+        targets[[start for start, end in pairwise(self.starts) if end > start]] = False
+        return targets
+
+    @property
+    def num_target_tokens(self) -> int:
+        return int(self.targets.sum())
+
+    def slice_of(self, row: int) -> slice:
+        """Where in the columns the tokens of a row stand."""
+        return slice(self.starts[row], self.starts[row + 1])
+
+    def row(self, index: int) -> TrainRow:
+        """One row as lists, made at each call: for a look, not for all rows of a large batch."""
+        own = self.slice_of(index)
+        lists: dict[str, Any] = {}
+        for name in FLOAT_COLUMNS:
+            column = getattr(self, name)
+            if column is not None:
+                lists[name] = column[own].tolist()
+        if self.has_old_log_probs is not None and not self.has_old_log_probs[index]:
+            lists["old_log_probs"] = None
+        return TrainRow(
+            tokens=self.tokens[own].tolist(),
+            kept_ids=None if self.kept_ids is None else self.kept_ids[index],
+            uid=self.uids[index],
+            key=self.keys[index],
+            **lists,
+        )
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        """For other processes: a part of a larger batch leaves the rest behind."""
+        copies: dict[int, Any] = {}
+        state = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name in _TENSORS and value is not None:
+                if id(value) not in copies:
+                    whole = value.untyped_storage().nbytes() == value.nbytes
+                    copies[id(value)] = value if whole else value.clone()
+                value = copies[id(value)]
+            state[f.name] = value
+        return None, state
+
+
+FLOAT_COLUMNS = (
+    "loss_mask",
+    "advantages",
+    "old_log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+    "values",
+    "returns",
+    "rollout_is_weights",
+    "selected",
+)
+"""The float columns of `TrainBatch`, and lists of `TrainRow`."""
+
+_TENSORS = frozenset(("tokens", "has_old_log_probs", *FLOAT_COLUMNS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -421,6 +560,49 @@ class Transport(StrEnum):
     SHARED_MEMORY = "shared_memory"
     FILE = "file"
     COLLECTIVE = "collective"
+
+
+class PolicyKind(StrEnum):
+    """Which code computes a policy's forward pass."""
+
+    DECODER = "decoder"
+    """Slipstream's decoder (`models.decoder`)."""
+    TRANSFORMERS = "transformers"
+    """The architecture's class in `transformers` (`models.hf_policy`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCapabilities:
+    """What an inference engine can do. Rules between options ask this, never an engine's name.
+
+    The defaults describe an engine about which nothing is promised.
+    """
+
+    policies: frozenset[PolicyKind] = frozenset()
+    """The kinds of policy that the engine generates with; empty: it needs no policy."""
+    keyed_noise: bool = False
+    """A token depends only on the request's noise key, its position and the target logits."""
+    exact: bool = False
+    """With the trainer's dtype, log-probs are bit for bit the trainer's."""
+    drafts: bool = False
+    """The engine can speculate: it verifies draft tokens, and its draft head can be updated."""
+    hidden_states: bool = False
+    """`GenerateRequest.return_hidden_states` returns the hidden states of decoding."""
+    top_log_probs: int = 0
+    """How many of the likeliest tokens' log-probs the engine can return at each position."""
+    transports: frozenset[Transport] = frozenset({Transport.REFERENCE})
+    """How the tensors of a `WeightUpdate` may travel to the engine."""
+    several_processes: bool = False
+    """The engine takes weights that several trainer processes hold in parts."""
+    one_thread_tail: bool = False
+    """On a CPU with compiled kernels, the engine can decode the last requests on one thread and
+    lend the other cores (`actor_rollout_ref.rollout.one_thread_below`)."""
+    kv_budget: bool = False
+    """Keys and values stay within `actor_rollout_ref.rollout.kv_cache_bytes`."""
+    width_multiple: int = 1
+    """Hidden size, intermediate size and head width must be multiples of this."""
+    for_tests: bool = False
+    """No run may select this engine."""
 
 
 WeightBucket = Sequence[tuple[str, "Tensor"]]

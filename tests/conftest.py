@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own operations compute, as on a GPU."""
-    monkeypatch.setattr("slipstream.models.numerics.suited", lambda: False)
+    monkeypatch.setattr("slipstream.models.numerics.kernels_supported", lambda: False)
 
 
 @pytest.fixture

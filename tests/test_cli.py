@@ -15,7 +15,7 @@ from slipstream import cli, main_fastrl, main_ppo
 from slipstream.config import CONFIG_FILE, Config, load_config, to_yaml
 from slipstream.config.launch import program
 from slipstream.errors import DataError
-from tests.report.made import make_run
+from tests.report.run_folders import make_run
 
 ROOT = Path(__file__).parents[1]
 

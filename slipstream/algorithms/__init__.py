@@ -13,7 +13,6 @@ from slipstream.algorithms.advantages import (
     group_scores,
     grpo,
     grpo_passk,
-    masked_var,
     masked_whiten,
     on_policy_distillation,
     opo,
@@ -39,13 +38,11 @@ from slipstream.algorithms.aggregation import (
 from slipstream.algorithms.correction import (
     KeptIds,
     RolloutCorrectionConfig,
-    compute_rollout_correction_and_rejection_mask,
     log_probs_on_support,
     rollout_correction,
     support_log_mass,
-    support_log_mass_from_logits,
 )
-from slipstream.algorithms.entropy import entropy_from_logits, entropy_loss
+from slipstream.algorithms.entropy import entropy_loss
 from slipstream.algorithms.full_kl import chunked_full_kl
 from slipstream.algorithms.kl import (
     AdaptiveKLController,
@@ -137,12 +134,10 @@ __all__ = [
     "clip_cov",
     "compute_gae_advantage_return",
     "compute_policy_loss",
-    "compute_rollout_correction_and_rejection_mask",
     "compute_value_loss",
     "dppo_kl",
     "dppo_tv",
     "dro",
-    "entropy_from_logits",
     "entropy_loss",
     "estimate_advantages",
     "gae",
@@ -162,7 +157,6 @@ __all__ = [
     "log_probs_on_support",
     "masked_mean",
     "masked_sum",
-    "masked_var",
     "masked_whiten",
     "on_policy_distillation",
     "opo",
@@ -185,7 +179,6 @@ __all__ = [
     "subtract_kl",
     "sum_loss",
     "support_log_mass",
-    "support_log_mass_from_logits",
     "tir_optimal_token_baseline",
     "token_hashes",
     "token_log_probs",

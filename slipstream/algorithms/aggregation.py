@@ -8,7 +8,7 @@ cut. Called by the policy losses and by training steps. Knows nothing about what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -72,26 +72,6 @@ class Normalizers:
             num_tokens=float(tokens_per_row.sum()),
             num_sequences=float((tokens_per_row > 0).sum()),
             horizon=float(loss_mask.shape[-1]) if horizon is None else horizon,
-        )
-
-    @classmethod
-    def merge(cls, parts: Iterable[Normalizers]) -> Normalizers:
-        """Counts of several ranks' shares together. Horizons must agree.
-
-        Raises:
-            ValueError: no parts, or different horizons.
-        """
-        parts = list(parts)
-        horizons = sorted({part.horizon for part in parts})
-        if len(horizons) != 1:
-            raise ValueError(
-                f"shares of one mini-batch must have one horizon, got {horizons}; give it "
-                f"explicitly (loss_scale_factor) instead of taking each share's padded length"
-            )
-        return cls(
-            num_tokens=sum(part.num_tokens for part in parts),
-            num_sequences=sum(part.num_sequences for part in parts),
-            horizon=horizons[0],
         )
 
 

@@ -6,30 +6,9 @@ gives entropies without holding all logits.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from slipstream.algorithms.aggregation import LossAggMode, Normalizers, sum_loss
-
-
-def entropy_from_logits(logits: Tensor, *, chunk_size: int | None = None) -> Tensor:
-    """H = logsumexp(z) - sum softmax(z) z in nats, in float32 (float64 stays float64).
-
-    `logits` (..., V) to (...). Entries of -inf have probability 0 and add nothing. With
-    `chunk_size`, at most that many rows are worked on at once, in both passes.
-
-    Raises:
-        ValueError: `chunk_size` is not positive.
-    """
-    if chunk_size is None:
-        return _entropy(logits)
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be >= 1, got {chunk_size}")
-    rows = logits.reshape(-1, logits.shape[-1])
-    chunks = torch.split(rows, chunk_size)
-    parts = [checkpoint(_entropy, chunk, use_reentrant=False) for chunk in chunks]
-    return torch.cat(parts).reshape(logits.shape[:-1])
 
 
 def entropy_loss(
@@ -41,9 +20,3 @@ def entropy_loss(
     Source: Williams and Peng, 1991; in PPO: https://arxiv.org/abs/1707.06347, eq. 9.
     """
     return -coeff * sum_loss(entropy, mask, mode, norm)
-
-
-def _entropy(logits: Tensor) -> Tensor:
-    z = logits if logits.dtype == torch.float64 else logits.float()
-    finite_z = z.masked_fill(z == -torch.inf, 0.0)
-    return torch.logsumexp(z, dim=-1) - (torch.softmax(z, dim=-1) * finite_z).sum(dim=-1)

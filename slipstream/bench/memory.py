@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 from slipstream.bench.contenders import Workload, contender
-from slipstream.metrics.resident import forget_peak, peak_rss
+from slipstream.metrics.resident import peak_rss, reset_peak_rss
 from slipstream.training.compute_thread import ComputeThread
 
 
@@ -50,7 +50,7 @@ def _measure(
         compute=compute,
     ) as ready:
         # Loading the model can need more memory than generating.
-        forget_peak()
+        reset_peak_rss()
         ready.generate(workload)
     compute.close()
     return peak_rss() / 1e6

@@ -28,6 +28,7 @@ from slipstream.training import (
     TrainFuture,
     sft_loss,
 )
+from slipstream.training.columns import train_batch
 from slipstream.training.optim import OptimizerName
 from slipstream.types import TrainBatch, TrainRow
 
@@ -73,8 +74,8 @@ def step_flops(bench: TrainBench) -> float:
 def make_batch(bench: TrainBench) -> TrainBatch:
     random = Random(0)
     vocab = SHAPES[bench.shape].vocab_size
-    return TrainBatch(
-        rows=[
+    return train_batch(
+        [
             TrainRow(
                 tokens=[random.randrange(vocab) for _ in range(bench.length)],
                 loss_mask=[0.0] + [1.0] * (bench.length - 1),

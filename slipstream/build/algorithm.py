@@ -1,7 +1,4 @@
-"""Wiring of the algorithm: settings of the RL loop, its loss, KL terms and the reference policy.
-
-Part of `build`, which other modules import.
-"""
+"""Builds the settings of the RL algorithm: loss, advantages, KL terms, rollout correction."""
 
 from __future__ import annotations
 
@@ -21,6 +18,7 @@ from slipstream.algorithms import (
     policy_loss_selection,
 )
 from slipstream.algorithms.full_kl import KLDirection
+from slipstream.config.engines import engine_entry
 from slipstream.config.schema import Config
 from slipstream.config.validate_algorithm import GROUP_RELATIVE, canonical
 from slipstream.errors import ConfigError
@@ -49,14 +47,15 @@ _CORRECTION = "algorithm.rollout_correction"
 
 
 def rl_config(config: Config, num_steps: int, start_step: int) -> RLTrainingConfig:
-    """Settings of the RL loop. Raises ConfigError for names that no registry has, and for settings
-    that the algorithm refuses."""
+    """Build the settings of the RL loop. Raises ConfigError for unregistered names, and for
+    settings that the algorithm refuses."""
     a, r, algorithm = (
         config.actor_rollout_ref.actor,
         config.actor_rollout_ref.rollout,
         config.algorithm,
     )
     mini, batch = a.ppo_mini_batch_size, config.data.train_batch_size
+    engine = engine_entry(r.name).capabilities
     _check_needs(config)
     correction = rollout_correction(config)
     mode = a.policy_loss.loss_mode
@@ -98,7 +97,7 @@ def rl_config(config: Config, num_steps: int, start_step: int) -> RLTrainingConf
         if algorithm.rollout_correction.support_replay
         else None,
         compared=canonical(algorithm.adv_estimator) in GROUP_RELATIVE,
-        # The engine records the log-probs of greedy tokens at temperature 1.
+        # For greedy decoding the engine records log-probs at temperature 1.
         temperature=r.temperature if r.do_sample else 1.0,
         mini_batch_size=None if mini in (None, batch) else mini,
         ppo_epochs=a.ppo_epochs,
@@ -108,14 +107,14 @@ def rl_config(config: Config, num_steps: int, start_step: int) -> RLTrainingConf
         shuffle=order if a.shuffle else None,
         critic_shuffle=order if shuffles else None,
         sync_every=config.trainer.sync_every,
-        # Of the other engines no one knows what decided a token.
-        noise_seed=config.trainer.seed if r.name == "embedded" else None,
+        # A token can be sampled again only with the engine's noise and the trainer's equal bits.
+        noise_seed=config.trainer.seed if engine.keyed_noise and engine.exact else None,
         seed=config.trainer.seed,
     )
 
 
 def _check_needs(config: Config) -> None:
-    """An estimator that is known, and what cannot be told by its name alone."""
+    """Check the advantage estimator and the settings that depend on it."""
     needs(config)
     if config.trainer.critic_warmup and not wants_critic(config):
         raise ConfigError(
@@ -131,7 +130,8 @@ def _check_needs(config: Config) -> None:
 
 
 def needs(config: Config) -> frozenset[AdvantageNeed]:
-    """What the advantage estimator needs besides rewards. Raises ConfigError for an unknown one."""
+    """The inputs that the advantage estimator needs besides rewards. Raises ConfigError if it is
+    unknown."""
     name = config.algorithm.adv_estimator
     try:
         get_adv_estimator_fn(name)
@@ -141,20 +141,21 @@ def needs(config: Config) -> frozenset[AdvantageNeed]:
 
 
 def wants_critic(config: Config) -> bool:
-    """`critic.enable`, where null is: if the advantage estimator needs values."""
+    """True if there is a critic: `critic.enable`, or if null, whether the estimator needs
+    values."""
     enable = config.critic.enable
     return AdvantageNeed.VALUES in needs(config) if enable is None else enable
 
 
 def critic_updates(config: Config) -> tuple[int, int]:
-    """Passes of the critic over a rollout batch, and prompts per optimizer step."""
+    """The critic's passes over a rollout batch, and its prompts per optimizer step."""
     critic, actor = config.critic, config.actor_rollout_ref.actor
     mini = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size or config.data.train_batch_size
     return critic.ppo_epochs or actor.ppo_epochs, mini
 
 
 def critic_budget(config: Config) -> int | None:
-    """Tokens per forward pass of the critic; None where it packs by rows."""
+    """Tokens per forward pass of the critic; None if it packs by rows."""
     critic, actor = config.critic, config.actor_rollout_ref.actor
     dynamic = critic.use_dynamic_bsz
     if dynamic is None:
@@ -165,18 +166,18 @@ def critic_budget(config: Config) -> int | None:
 
 
 def wants_greedy(config: Config) -> bool:
-    """Whether each group has a greedy response beside its samples."""
+    """True if each group also needs a greedy response."""
     return AdvantageNeed.REWARD_BASELINES in needs(config)
 
 
 def full_kl_in_loss(config: Config) -> KLDirection | None:
-    """Which KL over the whole vocabulary the loss takes, if any."""
+    """The KL over the whole vocabulary in the loss, if any."""
     actor = config.actor_rollout_ref.actor
     return FULL_KL.get(actor.kl_loss_type) if actor.use_kl_loss else None
 
 
 def takes_full_kl(config: Config) -> bool:
-    """Whether the loss or the reward takes the KL over the whole vocabulary."""
+    """True if the loss or the reward uses the KL over the whole vocabulary."""
     return full_kl_in_loss(config) is not None or _full_kl_in_reward(config)
 
 
@@ -185,7 +186,7 @@ def _full_kl_in_reward(config: Config) -> bool:
 
 
 def wants_ref_log_probs(config: Config) -> bool:
-    """Whether the reference's log-probs of the sampled tokens are needed."""
+    """True if the reference's log-probs of the sampled tokens are needed."""
     actor = config.actor_rollout_ref.actor
     return (
         (config.algorithm.use_kl_in_reward and not _full_kl_in_reward(config))
@@ -195,12 +196,13 @@ def wants_ref_log_probs(config: Config) -> bool:
 
 
 def wants_reference(config: Config) -> bool:
-    """Whether there is a reference policy, or a teacher."""
+    """True if there is a reference policy or a teacher."""
     return wants_ref_log_probs(config) or takes_full_kl(config)
 
 
 def rollout_correction(config: Config) -> RolloutCorrectionConfig | None:
-    """`algorithm.rollout_correction`, None where it asks for nothing. Raises ConfigError."""
+    """The settings of `algorithm.rollout_correction`; None if it does nothing. Raises
+    ConfigError."""
     given = config.algorithm.rollout_correction
     try:
         if given.preset is not None:
@@ -226,7 +228,7 @@ def _joined(entries: tuple[float | str, ...] | str | float | None) -> str | None
 
 
 def group_filter(config: Config) -> GroupFilter | None:
-    """`algorithm.filter_groups`."""
+    """The group filter of `algorithm.filter_groups`, if any."""
     wanted = config.algorithm.filter_groups
     if not wanted.enable:
         return None
@@ -234,7 +236,7 @@ def group_filter(config: Config) -> GroupFilter | None:
 
 
 def make_kl_in_reward(config: Config) -> KLInReward | None:
-    """The KL penalty of `algorithm.use_kl_in_reward`."""
+    """The KL penalty in the reward (`algorithm.use_kl_in_reward`), if any."""
     algorithm = config.algorithm
     if not algorithm.use_kl_in_reward:
         return None

@@ -1,8 +1,4 @@
-"""Wiring of co-training: the head that learns, what it learns from, and when.
-
-Every function takes the configuration and gives one part. Called by `run.phases`, on the compute
-thread.
-"""
+"""Builds co-training of the draft head. Called by `run.phases`, on the compute thread."""
 
 from __future__ import annotations
 
@@ -15,19 +11,19 @@ from slipstream.build.draft import train_settings
 from slipstream.build.engine import rollout_dtype
 from slipstream.build.policy import device_of, max_model_len
 from slipstream.build.rollouts import sampling_params
-from slipstream.build.speculation import first_head, head_to_be
+from slipstream.build.speculation import first_head, head_aux_layers
 from slipstream.config.schema import Config
 from slipstream.deadlines import Deadlines
 from slipstream.drafter.buffer import BufferSettings, DraftBuffer
 from slipstream.drafter.collector import CollectorSettings, FeatureCollector
 from slipstream.drafter.cotraining import CoTraining, CoTrainSettings
 from slipstream.drafter.decoded import DecodedFeatures
-from slipstream.drafter.interval import DraftReceiver, IntervalTraining
+from slipstream.drafter.interval import IntervalTraining
 from slipstream.drafter.opportunistic import OpportunisticTraining
-from slipstream.drafter.sequences import PolicyEnds
+from slipstream.drafter.sequences import VocabLayers
 from slipstream.drafter.worker import WorkerSetup
 from slipstream.errors import ConfigError
-from slipstream.inference.embedded import EmbeddedEngine
+from slipstream.inference.protocol import InferenceEngine
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.policy import Policy
@@ -36,11 +32,8 @@ from slipstream.training.compute_thread import ComputeThread
 
 
 def check_cotraining(config: Config, policy: ModelConfig, total_steps: int) -> None:
-    """Refuse a buffer that the longest response does not fit into, a learning rate that has no
-    steps to fall in, and a process beside the run where there is no core for it.
-
-    Raises ConfigError.
-    """
+    """Raise ConfigError if the buffer cannot hold the longest response, the learning-rate schedule
+    has no steps to decay over, or there is no core for a separate process."""
     train = config.speculative.train
     if not train.enable_drafter_training:
         return
@@ -51,17 +44,17 @@ def check_cotraining(config: Config, policy: ModelConfig, total_steps: int) -> N
     if optim.lr_scheduler_type != "constant" and steps <= optim.lr_warmup_steps:
         raise ConfigError(
             f"{key}.lr_scheduler_type={optim.lr_scheduler_type} has nothing to decay over: "
-            f"{total_steps} RL steps train the draft model {steps} times, with "
+            f"{total_steps} RL steps train the draft head {steps} times, with "
             f"{key}.lr_warmup_steps={optim.lr_warmup_steps}; set {key}.lr_scheduler_type=constant"
         )
     longest = min(train.max_seq_len, max_model_len(config))
-    numbers = policy.hidden_size * (1 + len(head_to_be(config, policy).aux_layers))
+    numbers = policy.hidden_size * (1 + len(head_aux_layers(config, policy)))
     nbytes = longest * numbers * rollout_dtype(config).itemsize
     if nbytes > train.buffer_bytes:
         raise ConfigError(
-            f"speculative.train.buffer_bytes={train.buffer_bytes}: prompt and response may take "
-            f"{longest} tokens, whose features need {nbytes}; raise it to several times that, or "
-            "lower speculative.train.max_seq_len, after which responses are cut off"
+            f"speculative.train.buffer_bytes={train.buffer_bytes}: prompt and response may have "
+            f"{longest} tokens, whose hidden states need {nbytes} bytes; set it to several times "
+            "that, or lower speculative.train.max_seq_len, which truncates responses"
         )
 
 
@@ -69,7 +62,7 @@ def _check_opportunistic(config: Config) -> None:
     key = "speculative.train.mode=opportunistic"
     if device_of(config).type != "cpu":
         raise ConfigError(
-            f"{key} trains in a process on the CPU, and trainer.device is a GPU; set "
+            f"{key} trains in a process on the CPU, but trainer.device is a GPU; set "
             "speculative.train.mode=interval"
         )
     cores, threads = usable_cores(), torch.get_num_threads()
@@ -82,20 +75,20 @@ def _check_opportunistic(config: Config) -> None:
                 "(actor_rollout_ref.rollout.one_thread_below=4), lower trainer.num_threads"
             )
         raise ConfigError(
-            f"{key} trains the draft model on cores that the run leaves idle, and it computes with "
-            f"{threads} threads on {cores} cores; {remedy}, or set speculative.train.mode=interval"
+            f"{key} trains the draft head on idle cores, but the run uses {threads} threads on "
+            f"{cores} cores; {remedy}, or set speculative.train.mode=interval"
         )
     optim = config.speculative.train.optim
     if optim.lr_scheduler_type != "constant":
         raise ConfigError(
-            f"{key} takes as many steps as there is time for, so that "
-            f"speculative.train.optim.lr_scheduler_type={optim.lr_scheduler_type} has no end to "
-            "fall to; set speculative.train.optim.lr_scheduler_type=constant"
+            f"{key} has no fixed number of steps, so "
+            f"speculative.train.optim.lr_scheduler_type={optim.lr_scheduler_type} cannot decay; "
+            "set speculative.train.optim.lr_scheduler_type=constant"
         )
 
 
 def training_steps(config: Config, rl_steps: int) -> int:
-    """Optimizer steps of the draft model in so many RL steps, at most."""
+    """The maximum number of optimizer steps of the draft head in `rl_steps` RL steps."""
     train = config.speculative.train
     return rl_steps // train.training_interval_steps * train.updates_per_training
 
@@ -103,21 +96,22 @@ def training_steps(config: Config, rl_steps: int) -> int:
 def make_cotraining(
     config: Config,
     policy: Policy,
-    engines: Sequence[DraftReceiver],
+    engines: Sequence[InferenceEngine],
     compute: ComputeThread,
     *,
-    ends: Callable[[], PolicyEnds] | None = None,
+    vocab: Callable[[], VocabLayers] | None = None,
     total_steps: int,
     notify: Callable[[str], None],
     deadlines: Deadlines,
 ) -> IntervalTraining | OpportunisticTraining | None:
-    """After `speculative.train`, beside the trainer of `policy` for `total_steps` RL steps; None
-    where it is not enabled. `ends` copies those of the policy that is trained, where that is not
-    `policy` itself."""
+    """Build co-training by `speculative.train` for `total_steps` RL steps; None if not enabled.
+
+    `vocab` copies embedding and LM head of the trained policy, if that is not `policy` itself.
+    """
     train = config.speculative.train
     if not train.enable_drafter_training:
         return None
-    assert isinstance(policy, Decoder), "no other policy is drafted for"
+    assert isinstance(policy, Decoder), "only the decoder has draft heads"
     buffer = BufferSettings(
         max_bytes=train.buffer_bytes,
         lookback_steps=train.lookback_steps,
@@ -142,7 +136,7 @@ def make_cotraining(
     decoded = None
     if train.collect_hidden_states_from_engine:
         decoded = DecodedFeatures(train.buffer_bytes)
-    ends = ends or partial(PolicyEnds.of, policy, rollout_dtype(config))
+    vocab = vocab or partial(VocabLayers.of, policy, rollout_dtype(config))
     if train.mode == "opportunistic":
         setup = WorkerSetup(
             blank=head.blank(),
@@ -151,16 +145,15 @@ def make_cotraining(
             collector=collector,
             buffer=buffer,
             train=settings,
-            stands_still=usable_cores() <= torch.get_num_threads(),
+            start_stopped=usable_cores() <= torch.get_num_threads(),
         )
-        own = [getattr(engine, "own", engine) for engine in engines]  # of several processes
-        embedded = [engine for engine in own if isinstance(engine, EmbeddedEngine)]
+        lenders = [engine for engine in engines if engine.capabilities.one_thread_tail]
         return OpportunisticTraining(
             setup,
-            ends,
+            vocab,
             engines,
             compute,
-            lenders=embedded if setup.stands_still else (),
+            lenders=lenders if setup.start_stopped else (),
             notify=notify,
             deadlines=deadlines,
             decoded=decoded,
@@ -171,7 +164,7 @@ def make_cotraining(
             FeatureCollector(DraftBuffer(buffer), collector, decoded),
             settings,
         ),
-        ends,
+        vocab,
         engines,
         compute,
         interval=train.training_interval_steps,

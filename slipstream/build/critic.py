@@ -1,4 +1,4 @@
-"""Wiring of the critic from the configuration. Called by the RL phase."""
+"""Builds the critic. Called by the RL phase."""
 
 from __future__ import annotations
 
@@ -38,22 +38,23 @@ def make_critic(
     rl_steps: int,
     resume: Path | None = None,
 ) -> Critic:
-    """The critic of an RL run of `rl_steps`; it works on `compute`, which calls this.
+    """Build the critic of an RL run of `rl_steps`. Call it on `compute`, on which the critic works.
 
-    It starts from `critic.model.path` or else from `policy`, or goes on from the checkpoint
-    `resume`, where its weights and state are in `critic_folder` and `critic_optimizer_file`.
+    It starts from `critic.model.path`, or from `policy` if that is null, or resumes from the
+    checkpoint `resume` (`critic_folder`, `critic_optimizer_file`).
 
     Raises:
-        CheckpointError: the folder is no critic, or of another vocabulary than the policy's; the
-            checkpoint has none.
-        ConfigError: it is too short for the sequences of this run.
+        CheckpointError: the folder has no critic, its vocabulary differs from the policy's, or the
+            checkpoint has no critic.
+        ConfigError: its context is too short for the sequences of this run.
     """
     critic, actor = config.critic, config.actor_rollout_ref.actor
     device = device_of(config)
     if resume is not None and not critic_folder(resume).is_dir():
         raise CheckpointError(
-            f"{resume} has no critic: the run trained none, and an estimator with a critic cannot "
-            f"go on from there; keep the run's algorithm.adv_estimator, or start a new run from "
+            f"{resume} has no critic, because the run trained none, so an estimator with a critic "
+            f"cannot resume from it; keep the run's algorithm.adv_estimator, or start a new run "
+            f"from "
             f"its weights with actor_rollout_ref.model.path={huggingface_folder(resume)}"
         )
     if resume is not None:
@@ -89,7 +90,7 @@ def make_critic(
 
 
 def critic_optim(config: Config, rl_steps: int) -> OptimSettings:
-    """The critic's optimizer and schedule in `rl_steps` RL steps. Raises ConfigError."""
+    """The critic's optimizer and schedule for `rl_steps` RL steps. Raises ConfigError."""
     epochs, mini = critic_updates(config)
     steps = rl_steps * epochs * (config.data.train_batch_size // mini)
     return optim_settings(config.critic.optim, steps, key="critic.optim")
@@ -98,8 +99,8 @@ def critic_optim(config: Config, rl_steps: int) -> OptimSettings:
 def check_critic(
     config: Config, critic: ModelConfig, tokenizer: PreTrainedTokenizerBase, policy: PolicyConfig
 ) -> None:
-    """Refuse a `critic.model.path`, which holds `critic`, that reads other tokens than the policy
-    writes, or too few of them. Raises CheckpointError and ConfigError."""
+    """Check that the critic of `critic.model.path` has the policy's vocabulary and a long enough
+    context. Raises CheckpointError and ConfigError."""
     own = config.critic.model
     assert own.path is not None
     folder = policy_folder(Path(own.path))
@@ -111,7 +112,7 @@ def check_critic(
         policy,
         role="critic",
         source=source,
-        remedy="start from a critic of the policy's tokenizer, or set critic.model.path=null",
+        remedy="start from a critic with the policy's tokenizer, or set critic.model.path=null",
         other_vocab=vocabulary_in(
             folder,
             source=source,

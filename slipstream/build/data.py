@@ -1,8 +1,4 @@
-"""Wiring of the data: tokenizer, task, prompts, demonstrations, rewards.
-
-The half of `build.parts` that needs no model. Every function takes the configuration and gives one
-part.
-"""
+"""Builds everything that needs no model: tokenizer, task, prompts, demonstrations, rewards."""
 
 from __future__ import annotations
 
@@ -43,9 +39,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenParts:
-    """Parts of a run that are objects, where a program gives them instead of naming them in the
-    configuration: data sets (`items`), a sampler of the training one, and what scores responses: a
-    function, or a `RewardManager`. Validation has `reward_fn`, too, unless it has its own."""
+    """Objects that a program passes instead of naming them in the configuration.
+
+    They are data sets (`items`), a sampler for the training set, and a reward function or a
+    `RewardManager`. Validation uses `reward_fn` too, unless it has its own.
+    """
 
     train_dataset: Any = None
     val_dataset: Any = None
@@ -57,14 +55,14 @@ class GivenParts:
 
 
 _SANDBOX_STARTS_S = 2.0
-"""What beginning and ending a program may take beside its run."""
+"""Extra seconds for starting and ending a program."""
 
 _LEARNED_AT_ONCE = 16
-"""Responses of one call of a learned reward model."""
+"""The number of responses in one call of a learned reward model."""
 
 
 def make_task(config: Config, tokenizer: PreTrainedTokenizerBase) -> Task | None:
-    """The built-in task, where `data.task` names one; `tokenizer` renders its prompts."""
+    """The built-in task named by `data.task`, if any. `tokenizer` renders its prompts."""
     data = config.data
     if data.task is None:
         return None
@@ -85,21 +83,23 @@ def make_task(config: Config, tokenizer: PreTrainedTokenizerBase) -> Task | None
 
 
 def make_tokenizer(config: Config, model_folder: Path | None) -> PreTrainedTokenizerBase:
-    """From `data.tokenizer`, `model.tokenizer_path`, the model's folder, or the built-in task."""
+    """Load the tokenizer from `data.tokenizer`, `model.tokenizer_path`, the model's folder, or the
+    built-in task."""
     model = config.actor_rollout_ref.model
     path = config.data.tokenizer or model.tokenizer_path or model_folder
     if path is None:
         if config.data.task is None:
             raise ConfigError(
-                "no tokenizer: set actor_rollout_ref.model.tokenizer_path=FOLDER (a random "
-                "initialisation has none of its own)"
+                "no tokenizer: set actor_rollout_ref.model.tokenizer_path=FOLDER (a model with "
+                "random "
+                "weights has no tokenizer)"
             )
         return build_tokenizer()
     return load_tokenizer(path, custom_chat_template=model.custom_chat_template)
 
 
 def decode_with(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """Ids to text, without special tokens."""
+    """A function that decodes ids to text, without special tokens."""
 
     def decode(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=True))
@@ -108,7 +108,7 @@ def decode_with(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str
 
 
 def make_sandbox(config: Config) -> Sandbox:
-    """Where the programs of responses run."""
+    """The sandbox for programs in responses."""
     rewards = config.reward_model
     fusion, local = rewards.sandbox_fusion, rewards.sandbox
     total = local.total_timeout_s
@@ -160,9 +160,12 @@ def make_reward_manager(
     more_kwargs: Mapping[str, Any] | None = None,
     compute: ComputeThread | None = None,
 ) -> RewardManager:
-    """The scorer of responses. `function` comes before the one that the configuration names, and
-    a manager before all of it; a learned model works on `compute`, by default on a thread of its
-    own; `more_kwargs` are added to `reward_model.reward_kwargs`."""
+    """Build the reward manager, which scores responses.
+
+    `function` replaces the function that the configuration names; a manager replaces everything.
+    A learned reward model works on `compute`, by default on a new thread. `more_kwargs` are added
+    to `reward_model.reward_kwargs`.
+    """
     if isinstance(function, RewardManager):
         return function
     if function is not None and not callable(function):
@@ -171,7 +174,7 @@ def make_reward_manager(
     name, kwargs = r.reward_manager, {**r.reward_kwargs, **(more_kwargs or {})}
     if function is None and r.enable:
         name, function = "batch", make_reward_model(config, tokenizer, compute or ComputeThread())
-        # A call has a deadline, however many responses wait.
+        # The deadline is per call, so the number of responses per call is limited.
         kwargs.setdefault("max_batch", max(_LEARNED_AT_ONCE, r.micro_batch_size_per_gpu))
     return load_reward_manager(
         name,
@@ -208,7 +211,7 @@ def make_data_buffer(
     task: Task | None,
     parts: GivenParts | None = None,
 ) -> DataBuffer:
-    """The training prompts."""
+    """Build the source of training prompts."""
     d, seed = config.data, data_seed(config)
     dataset = None if parts is None else parts.train_dataset
     if dataset is None and is_class(config):
@@ -239,7 +242,7 @@ def validation_prompts(
     count: int | None = None,
     parts: GivenParts | None = None,
 ) -> list[Prompt]:
-    """The fixed held-out prompts: `data.val_files`, else the task's held-out split."""
+    """The fixed held-out prompts: from `data.val_files`, or the task's held-out split."""
     d = config.data
     limit = d.val_max_samples if count is None else count
     if parts is not None and parts.val_dataset is not None:
@@ -264,7 +267,7 @@ def validation_prompts(
 def make_demonstrations(
     config: Config, tokenizer: PreTrainedTokenizerBase, task: Task | None
 ) -> SampleStream:
-    """The SFT samples: `sft.train_files`, else the built-in task's demonstrations."""
+    """The SFT samples: from `sft.train_files`, or the built-in task's demonstrations."""
     sft = config.sft
     if sft.train_files is None:
         if task is None:
@@ -284,19 +287,20 @@ def make_demonstrations(
 
 
 def rl_steps(config: Config, data_buffer: DataBuffer) -> int:
-    """`trainer.total_training_steps`, else whole epochs over the prompts."""
+    """The number of RL steps: `trainer.total_training_steps`, or whole epochs over the prompts."""
     trainer, batch = config.trainer, config.data.train_batch_size
     if trainer.total_training_steps is not None:
         return trainer.total_training_steps
     if data_buffer.endless:
         raise ConfigError(
-            "data.mixture_weights draws without end, so the number of RL steps must be given; set "
+            "data.mixture_weights draws prompts endlessly, so the number of RL steps must be "
+            "set: set "
             "trainer.total_training_steps=100"
         )
     steps = trainer.total_epochs * len(data_buffer) // batch
     if steps == 0:
         raise DataError(
-            f"{len(data_buffer)} training prompts, {trainer.total_epochs} times over, do not fill "
+            f"{len(data_buffer)} training prompts in {trainer.total_epochs} epochs do not fill "
             f"one batch of data.train_batch_size={batch}; lower it, or set "
             "trainer.total_training_steps"
         )
@@ -304,7 +308,7 @@ def rl_steps(config: Config, data_buffer: DataBuffer) -> int:
 
 
 class TaskDemonstrations:
-    """`SampleStream` of a task's demonstrations, endless, from `start` on."""
+    """An endless `SampleStream` of a task's demonstrations, starting at `start`."""
 
     def __init__(
         self, task: Task, tokenizer: PreTrainedTokenizerBase, max_length: int, start: int = 0

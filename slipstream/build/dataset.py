@@ -1,6 +1,6 @@
-"""Wiring of data sets that are classes: a user's own, VERL's with a generator, and samplers.
+"""Builds data sets that are classes (a user's or verl's), generators of rows, and samplers.
 
-The part of `build.data` that is used where rows are not simply read from files in order.
+`build.data` uses it if prompts are not simply read from files in order.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 
 def data_seed(config: Config) -> int:
-    """The seed of data order: `data.seed`, else `trainer.seed`."""
+    """The seed for the order of data: `data.seed`, or `trainer.seed` if that is null."""
     return config.trainer.seed if config.data.seed is None else config.data.seed
 
 
 def is_class(config: Config) -> bool:
-    """Whether training prompts come from a class, not from files in order."""
+    """True if training prompts come from a class or sampler, not from files in order."""
     data = config.data
     return any((data.custom_cls.name, data.sampler.class_name, data.datagen.name))
 
 
 def prompt_reader(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptReader:
-    """How rows and items become prompts."""
+    """The reader that turns rows and items into prompts."""
     data = config.data
     return PromptReader(
         tokenizer=tokenizer,
@@ -51,7 +51,7 @@ def prompt_reader(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptR
 
 
 def data_section(config: Config) -> Mapping[str, Any]:
-    """The section `data` as classes written for VERL read it: by attribute and with `get`."""
+    """The section `data` for classes written for verl: readable by attribute and with `get`."""
     from omegaconf import OmegaConf
 
     section = OmegaConf.create({**to_dict(config)["data"], "seed": data_seed(config)})
@@ -67,7 +67,7 @@ def make_dataset(
     *,
     train: bool,
 ) -> Any:
-    """The data set of `files`: of the class that `data.custom_cls` names, else VERL's."""
+    """Create the data set for `files`: the class in `data.custom_cls`, or verl's `RLHFDataset`."""
     own, section = config.data.custom_cls, data_section(config)
     arguments: dict[str, Any] = {
         "data_files": None if files is None else list(files),
@@ -95,14 +95,16 @@ def make_dataset(
     clash = sorted(set(arguments) & set(own.kwargs))
     if clash:
         raise ConfigError(
-            f"data.custom_cls.kwargs must not contain {', '.join(clash)}: these are given anyway"
+            f"data.custom_cls.kwargs must not contain {', '.join(clash)}: Slipstream passes "
+            f"these itself"
         )
     arguments |= own.kwargs
     try:
         inspect.signature(found).bind(**arguments)
     except TypeError as error:
         raise ConfigError(
-            f"data.custom_cls.name={own.name} cannot be made with {', '.join(arguments)}: {error}"
+            f"data.custom_cls.name={own.name} cannot be created with {', '.join(arguments)}: "
+            f"{error}"
         ) from error
     return called(found, f"{own.name}(...)", **arguments)
 
@@ -114,7 +116,7 @@ def make_source(
     sampler: Any = None,
     collate: Callable[[list[Any]], Mapping[str, Any]] | None = None,
 ) -> DatasetSource:
-    """Training prompts from a data set, in the order of `data.sampler`, or of a given `sampler`."""
+    """A source of training prompts from a data set, in the order of `data.sampler` or `sampler`."""
     wanted = config.data.sampler
     if sampler is None and wanted.class_name is not None:
         sampler = load_sampler(
@@ -133,8 +135,8 @@ def make_source(
 def all_prompts(
     config: Config, tokenizer: PreTrainedTokenizerBase, dataset: Any, *, count: int = -1
 ) -> list[Prompt]:
-    """The first `count` prompts of a data set, -1: all. Raises `DataError` where there is none, and
-    for items of equal uid."""
+    """The first `count` prompts of a data set (-1: all). Raises DataError if there is none, and for
+    items with equal uids."""
     reader, name = prompt_reader(config, tokenizer), type(dataset).__name__
     length = called(len, f"{name}.__len__", dataset)
     total = length if count == -1 else min(count, length)
@@ -147,7 +149,7 @@ def all_prompts(
     loaded.warn(reader.max_prompt_length)
     prompts = loaded.prompts
     if not prompts:
-        raise DataError(f"{name} has no rows to validate on that can be used; see data.val_files")
+        raise DataError(f"{name} has no usable rows to validate on; see data.val_files")
     if len({prompt.uid for prompt in prompts}) < len(prompts):
         raise DataError(f"items of {name} share a uid; every item needs its own, or none")
     return prompts

@@ -1,7 +1,6 @@
-"""Wiring of a draft head's training: policy, responses, trainer.
+"""Builds the training of a draft head: policy, responses, trainer.
 
-Every function takes the configuration and gives one part. Called by `loops.draft`, on the compute
-thread.
+Called by `run.draft_phase`, on the compute thread.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from slipstream.build.engine import check_engine, engine_settings, rollout_dtype
 from slipstream.build.policy import add_adapter, device_of, make_decoder
 from slipstream.build.rollouts import sampling_params
 from slipstream.build.speculation import first_head
+from slipstream.config.engines import ENGINE_KEY, engine_lacks, engines_with
 from slipstream.config.schema import Config
 from slipstream.config.schema_speculative import DrafterOptimSection
 from slipstream.data.registry import Task
 from slipstream.drafter.acceptance import HeldOut
-from slipstream.drafter.sequences import PolicyEnds
+from slipstream.drafter.sequences import VocabLayers
 from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings
 from slipstream.errors import ConfigError
 from slipstream.inference.engine import Engine
@@ -47,32 +47,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftParts:
-    """What a draft head's training is made of. `policy_digest` tells policies apart."""
+    """The objects for training a draft head. `policy_digest` identifies the policy."""
 
     trainer: DraftTrainer
     source: SequenceSource
-    ends: PolicyEnds
+    vocab: VocabLayers
     responder: Responder
     held_out: list[Prompt]
     policy_digest: str
 
     def hold_out(self, stop: Callable[[], bool]) -> list[HeldOut] | None:
-        """The responses that acceptance is measured on; None where `stop` became true."""
+        """The responses on which acceptance is measured; None if `stop` became true."""
         return self.responder.respond(self.held_out, "draft-val", stop)
 
 
 def check_draft(config: Config) -> None:
-    """Refuse what a draft head cannot be trained with. Raises ConfigError."""
+    """Raise ConfigError for settings with which a draft head cannot be trained."""
     if config.actor_rollout_ref.model.path is None:
         raise ConfigError(
-            "a draft head learns from a trained policy; set actor_rollout_ref.model.path=FOLDER "
+            "a draft head needs a trained policy; set actor_rollout_ref.model.path=FOLDER "
             "and actor_rollout_ref.model.init=null, or give a run with --checkpoint DIR"
         )
-    name = config.actor_rollout_ref.rollout.name
-    if name != "embedded":
+    if engine_lacks(config, lambda engine: engine.hidden_states):
         raise ConfigError(
-            f"actor_rollout_ref.rollout.name={name} hands over no hidden states, which a draft "
-            "head learns from; set actor_rollout_ref.rollout.name=embedded"
+            f"{ENGINE_KEY}={config.actor_rollout_ref.rollout.name} returns no hidden states, "
+            "but a draft head trains on them; set "
+            f"{engines_with(lambda engine: engine.hidden_states)}"
         )
     if config.data.task is None and config.data.train_files is None:
         raise ConfigError(
@@ -81,7 +81,7 @@ def check_draft(config: Config) -> None:
         )
     if config.trainer.val_only:
         raise ConfigError(
-            "trainer.val_only=true trains nothing, and `slipstream draft` trains a draft head; set "
+            "trainer.val_only=true trains nothing, but `slipstream draft` trains a draft head; set "
             "trainer.val_only=false"
         )
 
@@ -89,10 +89,10 @@ def check_draft(config: Config) -> None:
 def make_parts(
     config: Config, tokenizer: PreTrainedTokenizerBase, task: Task | None, policy: Path | None
 ) -> DraftParts:
-    """Everything, for the policy in the folder `policy`.
+    """Build all objects for training a draft head of the policy in the folder `policy`.
 
-    Raises ConfigError where the settings do not allow it, and CheckpointError for a draft head of
-    another policy.
+    Raises ConfigError for impossible settings, and CheckpointError for a draft head of another
+    policy.
     """
     check_draft(config)
     draft, train = config.speculative.draft, config.speculative.train
@@ -118,7 +118,7 @@ def make_parts(
         if records is not None:
             answers: Iterable[Sequence[int]] = (response for _, response in records)
         else:
-            # Those of the first round, which will be given again.
+            # The responses of the first round; that round will use the same prompts again.
             before = data.state_dict()
             answers = answering().answers(data.get_prompts(draft.samples_per_round), "draft")
             data.load_state_dict(before)
@@ -143,7 +143,7 @@ def make_parts(
             seed=config.trainer.seed,
             aux_layers=head.aux_layers,
         )
-    ends = PolicyEnds.of(decoder, limits.dtype)
+    vocab = VocabLayers.of(decoder, limits.dtype)
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in decoder.named_parameters():
         digest.update(name.encode())
@@ -154,9 +154,9 @@ def make_parts(
             train_settings(config, head, draft.optim, draft.total_training_steps),
         ),
         source=source,
-        ends=ends,
+        vocab=vocab,
         responder=responder,
-        # Without validation prompts: training prompts, answered with other noise.
+        # Without validation prompts: training prompts with another noise key.
         held_out=held_out or data.get_prompts(draft.held_out_samples),
         policy_digest=digest.hexdigest(),
     )
@@ -165,8 +165,8 @@ def make_parts(
 def train_settings(
     config: Config, head: DraftModel, optim: DrafterOptimSection, total_steps: int
 ) -> DraftTrainSettings:
-    """What one training step of `head` does: `speculative.train`, with an optimizer for so many
-    steps. Raises ConfigError for a loss that such a head does not have."""
+    """Settings of a training step of `head`: `speculative.train`, with an optimizer for
+    `total_steps` steps. Raises ConfigError for a loss that such a head does not have."""
     train, eagle3 = config.speculative.train, isinstance(head, Eagle3Head)
     value_weight, depth, depth_decay = (0.0, 5, 0.8) if eagle3 else (1.0, 1, 1.0)
     if eagle3 and train.value_weight:
@@ -180,8 +180,8 @@ def train_settings(
     if train.topk_mass_weight and topk >= tokens:
         raise ConfigError(
             f"speculative.train.topk_mass_weight={train.topk_mass_weight:g}: the "
-            f"speculative.eagle.spec_topk={topk} best of the {tokens} tokens that the head drafts "
-            f"are all of them; set speculative.eagle.spec_topk below {tokens}, or "
+            f"head drafts only {tokens} tokens, so the speculative.eagle.spec_topk={topk} best are "
+            f"all of them; set speculative.eagle.spec_topk below {tokens}, or "
             "speculative.train.topk_mass_weight=0"
         )
     return DraftTrainSettings(
@@ -211,7 +211,7 @@ def train_settings(
 
 
 def loop_settings(config: Config) -> DraftLoopSettings:
-    """Lengths of the loop."""
+    """The step counts of the loop."""
     draft = config.speculative.draft
     return DraftLoopSettings(
         total_steps=draft.total_training_steps,

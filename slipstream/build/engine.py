@@ -1,8 +1,14 @@
-"""Builds the rollout engine, and checks that it can serve the policy."""
+"""Builds the rollout engine, and checks that it can serve the policy.
+
+The registry of engines (`config.engines`) says which function makes the engine that a run selects;
+those of the built-in engines are here.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +24,7 @@ from slipstream.build.policy import (
     rollout_too_long,
 )
 from slipstream.build.speculation import make_speculation
+from slipstream.config.engines import ENGINE_KEY, engine_entry, engines_with, generates_with
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError
 from slipstream.inference.embedded import EmbeddedEngine
@@ -25,59 +32,91 @@ from slipstream.inference.engine import EngineSettings
 from slipstream.inference.engine.memory import kv_budget
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.models.config import ModelConfig
-from slipstream.models.decoder import Decoder, takes_sequences_in_a_row
+from slipstream.models.decoder import Decoder, supports_varlen
 from slipstream.models.hf_policy import HFPolicy
 from slipstream.models.lora import copy_weights, merged_weights
 from slipstream.models.numerics import check_widths, dtype_from_name
 from slipstream.models.policy import Policy, PolicyConfig
 from slipstream.models.single_copy_weights import allocate_single_copy
 from slipstream.training.compute_thread import ComputeThread
+from slipstream.types import PolicyKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSetup:
+    """The arguments of an engine's factory, which is called on the thread of `compute`."""
+
+    config: Config
+    policy: Policy
+    """The weights to begin with. The engine copies them: training changes these."""
+    decode: Callable[[list[int]], str]
+    """From token ids to text."""
+    compute: ComputeThread
+    """The thread on which the trainer works; an engine in this process works on it, too."""
+    notify: Callable[[str], None] | None
+    """Takes messages for the user about speculation. None: the engine must not speculate."""
+
+
 def rollout_dtype(config: Config) -> torch.dtype:
-    """`rollout.dtype`, where auto is the actor's."""
+    """The dtype of rollouts: `rollout.dtype`, or the actor's if that is auto."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     name = actor.dtype if rollout.dtype == "auto" else rollout.dtype
     return dtype_from_name(name, device_of(config))
 
 
 def check_engine(config: Config, model: PolicyConfig) -> None:
-    """Refuse an engine that could not serve `model`. Raises ConfigError."""
+    """Raise ConfigError if the engine cannot serve `model`."""
     rollout = config.actor_rollout_ref.rollout
     if problem := rollout_too_long(config, model.context_limit):
         raise ConfigError(problem)
-    if rollout.name == "fake":
+    entry = engine_entry(rollout.name)
+    kind = PolicyKind.DECODER if isinstance(model, ModelConfig) else PolicyKind.TRANSFORMERS
+    remedy = engines_with(generates_with(kind))
+    if entry.capabilities.for_tests:
+        raise ConfigError(f"{ENGINE_KEY}={entry.name} is for tests; set {remedy}")
+    if kind not in entry.capabilities.policies:
         raise ConfigError(
-            "actor_rollout_ref.rollout.name=fake answers from a script and is for tests; use "
-            "embedded or hf"
+            f"{ENGINE_KEY}={entry.name} does not generate with this policy, which "
+            f"{_COMPUTES[kind]} computes; set {remedy}"
         )
-    kernels = isinstance(model, ModelConfig) and takes_sequences_in_a_row(
+    kernels = isinstance(model, ModelConfig) and supports_varlen(
         model, rollout_dtype(config), device_of(config)
     )
-    if rollout.one_thread_below and not (rollout.name == "embedded" and kernels):
+    if rollout.one_thread_below and not (entry.capabilities.one_thread_tail and kernels):
         raise ConfigError(
-            f"actor_rollout_ref.rollout.one_thread_below={rollout.one_thread_below} is of the "
-            "embedded engine's compiled kernels on a CPU, which do not run here; set "
+            f"actor_rollout_ref.rollout.one_thread_below={rollout.one_thread_below} needs the "
+            "embedded engine's compiled CPU kernels, which this run does not use; set "
             "actor_rollout_ref.rollout.one_thread_below=0"
         )
-    if rollout.name == "embedded" and isinstance(model, ModelConfig):
-        check_widths(
-            hidden_size=model.hidden_size,
-            intermediate_size=model.intermediate_size,
-            head_dim=model.head_dim,
-        )
-        kv_bytes(config, model)
+    entry.check_settings(config, model)
+
+
+_COMPUTES = {
+    PolicyKind.DECODER: "Slipstream's decoder",
+    PolicyKind.TRANSFORMERS: "transformers",
+}
+
+
+def check_embedded(config: Config, model: PolicyConfig) -> None:
+    """Raise ConfigError for layer widths that exact mode does not support, and for a KV cache
+    without room for one sequence."""
+    assert isinstance(model, ModelConfig), "the embedded engine has no other capability"
+    check_widths(
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        head_dim=model.head_dim,
+    )
+    kv_bytes(config, model)
 
 
 def kv_bytes(config: Config, model: ModelConfig) -> int:
-    """What keys and values of the embedded engine may take. Raises ConfigError for too little."""
+    """The size limit of the embedded engine's KV cache in bytes. Raises ConfigError if too
+    small."""
     rollout = config.actor_rollout_ref.rollout
     return kv_budget(
         model,
@@ -97,17 +136,36 @@ def make_engine(
     *,
     speculate: Callable[[str], None] | None = None,
 ) -> InferenceEngine:
-    """The rollout engine with weights of its own, equal to `decoder`'s; it works on `compute`.
+    """Build the rollout engine with a copy of `decoder`'s weights. It works on `compute`.
 
-    With `speculate`, which is told what there is to say, it drafts after `speculative`.
+    With `speculate`, which receives messages for the user, it drafts by the section `speculative`.
+    Raises ConfigError if the engine cannot serve the policy, or if its `capabilities` differ from
+    the registered ones.
     """
-    rollout = config.actor_rollout_ref.rollout
-    device = device_of(config)
-    dtype = rollout_dtype(config)
     check_engine(config, decoder.config)
-    decode = decode_with(tokenizer)
-    if rollout.name == "hf" or isinstance(decoder, HFPolicy):
-        return _hf_engine(config, decoder, dtype, decode, compute)
+    entry = engine_entry(config.actor_rollout_ref.rollout.name)
+    engine: InferenceEngine = entry.make(
+        EngineSetup(
+            config=config,
+            policy=decoder,
+            decode=decode_with(tokenizer),
+            compute=compute,
+            notify=speculate,
+        )
+    )
+    if engine.capabilities != entry.capabilities:
+        raise ConfigError(
+            f"{ENGINE_KEY}={entry.name}: the engine has {engine.capabilities}, but was registered "
+            f"with {entry.capabilities}; register it with its own capabilities"
+        )
+    return engine
+
+
+def make_embedded(setup: EngineSetup) -> InferenceEngine:
+    """The embedded engine. The registry's factory of `embedded`."""
+    config, decoder = setup.config, setup.policy
+    assert isinstance(decoder, Decoder), "see `check_engine`"
+    device, dtype = device_of(config), rollout_dtype(config)
     if keeps_one_copy(config):
         with torch.device("meta"):
             own = Decoder(decoder.config)
@@ -115,11 +173,11 @@ def make_engine(
     else:
         own = Decoder(decoder.config).to(device)
     copy_weights(decoder, own)
-    # Now: keys and values get a share of what the weights leave free.
+    # After the weights are loaded: the KV cache gets a share of the free memory.
     settings = engine_settings(config, own.config)
-    _log.info("keys and values may take %d bytes", settings.kv_budget_bytes)
+    _log.info("the KV cache may use %d bytes", settings.kv_budget_bytes)
     speculation = None
-    if speculate is not None:
+    if setup.notify is not None:
         speculation = make_speculation(
             config,
             own,
@@ -127,24 +185,24 @@ def make_engine(
             device=device,
             kv_budget_bytes=settings.kv_budget_bytes,
             free_cache=settings.free_cache_engine,
-            notify=speculate,
+            notify=setup.notify,
         )
     return EmbeddedEngine(
         own,
         settings,
-        decode=decode,
-        executor=compute.executor,
+        decode=setup.decode,
+        executor=setup.compute.executor,
         proposer=None if speculation is None else speculation.proposer,
         selector=None if speculation is None else speculation.selector,
     )
 
 
 def engine_settings(config: Config, model: ModelConfig) -> EngineSettings:
-    """Limits of the embedded engine."""
+    """Settings of the embedded engine."""
     rollout = config.actor_rollout_ref.rollout
     free = rollout.free_cache_engine
     if free is None:
-        # Kept prefixes live in what the store leaves of the budget.
+        # Cached prefixes use the part of the budget that running requests leave free.
         free = device_of(config).type != "cpu" or rollout.enable_prefix_caching
     return EngineSettings(
         max_model_len=max_model_len(config),
@@ -162,22 +220,18 @@ def engine_settings(config: Config, model: ModelConfig) -> EngineSettings:
 
 
 def keeps_one_copy(config: Config) -> bool:
-    """Whether the engine has no second copy of its weights: several GPUs are for models of which
-    one has no room for more."""
+    """True if the engine keeps a single copy of its weights: in runs on several GPUs, whose models
+    may fill the memory of one GPU."""
     return process_count(config) > 1 and device_of(config).type == "cuda"
 
 
-def _hf_engine(
-    config: Config,
-    decoder: Policy,
-    dtype: torch.dtype,
-    decode: Callable[[list[int]], str],
-    compute: ComputeThread,
-) -> InferenceEngine:
+def make_hf(setup: EngineSetup) -> InferenceEngine:
+    """An engine on the policy's class in transformers. The registry's factory of `hf`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from slipstream.inference.hf import HFCore, HFEngine
 
+    config, decoder, dtype = setup.config, setup.policy, rollout_dtype(setup.config)
     if isinstance(decoder, HFPolicy):
         model = decoder.copy_as(dtype)
     else:
@@ -190,6 +244,6 @@ def _hf_engine(
         max_model_len=max_model_len(config),
         max_num_seqs=config.actor_rollout_ref.rollout.max_num_seqs,
         eos_token_ids=decoder.config.eos_token_ids,
-        decode=decode,
+        decode=setup.decode,
     )
-    return HFEngine(core, executor=compute.executor)
+    return HFEngine(core, executor=setup.compute.executor)

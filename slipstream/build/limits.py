@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from slipstream.build.algorithm import (
     critic_budget,
     wants_critic,
@@ -17,21 +15,17 @@ from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError
 from slipstream.models.config import ModelConfig
-from slipstream.models.decoder import takes_sequences_in_a_row
+from slipstream.models.decoder import supports_varlen
 from slipstream.models.numerics import dtype_from_name
 from slipstream.models.policy import PolicyConfig
 from slipstream.training.packing import padded_length
 
-if TYPE_CHECKING:
-    pass
-
 
 def check_budgets(config: Config, policy: PolicyConfig, mode: Mode) -> None:
-    """Refuse a budget of tokens per forward pass that one sequence exceeds with its padding, where
-    rows are padded. Raises ConfigError."""
+    """Raise ConfigError if one padded sequence exceeds the budget of tokens per forward pass."""
     actor, device = config.actor_rollout_ref.actor, device_of(config)
     dtype = dtype_from_name(actor.dtype, device)
-    if isinstance(policy, ModelConfig) and takes_sequences_in_a_row(policy, dtype, device):
+    if isinstance(policy, ModelConfig) and supports_varlen(policy, dtype, device):
         return
     key, longest = "ppo_max_token_len_per_gpu", max_model_len(config)
     budgets: dict[str, tuple[int | None, int]] = {}
@@ -46,13 +40,13 @@ def check_budgets(config: Config, policy: PolicyConfig, mode: Mode) -> None:
     for name, (budget, length) in budgets.items():
         if budget is not None and budget < padded_length(length):
             raise ConfigError(
-                f"{name}={budget} cannot hold one sequence of {length} tokens, which takes "
-                f"{padded_length(length)} with its padding; set {name}={padded_length(length)}"
+                f"{name}={budget} cannot hold one sequence of {length} tokens, which has "
+                f"{padded_length(length)} tokens with padding; set {name}={padded_length(length)}"
             )
 
 
 def check_demonstrations(config: Config, policy: PolicyConfig) -> None:
-    """Refuse an SFT on texts that may be too long for the policy. Raises ConfigError."""
+    """Raise ConfigError if SFT texts may be too long for the policy."""
     longest, limit = config.sft.max_length, policy.context_limit
     if longest > limit.tokens:
         raise ConfigError(f"SFT texts {too_long(longest, limit, f'sft.max_length={limit.tokens}')}")

@@ -1,7 +1,4 @@
-"""Wiring of the policy that is trained: weights, adapter, optimizer, backend, and its reference.
-
-Called by the phases, through `build`.
-"""
+"""Builds the trained policy: weights, LoRA adapter, optimizer, backend, and its reference."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ import torch
 
 from slipstream.build.algorithm import full_kl_in_loss, takes_full_kl, wants_critic, wants_reference
 from slipstream.checkpoint.layout import lora_folder, policy_folder
+from slipstream.config.engines import ENGINE_KEY, engine_lacks, engines_with, generates_with
 from slipstream.config.schema import Config
 from slipstream.config.schema_actor import ModelSection, OptimSection
 from slipstream.config.validate import no_decay
@@ -38,31 +36,27 @@ from slipstream.threads import usable_cores
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.lora import BaseWeights
 from slipstream.training.optim import OptimSettings
-from slipstream.training.protocol import ReferencePolicy
+from slipstream.training.protocol import ReferencePolicy, TrainingBackend
 from slipstream.training.single import SingleProcessBackend
+from slipstream.types import PolicyKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from slipstream.distributed.team import Team
 
-_BY_TRANSFORMERS = (
-    "actor_rollout_ref.model.implementation=transformers and actor_rollout_ref.rollout.name=hf"
-)
-
-
 POLICY, REFERENCE = "policy", "reference"
-"""Names of the trainers among the parts of a process (`distributed`)."""
+"""Names of the trainers within a process of a distributed run."""
 
 
 def process_count(config: Config) -> int:
-    """How many processes train and generate: one for each GPU, or without GPUs for each node."""
+    """The number of processes of the run: one per GPU, or one per node without GPUs."""
     return config.trainer.nnodes * max(1, config.trainer.n_gpus_per_node)
 
 
 def thread_count(config: Config) -> int | None:
-    """`trainer.num_threads`, or where several processes share this machine's cores a part of them;
-    None: PyTorch's choice."""
+    """`trainer.num_threads`, or a share of the cores if several processes use this machine. None:
+    PyTorch's default."""
     trainer = config.trainer
     if trainer.num_threads is not None or process_count(config) == 1:
         return trainer.num_threads
@@ -70,12 +64,12 @@ def thread_count(config: Config) -> int | None:
 
 
 def memory_sharers(config: Config) -> int:
-    """How many processes take their memory from where this one does: a GPU has one."""
+    """The number of processes that share the memory of this one's device; 1 on a GPU."""
     return 1 if device_of(config).type == "cuda" else process_count(config)
 
 
 def device_of(config: Config) -> torch.device:
-    """`trainer.device`, with auto resolved."""
+    """The device of the run: `trainer.device`, with auto resolved."""
     name = config.trainer.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -88,16 +82,18 @@ def make_policy(
     folder: Path | None,
     team: Team | None = None,
 ) -> Policy:
-    """A policy, or what it is compared with: weights from `folder`, or freshly drawn after
-    `model.init`. Over the processes of a team it is spread at once, unless it gets an adapter
-    first."""
+    """Build a policy or reference: with weights from `folder`, or random weights by `model.init`.
+
+    In a distributed run its weights are sharded over the processes at once, unless it gets a LoRA
+    adapter first.
+    """
     if folder is None:
         return make_decoder(config, tokenizer, None)
     model, device = config.actor_rollout_ref.model, device_of(config)
     if team is None:
         return load_policy(folder, model.implementation, device=device)
     if model.lora_rank or model.lora_adapter_path is not None:
-        # In the host's memory until it is spread.
+        # In host memory until it is sharded.
         return load_policy(folder, model.implementation)
     return load_sharded(folder, team.ranks.mesh, device=device)
 
@@ -105,7 +101,7 @@ def make_policy(
 def make_decoder(
     config: Config, tokenizer: PreTrainedTokenizerBase, folder: Path | None
 ) -> Decoder:
-    """`make_policy` where the built-in decoder is wanted."""
+    """Like `make_policy`, for the built-in decoder only."""
     if folder is not None:
         return load_checkpoint(folder, device=device_of(config))
     decoder = Decoder(initial_config(config, tokenizer))
@@ -114,11 +110,11 @@ def make_decoder(
 
 
 def add_adapter(config: Config, decoder: Policy, *, first: bool) -> None:
-    """Give the policy the LoRA adapter that is to be trained, if any, which a `HFPolicy` cannot
-    have. `first`: it has the weights
-    that `model` names, on which the adapter in `lora_adapter_path` belongs.
+    """Add the LoRA adapter to be trained, if any. A `HFPolicy` cannot have one.
 
-    Raises ConfigError for names that match no layer, or a rank that is not the adapter's.
+    `first`: the policy has the weights that `model` names, to which the adapter in
+    `lora_adapter_path` belongs. Raises ConfigError for names that match no layer, or a rank that
+    differs from the adapter's.
     """
     if isinstance(decoder, HFPolicy):
         return
@@ -160,8 +156,8 @@ def add_adapter(config: Config, decoder: Policy, *, first: bool) -> None:
 def model_config(
     config: Config, tokenizer: PreTrainedTokenizerBase, folder: Path | None
 ) -> PolicyConfig:
-    """The policy's architecture: that in `folder`, or `model.init`'s. Raises ConfigError where this
-    run asks of transformers what it cannot do."""
+    """The policy's architecture: from `folder`, or from `model.init`. Raises ConfigError if the run
+    uses features that a model in transformers lacks."""
     if folder is None:
         return initial_config(config, tokenizer)
     found = policy_config(folder, config.actor_rollout_ref.model.implementation)
@@ -171,23 +167,27 @@ def model_config(
 
 
 def check_hf_policy(config: Config, policy: HFPolicyConfig, folder: Path) -> None:
-    """Refuse what a policy that transformers computes cannot do. Raises ConfigError."""
+    """Raise ConfigError for settings that a policy computed by transformers does not support."""
     for problem, remedy in _beyond_transformers(config):
         raise ConfigError(
-            f"{folder} holds a {policy.family}, which transformers computes and not Slipstream's "
-            f"decoder: {problem}; set {remedy}"
+            f"{folder} holds a model of the family {policy.family}, which transformers computes, "
+            f"not "
+            f"Slipstream's decoder: {problem}; set {remedy}"
         )
 
 
 def _beyond_transformers(config: Config) -> Iterator[tuple[str, str]]:
-    """Settings that take the decoder, and what to set instead."""
-    model, name = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.name
+    """Settings that need the decoder, with their remedies."""
+    model = config.actor_rollout_ref.model
     key = "actor_rollout_ref"
-    if name != "hf":
-        yield f"{key}.rollout.name={name} does not generate with it", f"{key}.rollout.name=hf"
+    if engine_lacks(config, generates_with(PolicyKind.TRANSFORMERS)):
+        yield (
+            f"{ENGINE_KEY}={config.actor_rollout_ref.rollout.name} does not generate with it",
+            engines_with(generates_with(PolicyKind.TRANSFORMERS)),
+        )
     if process_count(config) > 1:
         yield (
-            f"its weights are not spread over {process_count(config)} processes",
+            f"its weights cannot be sharded over {process_count(config)} processes",
             "trainer.nnodes=1 and trainer.n_gpus_per_node to at most 1",
         )
     if model.lora_rank:
@@ -219,7 +219,8 @@ def _beyond_transformers(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def initial_config(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
-    """Sizes after `model.init`. Raises ConfigError where there are none, or too few words."""
+    """The architecture by `model.init`. Raises ConfigError if it is missing, or if its vocabulary
+    is too small."""
     init = config.actor_rollout_ref.model.init
     if init is None:
         raise ConfigError(
@@ -251,24 +252,27 @@ def initial_config(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelC
 
 
 def max_model_len(config: Config) -> int:
-    """Context of the engine: as set, else longest prompt plus longest response."""
+    """The engine's context length: as set, or the longest prompt plus the longest response."""
     data = config.data
     wanted = data.max_prompt_length + data.max_response_length
     return config.actor_rollout_ref.rollout.max_model_len or wanted
 
 
 def too_long(longest: int, limit: ContextLimit, keys: str) -> str:
-    """What is said of sequences of up to `longest` tokens, with what to set instead: `keys` is of
-    the limit in their place."""
-    elsewhere = ", or let transformers compute the model with " + _BY_TRANSFORMERS
+    """The message for sequences of up to `longest` tokens that exceed `limit`. `keys` are the
+    settings that fit the limit."""
+    elsewhere = (
+        ", or let transformers compute the model with actor_rollout_ref.model.implementation="
+        f"transformers and {engines_with(generates_with(PolicyKind.TRANSFORMERS))}"
+    )
     return (
-        f"may take {longest} tokens, but {limit.reason}; set {keys}"
+        f"may have {longest} tokens, but {limit.reason}; set {keys}"
         f"{elsewhere if limit.of_decoder else ''}"
     )
 
 
 def rollout_too_long(config: Config, limit: ContextLimit) -> str | None:
-    """`too_long` of prompt and response; None where they fit."""
+    """The message if prompt and response exceed `limit`; None if they fit."""
     longest, key = max_model_len(config), "actor_rollout_ref.rollout.max_model_len"
     if longest <= limit.tokens:
         return None
@@ -279,8 +283,8 @@ def rollout_too_long(config: Config, limit: ContextLimit) -> str | None:
 
 
 def optim_settings(optim: OptimSection, total_steps: int, *, key: str) -> OptimSettings:
-    """Optimizer and schedule of the section `key`; warm-up as a step count or as a share of all
-    steps. Raises ConfigError where the steps leave nothing to decay over."""
+    """Optimizer and schedule from the section `key`. Warm-up is a number of steps or a share of all
+    steps. Raises ConfigError if no steps are left for the decay."""
     steps = optim.total_training_steps if optim.total_training_steps > 0 else total_steps
     warmup = optim.lr_warmup_steps
     if warmup < 0:
@@ -304,14 +308,14 @@ def optim_settings(optim: OptimSection, total_steps: int, *, key: str) -> OptimS
 
 
 def actor_optim(config: Config, rl_steps: int) -> OptimSettings:
-    """The policy's optimizer and schedule in so many RL steps, less those before which only a
-    critic learns. Raises ConfigError where that is all of them."""
+    """The policy's optimizer and schedule for `rl_steps` RL steps, without those in which only the
+    critic learns. Raises ConfigError if no steps are left."""
     actor, batch = config.actor_rollout_ref.actor, config.data.train_batch_size
     warmup = config.trainer.critic_warmup
     if warmup > rl_steps > 0:
         raise ConfigError(
-            f"trainer.critic_warmup={warmup} lets the policy learn from step {warmup} on, and the "
-            f"run has {rl_steps}; set trainer.critic_warmup={rl_steps // 2} or more steps"
+            f"trainer.critic_warmup={warmup} trains the policy only from step {warmup} on, but the "
+            f"run has {rl_steps} steps; set trainer.critic_warmup={rl_steps // 2} or more steps"
         )
     rl_steps -= max(0, warmup - 1)
     steps = max(0, rl_steps) * actor.ppo_epochs * (batch // (actor.ppo_mini_batch_size or batch))
@@ -327,24 +331,24 @@ def make_backend(
     sft: bool = False,
     team: Team | None = None,
     part: str = POLICY,
-) -> SingleProcessBackend:
-    """The trainer of one phase; it works on `compute`, and where there is a team as its `part`
-    together with those of the other processes."""
+) -> TrainingBackend:
+    """Build the trainer of one phase. It works on `compute`; in a distributed run it works as
+    `part`, together with the trainers of the other processes."""
     actor = config.actor_rollout_ref.actor
     device = device_of(config)
     recompute = config.actor_rollout_ref.model.enable_gradient_checkpointing
-    if recompute and isinstance(decoder, HFPolicy) and not decoder.recomputes:
+    if recompute and isinstance(decoder, HFPolicy) and not decoder.supports_checkpointing:
         raise ConfigError(
-            "actor_rollout_ref.model.enable_gradient_checkpointing=true: transformers cannot "
-            f"compute activations of a {decoder.config.family} again; set "
+            "actor_rollout_ref.model.enable_gradient_checkpointing=true: transformers does not "
+            f"support it for the family {decoder.config.family}; set "
             "actor_rollout_ref.model.enable_gradient_checkpointing=false"
         )
     by_rows = not sft and not actor.use_dynamic_bsz
     tokens = config.sft.max_tokens_per_micro_batch if sft else actor.ppo_max_token_len_per_gpu
-    make: Callable[..., SingleProcessBackend] = partial(SingleProcessBackend, decoder)
+    make: Callable[..., TrainingBackend] = partial(SingleProcessBackend, decoder)
     if team is not None:
         assert isinstance(decoder, Decoder), "checked with the configuration"
-        # Imported here: it takes torch's part for several processes, and one does without.
+        # Imported here because it imports torch.distributed, which a single process does not need.
         from slipstream.distributed.backend import TeamBackend
 
         make = partial(TeamBackend, decoder, team, part)
@@ -371,14 +375,14 @@ def check_reference(
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Refuse a `ref.path`, whose `folder` holds `reference`, that reads other tokens than the
-    policy writes, or too few of them. Raises CheckpointError and ConfigError."""
+    """Check that the reference of `ref.path` has the policy's vocabulary and a long enough context.
+    Raises CheckpointError and ConfigError."""
     path = config.actor_rollout_ref.ref.path
     if path is None:
         return
     source = f"actor_rollout_ref.ref.path={path}"
     trust = config.actor_rollout_ref.model.trust_remote_code
-    # Over the whole vocabulary policies are compared output by output.
+    # The KL over the whole vocabulary compares all outputs.
     alike = policy.vocab_size == reference.vocab_size or not takes_full_kl(config)
     check_vocabulary(
         reference,
@@ -399,25 +403,29 @@ def make_reference(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
     initial: Path | None,
+    policy: Policy,
     compute: ComputeThread,
-    backend: SingleProcessBackend,
+    backend: TrainingBackend,
     team: Team | None = None,
 ) -> ReferencePolicy | None:
-    """The initial policy (or `ref.path`), where a KL term or a teacher is wanted: a frozen copy, or
-    under LoRA the base weights of `backend`. Where the KL is over the whole vocabulary, `backend`
-    gets it, too."""
+    """The reference of a KL term, or a teacher; None if neither is wanted.
+
+    It is `ref.path`, or the policy in `initial` that RL starts from: a frozen copy, or with a LoRA
+    adapter the base weights of `backend`, which trains `policy`. If the KL is over the whole
+    vocabulary, `backend` gets the reference, too.
+    """
     if not wants_reference(config):
         return None
     path = config.actor_rollout_ref.ref.path
     reference: ReferencePolicy
     decoder = None
-    if path is None and lora_layers(backend.decoder):
+    if path is None and lora_layers(policy):
         reference = BaseWeights(backend)
     else:
         folder = initial if path is None else policy_folder(Path(path))
         decoder = make_policy(config, tokenizer, folder, team)
         if folder is not None:
-            check_reference(config, decoder.config, backend.decoder.config, folder, tokenizer)
+            check_reference(config, decoder.config, policy.config, folder, tokenizer)
         reference = make_backend(
             config, decoder, compute, optim=OptimSettings(lr=0.0), team=team, part=REFERENCE
         )
@@ -427,9 +435,9 @@ def make_reference(
 
 
 def initial_policy(config: Config) -> Path | None:
-    """The Hugging Face folder of `model.path`, None where weights are drawn at random.
+    """The Hugging Face folder of `model.path`; None if weights are random.
 
-    Raises CheckpointError where there is no such folder.
+    Raises CheckpointError if there is no such folder.
     """
     path = config.actor_rollout_ref.model.path
     if path is None:

@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import TYPE_CHECKING
 
 import torch
 
 from slipstream.build.policy import (
     thread_count,
 )
+from slipstream.config.engines import engine_entry, selected_engine
+from slipstream.config.hardware import detect_hardware
+from slipstream.config.load import raise_problems
 from slipstream.config.schema import Config
+from slipstream.config.validate import validate
 from slipstream.errors import ConfigError
 from slipstream.threads import usable_cores
-
-if TYPE_CHECKING:
-    pass
 
 
 def import_external(config: Config) -> None:
     """Import `model.external_lib`, so that what it registers can be named.
 
-    Raises ConfigError where it cannot be imported.
+    An engine that this registers was unknown when the configuration was loaded, so the rules
+    between options are applied again.
+
+    Raises ConfigError if the module cannot be imported, if it does not register the engine that
+    `rollout.name` selects, and for settings that this engine does not have.
     """
     name = config.actor_rollout_ref.model.external_lib
     if name is None:
         return
+    known = selected_engine(config) is not None
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` has it: modules in the present folder
+        sys.path.insert(0, "")  # modules in the current folder, as with `python -m`
     try:
         importlib.import_module(name)
     except Exception as error:
@@ -37,10 +42,13 @@ def import_external(config: Config) -> None:
             f"({type(error).__name__}: {error}); it takes a module's dotted name, and PYTHONPATH "
             "says where modules lie"
         ) from error
+    if not known:
+        engine_entry(config.actor_rollout_ref.rollout.name)
+        raise_problems(validate(config, detect_hardware(), complete=False))
 
 
 def set_threads(config: Config) -> None:
-    """Apply `thread_count`; None: PyTorch's choice, one per core, but no more than this process may
-    use."""
+    """Set the number of threads to `thread_count`. If that is None, use PyTorch's default, one per
+    core, limited to the cores that this process may use."""
     given = thread_count(config)
     torch.set_num_threads(min(torch.get_num_threads(), usable_cores()) if given is None else given)

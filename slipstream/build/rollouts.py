@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def sampling_params(config: Config) -> SamplingParams:
-    """How training rollouts are sampled."""
+    """The sampling settings of training rollouts."""
     r = config.actor_rollout_ref.rollout
     return SamplingParams(
         max_tokens=config.data.max_response_length,
@@ -40,7 +40,7 @@ def sampling_params(config: Config) -> SamplingParams:
 
 
 def eval_settings(config: Config) -> EvalSettings:
-    """How validation is sampled: `rollout.val_kwargs`."""
+    """The sampling settings of validation (`rollout.val_kwargs`)."""
     r = config.actor_rollout_ref.rollout
 
     def settings(v: ValKwargsSection) -> EvalSettings:
@@ -71,7 +71,7 @@ def make_rollouts(
     *,
     sink: GenerationSink | None = None,
 ) -> AsyncRolloutManager:
-    """The rollout manager over one engine; `sink` may take hidden states from its decoding."""
+    """Build the rollout manager for one engine. `sink` receives hidden states from decoding."""
     r = config.actor_rollout_ref.rollout
     settings = RolloutSettings(
         batch_size=config.data.train_batch_size,
@@ -85,7 +85,7 @@ def make_rollouts(
     )
     wanted = config.algorithm.filter_groups
     if wanted.enable:
-        # So many batches of prompts, of which one is kept.
+        # This many batches of prompts are generated at most to fill one batch.
         tries = wanted.max_num_gen_batches - 1 if wanted.max_num_gen_batches else math.inf
         settings = replace(settings, max_rejected=tries)
     return AsyncRolloutManager(

@@ -1,6 +1,6 @@
-"""Wiring of speculative decoding: who drafts, and who chooses how much.
+"""Builds speculative decoding: the proposer of drafts and the selector of draft plans.
 
-Called by `build.make_engine`, on the compute thread.
+Called by `build.engine`, on the compute thread.
 """
 
 from __future__ import annotations
@@ -36,23 +36,24 @@ from slipstream.inference.speculation.union import UnionProposer
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.draft.eagle1 import DraftHead
-from slipstream.models.draft.eagle3 import Eagle3Head, default_aux_layers
-from slipstream.models.draft.files import load_draft_head
+from slipstream.models.draft.eagle3 import Eagle3Head, check_aux_layers, default_aux_layers
+from slipstream.models.draft.files import aux_layers_in, load_draft_head
 from slipstream.models.draft.model import DraftModel
+from slipstream.tree_size import candidate_count
 
 TRACE_FILE = "speculation.jsonl"
 
 DEPTHS = (1, 2, 3, 4, 5, 7, 11, 15)
-"""Drafts in a row that a cost model chooses from. A request alone is verified in fours: 3, 7 and 11
-drafts fill them."""
+"""Chain lengths that the cost model chooses from. A single request is verified in blocks of four
+tokens, which 3, 7 and 11 drafts fill."""
 
 TREE_ROWS = (8, 12, 16, 24, 32, 48, 64)
-"""Tokens of a request to verify, on average, that it chooses trees by."""
+"""Average numbers of tokens to verify per request, for the trees that it chooses from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """What an engine speculates with."""
+    """The objects with which an engine drafts."""
 
     proposer: Proposer
     selector: StrategySelector
@@ -68,9 +69,9 @@ def make_speculation(
     free_cache: bool,
     notify: Callable[[str], None],
 ) -> Speculation | None:
-    """After `speculative`; None where it is not enabled.
+    """Build speculative decoding by the section `speculative`; None if it is not enabled.
 
-    Raises CheckpointError for a draft head that is not one of this policy.
+    Raises CheckpointError for a draft head of another policy.
     """
     speculative = config.speculative
     if not speculative.enable:
@@ -87,9 +88,10 @@ def make_speculation(
     else:
         head, source = first_head(config, policy)
         folder = None if source is None else str(source)
-        what = f"draft head {source}" if source is not None else "a draft head that begins anew"
+        what = f"draft head {source}" if source is not None else "a new draft head"
         recorded = device.type == "cuda" and not config.actor_rollout_ref.rollout.enforce_eager
-        # One layer beside the policy's: its share holds as many contexts as theirs do.
+        # The head has one layer more than the policy: its share of the memory holds as many
+        # contexts as the policy's.
         proposer = EagleProposer(
             head.to(device),
             dtype=dtype,
@@ -114,8 +116,9 @@ def make_speculation(
 def first_head(
     config: Config, policy: Decoder, frequent: Callable[[int], Sequence[int]] | None = None
 ) -> tuple[DraftModel, Path | None]:
-    """The head to begin with, and its folder: `speculative.eagle.spec_model_path`, or a new one.
-    `frequent` tells so many of the tokens that are drafted most, in order.
+    """The initial head and its folder: `speculative.eagle.spec_model_path`, or a new head.
+
+    `frequent` returns the given number of most frequent tokens, sorted.
 
     Raises ConfigError for impossible auxiliary layers or draft vocabularies, and for ones that
     differ from the folder's. Raises CheckpointError for a folder without a head of this policy.
@@ -128,7 +131,8 @@ def first_head(
 
 
 def head_to_be(config: Config, policy: ModelConfig) -> DraftModel:
-    """Of the shape of the head that RL begins with. Raises what `first_head` does."""
+    """A head with the shape of RL's initial head, for estimates. Raises the errors of
+    `first_head`."""
     if config.speculative.eagle.spec_model_path is not None:
         return _known_head(config, policy)[0]
     with torch.device("meta"):
@@ -139,25 +143,50 @@ def _new_head(
     config: Config, policy: ModelConfig, frequent: Callable[[int], Sequence[int]] | None = None
 ) -> DraftModel:
     eagle = config.speculative.eagle
+    aux_layers = _new_aux_layers(eagle, policy, counts=frequent is not None)
     if eagle.spec_algorithm == "EAGLE":
         return DraftHead(policy)
-    size, aux_layers, tokens = eagle.draft_vocab_size, eagle.aux_hidden_state_layer_ids, None
+    size, tokens = eagle.draft_vocab_size, None
     if size is not None:
-        if frequent is None or size > policy.vocab_size:
-            raise ConfigError(
-                f"speculative.eagle.draft_vocab_size={size}: it must be at most the policy's "
-                f"{policy.vocab_size}, and responses must be there to count tokens in; set it so, "
-                "train the draft model with `slipstream draft` first, or set "
-                "speculative.eagle.draft_vocab_size=null"
-            )
+        assert frequent is not None, "see `_new_aux_layers`"
         tokens = frequent(size)
-    return Eagle3Head(
-        policy, default_aux_layers(policy.num_layers) if aux_layers is None else aux_layers, tokens
-    )
+    return Eagle3Head(policy, aux_layers, tokens)
+
+
+def _new_aux_layers(eagle: EagleSection, policy: ModelConfig, *, counts: bool) -> tuple[int, ...]:
+    """The auxiliary layers of a new head; none for EAGLE-1.
+
+    `counts`: there are responses in which the tokens for a draft vocabulary can be counted. Raises
+    ConfigError for auxiliary layers or a draft vocabulary that the policy cannot have.
+    """
+    if eagle.spec_algorithm == "EAGLE":
+        return ()
+    size = eagle.draft_vocab_size
+    if size is not None and (not counts or size > policy.vocab_size):
+        raise ConfigError(
+            f"speculative.eagle.draft_vocab_size={size}: it must be at most the policy's "
+            f"{policy.vocab_size}, and it needs responses to count tokens in; lower it, "
+            "train the draft head with `slipstream draft` first, or set "
+            "speculative.eagle.draft_vocab_size=null"
+        )
+    aux_layers = eagle.aux_hidden_state_layer_ids
+    if aux_layers is None:
+        aux_layers = default_aux_layers(policy.num_layers)
+    check_aux_layers(aux_layers, policy.num_layers)
+    return aux_layers
+
+
+def head_aux_layers(config: Config, policy: ModelConfig) -> tuple[int, ...]:
+    """The auxiliary layers of RL's initial head. Reads only `config.json` of a head's folder;
+    `check_speculation` reads everything. Raises the errors of `first_head`."""
+    eagle = config.speculative.eagle
+    if eagle.spec_model_path is not None:
+        return aux_layers_in(head_folder(Path(eagle.spec_model_path)), policy)
+    return _new_aux_layers(eagle, policy, counts=False)
 
 
 def _known_head(config: Config, policy: ModelConfig) -> tuple[DraftModel, Path]:
-    """That of `speculative.eagle.spec_model_path`, which must be what the options say it is."""
+    """The head of `speculative.eagle.spec_model_path`, which must match the options."""
     eagle, key = config.speculative.eagle, "speculative.eagle"
     assert eagle.spec_model_path is not None
     folder = head_folder(Path(eagle.spec_model_path))
@@ -171,20 +200,21 @@ def _known_head(config: Config, policy: ModelConfig) -> tuple[DraftModel, Path]:
     ):
         if wanted not in (usual, found):
             raise ConfigError(
-                f"{key}.{option}={wanted}, and in {folder} it is {found}; leave it out, or begin a "
-                f"new draft model with {key}.spec_model_path=null"
+                f"{key}.{option}={wanted}, but in {folder} it is {found}; remove the option, or "
+                f"start "
+                f"with a new draft head by {key}.spec_model_path=null"
             )
     return head, folder
 
 
 def _trace(config: Config) -> Callable[[str], object] | None:
-    """Appends lines to the trace of the run; None where none is asked for."""
+    """A function that appends lines to the run's trace file; None without `speculative.trace`."""
     if not config.speculative.trace:
         return None
     path = Path(config.trainer.default_local_dir) / TRACE_FILE
 
     def write(line: str) -> None:
-        # Opened for each line: engines end in many ways, and none of them may lose the last steps.
+        # Opened for each line, so that the last steps are not lost, however the process ends.
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(line)
@@ -193,12 +223,14 @@ def _trace(config: Config) -> Callable[[str], object] | None:
 
 
 def check_speculation(config: Config, policy: ModelConfig, max_model_len: int) -> None:
-    """Refuse a draft head that cannot be read, or is not one of `policy`, and shapes of drafts that
-    cannot be, or not in a context of `max_model_len`. Raises CheckpointError, and ConfigError where
-    its folder is not there."""
+    """Check the draft head and the draft plans.
+
+    Raises CheckpointError for a head that cannot be read or is of another policy, and ConfigError
+    for a missing folder and for plans that are impossible in a context of `max_model_len`.
+    """
     speculative = config.speculative
     if speculative.enable:
-        make_selector(config)
+        draft_plans(config)
         _check_depths(speculative.eagle, max_model_len)
         topk = speculative.eagle.spec_topk
         if topk > policy.vocab_size:
@@ -213,18 +245,22 @@ def check_speculation(config: Config, policy: ModelConfig, max_model_len: int) -
                 f"speculative.eagle.spec_model_path={path} is not a folder; train a draft head "
                 "with `slipstream draft`, or set speculative.enable=false"
             )
-        head_to_be(config, policy)
+        if path is not None:
+            # Only the tensors show whether a head is complete and fits this policy.
+            _known_head(config, policy)
+        else:
+            _new_aux_layers(speculative.eagle, policy, counts=False)
 
 
 def _check_depths(eagle: EagleSection, max_model_len: int) -> None:
-    """Drafts follow a prompt of one token and one that was sampled, at the least. Near the end of a
-    context they are cut; what is deeper than any context is a mistake."""
+    """Raise ConfigError for plans deeper than the context, with at least one prompt token and one
+    sampled token before the drafts. Near the end of a context, drafts are cut automatically."""
     most, key = max_model_len - 2, "speculative.eagle"
     if eagle.spec_steps > most:
         raise ConfigError(
             f"{key}.spec_steps={eagle.spec_steps}: a context of {max_model_len} tokens (data."
             f"max_prompt_length + data.max_response_length, or actor_rollout_ref.rollout."
-            f"max_model_len) never has room for so many drafts in a row; set {key}.spec_steps=7 "
+            f"max_model_len) never has room for drafts of this depth; set {key}.spec_steps=7 "
             "or so"
         )
     if eagle.tune_algorithm not in ("COST", "PREDEFINED"):
@@ -232,36 +268,59 @@ def _check_depths(eagle: EagleSection, max_model_len: int) -> None:
         if deep:
             raise ConfigError(
                 f"{key}.mab_configs: {', '.join(deep)}: a context of {max_model_len} tokens never "
-                "has room for so many drafts in a row; take them out"
+                "has room for drafts of this depth; remove them"
             )
 
 
-def make_selector(config: Config) -> StrategySelector:
-    """After `speculative.eagle.tune_algorithm`."""
-    speculative, eagle = config.speculative, config.speculative.eagle
+def draft_plans(config: Config) -> dict[int, list[DraftPlan]]:
+    """The plans that the selector of `speculative.eagle.tune_algorithm` chooses from.
+
+    Keys are the least number of running requests that the plans are for; the first is 1. Raises
+    ConfigError for impossible plans, and for thresholds that do not match them.
+    """
+    eagle = config.speculative.eagle
     largest = _largest_plan(eagle)
     if eagle.tune_algorithm == "PREDEFINED":
-        return PredefinedSelector(largest, bs_threshold=speculative.bs_threshold)
-    if eagle.tune_algorithm != "COST":
-        return _bandit(config, largest)
-    return CostModelSelector(
-        [*_smaller_plans(largest), largest],
+        return {1: [largest]}
+    if eagle.tune_algorithm == "COST":
+        return {1: [*_smaller_plans(largest), largest]}
+    return _bandit_plans(config, largest)
+
+
+def make_selector(config: Config) -> StrategySelector:
+    """Build the selector of `speculative.eagle.tune_algorithm`. Raises the errors of
+    `draft_plans`."""
+    speculative, eagle = config.speculative, config.speculative.eagle
+    plans = draft_plans(config)
+    if eagle.tune_algorithm == "PREDEFINED":
+        return PredefinedSelector(plans[1][0], bs_threshold=speculative.bs_threshold)
+    if eagle.tune_algorithm == "COST":
+        return CostModelSelector(
+            plans[1],
+            bs_threshold=speculative.bs_threshold,
+            hysteresis=eagle.hysteresis,
+            exploration=eagle.exploration,
+        )
+    ucb1 = eagle.tune_algorithm == "UCB1"
+    return BanditSelector(
+        plans,
+        UpperConfidenceBound() if ucb1 else EpsilonGreedy(eagle.mab_epsilon),
         bs_threshold=speculative.bs_threshold,
-        hysteresis=eagle.hysteresis,
-        exploration=eagle.exploration,
+        window=eagle.mab_window_size,
+        seed=config.trainer.seed,
     )
 
 
 def _largest_plan(eagle: EagleSection) -> DraftPlan:
-    """What the options ask for."""
+    """The plan of the options."""
     if eagle.spec_topk == 1 or eagle.spec_verify_tokens is None:
         return DraftPlan.chain(eagle.spec_steps)
     return DraftPlan(eagle.spec_steps, eagle.spec_topk, eagle.spec_verify_tokens)
 
 
 def _smaller_plans(largest: DraftPlan) -> list[DraftPlan]:
-    """Chains up to its depth, and where it is a tree, one as deep, and trees of fewer rows that are
-    as deep or half as deep."""
+    """Chains up to the depth of `largest`. If it is a tree, also a chain of its depth, and trees of
+    the same or half the depth with fewer tokens to verify."""
     chains = [DraftPlan.chain(depth) for depth in DEPTHS if depth < largest.steps]
     if largest.topk == 1:
         return chains
@@ -269,14 +328,14 @@ def _smaller_plans(largest: DraftPlan) -> list[DraftPlan]:
     trees = []
     for steps in dict.fromkeys([(largest.steps + 1) // 2, largest.steps]):
         for topk in dict.fromkeys([min(2, largest.topk), largest.topk]):
-            most = topk + (steps - 1) * topk**2 + 1
+            most = candidate_count(steps, topk) + 1
             rows = [n for n in TREE_ROWS if n < largest.verify_tokens and n <= most]
             trees += [DraftPlan(steps, topk, n) for n in rows if n > steps]
     return [*chains, *trees]
 
 
-def _bandit(config: Config, default: DraftPlan) -> BanditSelector:
-    """FastRL's, which picks from `mab_configs` and the `default`."""
+def _bandit_plans(config: Config, default: DraftPlan) -> dict[int, list[DraftPlan]]:
+    """The plans of FastRL's selectors: `mab_configs` and the `default`."""
     speculative, eagle, key = config.speculative, config.speculative.eagle, "speculative.eagle"
     try:
         plans = [*map(DraftPlan.parse, eagle.mab_configs), default]
@@ -288,22 +347,14 @@ def _bandit(config: Config, default: DraftPlan) -> BanditSelector:
         trees = [str(plan) for plan in plans if plan.topk > 1]
         if trees and speculative.spec_strategy == "history":
             raise ConfigError(
-                f"{', '.join(trees)}: what was written before is drafted in chains; give such as "
+                f"{', '.join(trees)}: history drafts are chains; use plans such as "
                 "3_1_4, or set speculative.spec_strategy=union"
             )
     except ConfigError as error:
         raise ConfigError(f"{key}.mab_configs: {error}") from error
-    buckets: dict[int, list[DraftPlan]] = {1: plans}
-    if eagle.tune_algorithm == "BEG":
-        try:
-            buckets = buckets_by_rows(plans, eagle.mab_bs_threshold)
-        except ConfigError as error:
-            raise ConfigError(f"{key}.mab_bs_threshold: {error}") from error
-    greedy = EpsilonGreedy(eagle.mab_epsilon)
-    return BanditSelector(
-        buckets,
-        UpperConfidenceBound() if eagle.tune_algorithm == "UCB1" else greedy,
-        bs_threshold=speculative.bs_threshold,
-        window=eagle.mab_window_size,
-        seed=config.trainer.seed,
-    )
+    if eagle.tune_algorithm != "BEG":
+        return {1: plans}
+    try:
+        return buckets_by_rows(plans, eagle.mab_bs_threshold)
+    except ConfigError as error:
+        raise ConfigError(f"{key}.mab_bs_threshold: {error}") from error

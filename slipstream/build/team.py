@@ -1,8 +1,7 @@
-"""Wiring of the policy's trainer, reference and engine, in one process or in several.
+"""Builds the policy's trainer, reference and engine, in one process or several.
 
-Where `trainer.nnodes` and `trainer.n_gpus_per_node` come to more than one, each process makes the
-same parts here, and the first one gets them as if they were its own alone. With `build_policy` the
-only module of the loops that imports `distributed`. Called by the phases.
+If `trainer.nnodes` times `trainer.n_gpus_per_node` is more than one, every process creates the same
+objects here, and the first process uses them as in a single process. Called by the phases.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from slipstream.distributed.backend import TeamBackend
 from slipstream.distributed.engines import EngineTeam, OwnEngine
 from slipstream.distributed.host import HOST
 from slipstream.distributed.team import Team
-from slipstream.drafter.sequences import PolicyEnds
+from slipstream.drafter.sequences import VocabLayers
 from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.metrics.timeline import Timeline
@@ -42,8 +41,7 @@ from slipstream.models.policy import Policy
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.fsdp2 import Ranks
 from slipstream.training.optim import OptimSettings
-from slipstream.training.protocol import ReferencePolicy
-from slipstream.training.single import SingleProcessBackend
+from slipstream.training.protocol import ReferencePolicy, TrainingBackend
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,21 +49,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyParts:
-    """The policy, and what trains it, what it is compared with, and what generates with it."""
+    """The policy, its trainer, its reference and its rollout engine."""
 
     policy: Policy
-    """The trainer's own; in several processes a part of it."""
+    """The trainer's policy; in several processes a shard of it."""
     whole: Policy
-    """All of its weights as they are before anything is learned."""
-    backend: SingleProcessBackend
+    """All weights before training."""
+    backend: TrainingBackend
     reference: ReferencePolicy | None
     engine: InferenceEngine | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What is to be made: a trainer with `optim` for `sft` or RL, from the weights in `start`
-    (None: freshly drawn), and an engine or none, which drafts in RL."""
+    """The objects to create: a trainer with `optim` for SFT or RL, from the weights in `start`
+    (None: random), and optionally an engine, which drafts in RL."""
 
     start: Path | None
     optim: OptimSettings
@@ -77,8 +75,8 @@ class Wanted:
 def open_team(
     config: Config, deadlines: Deadlines, compute: ComputeThread, timeline: Timeline
 ) -> Iterator[Team | None]:
-    """The other processes of a run that computes on `compute`, for the body; None where there are
-    none. Their beginning and their end are spans of the `timeline`."""
+    """Start the other processes of the run for the duration of the body; yields None if there are
+    none. Their start and end are spans of the `timeline`."""
     count = process_count(config)
     if count == 1:
         yield None
@@ -106,7 +104,7 @@ def open_team(
 
 
 def end_now(message: str) -> None:
-    """End the process with an error."""
+    """Print an error and end the process."""
     end_process(f"error: {message}", 1)
 
 
@@ -118,14 +116,12 @@ def policy_parts(
     team: Team | None,
     notify: Callable[[str], None],
 ) -> PolicyParts:
-    """Made on `compute`, and in all processes of `team`."""
+    """Create the parts on `compute`, in this process and in all processes of `team`."""
     if team is None:
         return _own_parts(config, tokenizer, wanted, compute, None, notify)
-    with team.together(
-        HOST, "make_parts", _parts_of_member, config, wanted, tokenizer
-    ) as all_of_us:
+    with team.collective(HOST, "make_parts", _parts_of_member, config, wanted, tokenizer) as call:
         parts = _own_parts(config, tokenizer, wanted, compute, team, notify)
-        all_of_us.wait()
+        call.wait()
     if parts.engine is None:
         return parts
     return replace(parts, engine=EngineTeam(parts.engine, team))
@@ -144,7 +140,9 @@ def _own_parts(
     backend = make_backend(config, policy, compute, optim=wanted.optim, sft=wanted.sft, team=team)
     reference = None
     if not wanted.sft:
-        reference = make_reference(config, tokenizer, wanted.start, compute, backend, team=team)
+        reference = make_reference(
+            config, tokenizer, wanted.start, policy, compute, backend, team=team
+        )
     engine = None
     if wanted.engine:
         speculate = None if wanted.sft else notify
@@ -171,16 +169,16 @@ def _parts_of_member(
     return made
 
 
-def gathered_ends(config: Config, policy: Policy, team: Team) -> Callable[[], PolicyEnds]:
-    """Copies the ends of the trained `policy`, of which each process has a part, as they are; on
-    the compute thread."""
+def gathered_vocab(config: Config, policy: Policy, team: Team) -> Callable[[], VocabLayers]:
+    """A function that copies embedding and LM head of the trained `policy`, which is sharded over
+    processes. Call it on the compute thread."""
     dtype = rollout_dtype(config)
     assert isinstance(policy, Decoder)
 
-    def gathered() -> PolicyEnds:
-        with team.together(POLICY, "gather_ends") as all_of_us:
-            ends = PolicyEnds.of(policy, dtype)
-            all_of_us.wait()
-        return ends
+    def gathered() -> VocabLayers:
+        with team.collective(POLICY, "gather_vocab") as call:
+            vocab = VocabLayers.of(policy, dtype)
+            call.wait()
+        return vocab
 
     return gathered

@@ -1,10 +1,8 @@
-"""How many threads compute on a CPU: no more than this process may use and, where these are many,
-what a measurement at the start of a run says.
+"""Chooses the number of threads on a CPU, by a measurement if there are many cores.
 
-A decode step of a small policy is over before dozens of threads have woken, so on a large machine
-all cores are slower than a few. Two to four are few enough to take them all. What was measured lies
-in the run folder: a run that is resumed computes with as many threads again, for sums are taken in
-another order with another number of them.
+A decode step of a small policy takes less time than waking dozens of threads, so on a large machine
+a few threads are faster than all. With up to `FEW` cores, all are used. The choice is stored in the
+run folder: a resumed run must use the same number of threads, because it affects the order of sums.
 """
 
 from __future__ import annotations
@@ -24,28 +22,28 @@ from slipstream.models.decoder import Decoder
 from slipstream.types import GenerateRequest, NoiseKey, SamplingParams
 
 FEW = 4
-"""Cores that are all used without a measurement."""
+"""Up to this number of cores, all are used without a measurement."""
 
 THREADS_FILE = "threads.json"
 
 _AS_GOOD = 1.1
-"""More threads than the fastest are taken up to this ratio of times: training has larger products,
-for which they are faster."""
+"""More threads than the fastest number are used if their time is within this ratio: training has
+larger matrix products, for which more threads are faster."""
 
 ROWS = 32
-"""Requests of a measured step."""
+"""The number of requests in a measured step."""
 
 _TOKENS, _ROUNDS = 12, 3
 _VOCABULARY = 1024
 
 
 def candidates(cores: int) -> list[int]:
-    """Powers of two up to `cores`, and all of them."""
+    """Powers of two up to `cores`, and `cores`."""
     return sorted({*(1 << n for n in range(cores.bit_length()) if 1 << n <= cores), cores})
 
 
 def choose(seconds: Mapping[int, float]) -> int:
-    """The most threads that are about as fast as the fastest."""
+    """The largest number of threads that is about as fast as the fastest."""
     best = min(seconds.values())
     return max(threads for threads, took in seconds.items() if took <= _AS_GOOD * best)
 
@@ -58,10 +56,10 @@ def threads_for(
     cores: int,
     notify: Callable[[str], None],
 ) -> int:
-    """Threads for a run in `folder`: those that it began with, or those in which decode steps are
-    fastest on layers like those of `policy`.
+    """The number of threads for the run in `folder`: the number it started with, or the fastest for
+    decode steps on layers like those of `policy`.
 
-    For the thread that will compute: the measurement leaves a team of OpenMP threads behind.
+    Call it on the compute thread: the measurement starts an OpenMP team on the calling thread.
     """
     file = folder / THREADS_FILE
     if file.exists():
@@ -83,7 +81,7 @@ def threads_for(
     shown = ", ".join(f"{threads}: {took:.2f}" for threads, took in times.items())
     notify(
         f"{chosen} threads on {cores} cores: a decode step of {ROWS} requests in one layer takes "
-        f"(threads: ms) {shown}; trainer.num_threads={chosen} keeps it so in other runs"
+        f"(threads: ms) {shown}; trainer.num_threads={chosen} sets it for other runs, too"
     )
     return chosen
 
@@ -96,7 +94,7 @@ def _small_engine(policy: ModelConfig, dtype: torch.dtype) -> Engine:
 
 
 def _step_seconds(engine: Engine) -> float:
-    """The least of some rounds, after one to warm up."""
+    """The minimum time of a decode step over some rounds, after a warm-up round."""
     took = []
     for number in range(_ROUNDS + 1):
         requests = [

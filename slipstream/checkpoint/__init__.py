@@ -1,5 +1,5 @@
-"""Run states on disk: complete or absent, checked, the last k kept. Never a pickle.
+"""Checkpoints on disk. Each one is complete or absent, has checksums, and contains no pickle.
 
-`manager` folders and tracker, `tree` values with tensors, `state` what a run needs to go on,
-`interrupt` the first and the second Ctrl-C.
+`manager`: folders, tracker file, pruning. `tree`: nested values with tensors in one file. `state`:
+file layout and `state.json`. `layout`: find the parts of a checkpoint. `interrupt`: Ctrl-C.
 """

@@ -1,4 +1,4 @@
-"""Writes that survive a crash: a file is either the old one or the new one, never half of each.
+"""Crash-safe file writes: after a crash a file has either its old or its new content.
 
 Knows nothing of steps or models. Called by the rest of `slipstream.checkpoint`.
 """
@@ -20,7 +20,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def fsync_path(path: Path) -> None:
-    """Make the content of a file, or the entries of a folder, survive a power loss."""
+    """Flush a file, or the entries of a folder, to disk, so that it survives a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -29,7 +29,7 @@ def fsync_path(path: Path) -> None:
 
 
 def fsync_tree(root: Path) -> None:
-    """`fsync_path` on every file and folder below and including `root`, leaves first."""
+    """Call `fsync_path` on `root` and every file and folder below it, leaves first."""
     for folder, _, files in os.walk(root, topdown=False):
         for name in files:
             fsync_path(Path(folder, name))
@@ -37,7 +37,7 @@ def fsync_tree(root: Path) -> None:
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Replace `path` by `text` (UTF-8) in one step, on disk when this returns."""
+    """Replace `path` by `text` (UTF-8) atomically. The text is on disk when this returns."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -51,44 +51,44 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as readable, strict JSON (no NaN or infinity), atomically.
+    """Write `value` as indented, strict JSON (no NaN or infinity), atomically.
 
-    Raises CheckpointError where JSON cannot hold the value.
+    Raises CheckpointError if JSON cannot represent the value.
     """
     try:
         text = json.dumps(value, indent=2, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path.name} cannot be written as JSON: {error}; keep only strings, finite numbers, "
-            "booleans, null, lists and string-keyed objects in it"
+            f"{path.name} cannot be written as JSON: {error}; use only strings, finite numbers, "
+            "booleans, null, lists and objects with string keys"
         ) from error
     write_text_atomic(path, text + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; CheckpointError names the file when it is missing or broken."""
+    """Return the content of a JSON file. Raises CheckpointError if it is missing or invalid."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path} does not exist: the checkpoint is incomplete or of another program; "
-            "resume from another one"
+            f"{path} does not exist: the checkpoint is incomplete or was written by another "
+            "program; resume from another checkpoint"
         ) from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(
-            f"{path} is corrupt, not JSON ({error}); resume from another checkpoint"
+            f"{path} is corrupt, it is not JSON ({error}); resume from another checkpoint"
         ) from error
 
 
 def files_below(root: Path) -> Iterator[tuple[str, Path]]:
-    """Every regular file below `root` with its name relative to it (with `/`), sorted."""
+    """Yield every regular file below `root`, sorted, as (name relative to `root`, path)."""
     for path in sorted(root.rglob("*")):
         if path.is_file():
             yield path.relative_to(root).as_posix(), path
 
 
 def crc32(path: Path) -> str:
-    """CRC-32 of the content as eight hex digits: finds damage, not tampering."""
+    """Return the CRC-32 of the content as eight hex digits. It detects damage, not tampering."""
     value = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -97,9 +97,9 @@ def crc32(path: Path) -> str:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether `error`, or what it was raised from, says that disk or quota is used up.
+    """Return whether `error` or one of its causes means that the disk or the quota is full.
 
-    safetensors reports the operating system's error as text only.
+    safetensors passes on the operating system's error only as text, so that text is searched too.
     """
     seen: BaseException | None = error
     while seen is not None:
@@ -112,7 +112,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def human_bytes(count: int) -> str:
-    """`1536` -> `1.5 KiB`."""
+    """Format a number of bytes with a binary unit: `1536` -> `1.5 KiB`."""
     value = float(count)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if value < 1024:

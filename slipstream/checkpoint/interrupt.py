@@ -1,7 +1,7 @@
-"""The first Ctrl-C finishes the step and saves; the second one stops at once.
+"""Signal handling: the first Ctrl-C finishes the step and saves, the second stops at once.
 
-Knows nothing of steps or checkpoints: a loop asks `requested` where it can stop. Called by the
-loops.
+Knows nothing of steps or checkpoints. A loop checks `requested` at each point where it can stop.
+Called by the loops.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class GracefulInterrupt:
-    """While entered, SIGINT and SIGTERM only set `requested`; a SIGINT after that interrupts.
+    """Context manager: a first SIGINT or SIGTERM only sets `requested`, a later SIGINT interrupts.
 
-    `plan` tells the user what happens after the first signal; `on_second` is called once, before
-    the second one interrupts: an event loop by cancelling its tasks, at a third one and elsewhere
-    by KeyboardInterrupt. A repeated SIGTERM changes nothing:
-    cluster managers send it to the process and to its group. Outside of the main thread Python
-    delivers no signals; there only `request()` sets the flag. Handlers are restored on exit.
+    `plan` is the text that tells the user what happens after the first signal. `on_second` is
+    called once, before the second SIGINT takes effect. That SIGINT cancels the tasks of a running
+    event loop; without an event loop, and at the third SIGINT, KeyboardInterrupt is raised. A
+    repeated SIGTERM has no effect, because cluster managers send it to the process and to its
+    group. Python delivers signals only to the main thread; in other threads only `request()` sets
+    the flag. The previous handlers are restored on exit.
     """
 
     def __init__(
@@ -42,11 +43,11 @@ class GracefulInterrupt:
 
     @property
     def requested(self) -> bool:
-        """Whether to stop at the next safe point."""
+        """Whether the caller should stop at the next safe point."""
         return self._event.is_set()
 
     def request(self) -> None:
-        """Ask for a stop as a first signal does, from any thread."""
+        """Request a stop, like a first signal. Safe to call from any thread."""
         self._event.set()
 
     def __enter__(self) -> Self:
@@ -62,7 +63,7 @@ class GracefulInterrupt:
         trace: TracebackType | None,
     ) -> None:
         for number, previous in self._previous.items():
-            # None: a handler that C code installed, which Python can neither see nor put back.
+            # None: the handler was installed by C code; Python can neither read nor restore it.
             signal.signal(number, signal.SIG_DFL if previous is None else previous)
         self._previous.clear()
 
@@ -79,16 +80,19 @@ class GracefulInterrupt:
         self.signal = signal.Signals(number)
         self._event.set()
         text = f"\n{self.signal.name}: {self._plan}. Press Ctrl-C again to stop at once.\n"
-        # Not print: a handler may run inside a buffered write to the same stream.
+        # print is not reentrant: the signal may arrive during a buffered write to this stream.
         try:
             os.write(2, text.encode())
         except OSError:
-            return  # the terminal is gone, and the flag is what counts
+            return  # the terminal was closed; the flag is already set
 
 
 def _cancel_tasks() -> bool:
-    """Have the event loop of this thread cancel its tasks; whether there is one. An exception from
-    a handler would come up in whatever callback of the loop is being run, and be lost there."""
+    """Cancel all tasks of this thread's event loop. Returns False if no loop is running.
+
+    An exception raised in a signal handler would surface in an arbitrary callback of the loop and
+    get lost there. Therefore the tasks are cancelled instead.
+    """
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:

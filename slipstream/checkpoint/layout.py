@@ -1,4 +1,4 @@
-"""Paths of the parts of a checkpoint. Each function takes a checkpoint or a run folder."""
+"""Find the parts of a checkpoint. Each function accepts a checkpoint folder or a run folder."""
 
 from __future__ import annotations
 
@@ -10,40 +10,43 @@ from slipstream.checkpoint.state import adapter_folder, draft_folder, huggingfac
 
 
 def published_file(checkpoint: Path) -> Path:
-    """The engines' weights, where they may differ from the trainer's."""
+    """Return the file of the published weights, written if they may differ from the trainer's."""
     return checkpoint / "actor" / "published.safetensors"
 
 
 def cotraining_file(checkpoint: Path) -> Path:
-    """What co-training goes on from."""
+    """Return the file from which co-training resumes."""
     return checkpoint / "draft" / "cotraining.safetensors"
 
 
 def policy_folder(checkpoint: Path) -> Path:
-    """The Hugging Face folder of a run, of one of its checkpoints, or `checkpoint` itself.
+    """Return the Hugging Face folder of the policy.
 
-    Of a run it is the newest RL checkpoint, else the newest of SFT. Raises CheckpointError where a
-    checkpoint is corrupt.
+    `checkpoint` is a run folder, a checkpoint folder, or a Hugging Face folder, which is returned
+    unchanged. For a run folder the newest RL checkpoint is used, else the newest SFT checkpoint.
+    Raises CheckpointError if the checkpoint is corrupt.
     """
     return _part(checkpoint, huggingface_folder, sft=True)
 
 
 def lora_folder(checkpoint: Path) -> Path:
-    """The LoRA adapter of a run, of one of its checkpoints, or `checkpoint` itself, as
-    `policy_folder`."""
+    """Return the folder of the LoRA adapter. `checkpoint` is resolved as in `policy_folder`."""
     return _part(checkpoint, adapter_folder, sft=True)
 
 
 def head_folder(checkpoint: Path) -> Path:
-    """The draft head of a run, of one of its checkpoints, or `checkpoint` itself.
+    """Return the folder of the draft head, of a run, of a checkpoint, or `checkpoint` itself.
 
-    Raises CheckpointError where a checkpoint is corrupt.
+    Raises CheckpointError if the checkpoint is corrupt.
     """
     return _part(checkpoint, draft_folder)
 
 
 def _part(checkpoint: Path, part: Callable[[Path], Path], *, sft: bool = False) -> Path:
-    """`part` of the newest checkpoint of a run (`sft`: or of its SFT), or of one checkpoint."""
+    """Return `part` of the newest checkpoint of a run, or of one checkpoint.
+
+    With `sft`, SFT checkpoints of the run are searched after its RL checkpoints.
+    """
     for root in (checkpoint, checkpoint / "sft") if sft else (checkpoint,):
         latest = CheckpointManager(root, keep=None).latest() if root.is_dir() else None
         if latest is not None:

@@ -1,13 +1,13 @@
-"""Checkpoints of one run on disk: written completely or not at all, the last k kept.
+"""Save, find, verify and prune the checkpoints of one run.
 
-    root/global_step_N/...                     one complete checkpoint (with manifest.json)
-    root/latest_checkpointed_iteration.txt     N of the one to resume from, written last
-    root/.saving.global_step_N.*               being written
-    root/.replaced.global_step_N.*             an older N, while a newer one takes its name
-    root/.deleting.global_step_N.*             being removed
+    root/global_step_N/...                     a complete checkpoint (with manifest.json)
+    root/latest_checkpointed_iteration.txt     the step N to resume from, written last
+    root/.saving.global_step_N.*               a checkpoint that is being written
+    root/.replaced.global_step_N.*             an old checkpoint N while a new one replaces it
+    root/.deleting.global_step_N.*             a checkpoint that is being removed
 
-The layout is VERL's. Names that start with a dot are locked (flock) by the process that works on
-them, so that a later one can tell leftovers of a dead process from work in progress. Does not know
+The layout is the one of verl. A process locks (flock) each dotted folder that it works on. So a
+later process can tell folders left by a dead process from folders in use. This module does not know
 what a checkpoint contains: `save` takes a function that fills a folder. Called by the loops.
 """
 
@@ -48,10 +48,10 @@ _WORK = re.compile(r"\.(saving|replaced|deleting)\.(global_step_\d+)\.[0-9a-f]+"
 
 
 class CheckpointManager:
-    """Saves, finds and prunes the checkpoints under `root`. One process saves at a time.
+    """Saves, finds and prunes the checkpoints under `root`. One process may save at a time.
 
-    `keep`: how many of the last saved checkpoints stay (None: all of them). The one that the
-    tracker names always stays, and folders that this class did not write are never touched.
+    `keep` is the number of most recently saved checkpoints to keep (None: all). The checkpoint
+    named by the tracker file is always kept. Folders not written by this class are never changed.
     """
 
     def __init__(self, root: Path, *, keep: int | None) -> None:
@@ -63,19 +63,19 @@ class CheckpointManager:
         self._keep = keep
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Let `write(folder)` fill a folder, and make it `global_step_{step}` in one rename.
+        """Let `write(folder)` fill a folder, then rename it to `global_step_{step}` atomically.
 
-        Whenever the process dies, `latest()` is either this complete checkpoint or the complete
-        one before. A step that exists already is replaced. Returns the final folder. Raises
-        CheckpointError where the disk is full or refuses the write (nothing half-written stays, the
-        checkpoint before stays); whatever else `write` raises passes through.
+        If the process dies at any point, `latest()` is either the new complete checkpoint or the
+        previous one. An existing checkpoint of the same step is replaced. Returns the final
+        folder. Raises CheckpointError if the disk is full or not writable; then no partial
+        checkpoint remains, and the previous one is unchanged. Other errors of `write` propagate.
         """
         if step < 0:
-            raise CheckpointError(f"cannot save step {step}: steps count from 0")
+            raise CheckpointError(f"cannot save step {step}: step numbers start at 0")
         final = self.folder(step)
         if final.exists() and not (final / MANIFEST).is_file():
             raise CheckpointError(
-                f"{final} exists and is not a checkpoint of ours, so it is not replaced; move "
+                f"{final} exists and is not a Slipstream checkpoint, so it is not replaced; move "
                 "it away or set another trainer.default_local_dir"
             )
         written = 0
@@ -98,11 +98,11 @@ class CheckpointManager:
         return final
 
     def folder(self, step: int) -> Path:
-        """Where the checkpoint of `step` is, or would be."""
+        """Return the folder of the checkpoint of `step`, whether or not it exists."""
         return self.root / f"global_step_{step}"
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending."""
+        """Return the steps of the complete checkpoints, ascending."""
         if not self.root.is_dir():
             return []
         self._recover()
@@ -114,10 +114,11 @@ class CheckpointManager:
         )
 
     def latest(self) -> Path | None:
-        """The checkpoint that the tracker names; None where nothing was ever saved.
+        """Return the checkpoint that the tracker file names; None if nothing was ever saved.
 
-        Without a tracker (the first save ended between its last two steps) it is the one saved
-        last. Raises CheckpointError where the tracker is corrupt or names a missing checkpoint.
+        The tracker file is missing if the very first save died before writing it. Then the most
+        recently saved checkpoint is returned. Raises CheckpointError if the tracker file is
+        corrupt or names a missing checkpoint.
         """
         steps = self.steps()
         tracker = self.root / TRACKER
@@ -128,24 +129,24 @@ class CheckpointManager:
         existing = ", ".join(map(str, steps)) or "none"
         if not re.fullmatch(r"\d+", text):
             raise CheckpointError(
-                f"{tracker} holds {text!r}, not a step; write one of the steps that exist into it "
-                f"({existing}), or set trainer.resume_mode=disable to start anew"
+                f"{tracker} contains {text!r}, not a step; write an existing step into it "
+                f"({existing}), or set trainer.resume_mode=disable to start from scratch"
             )
         step = int(text)
         if step not in steps:
             raise CheckpointError(
                 f"{tracker} names step {step}, but {self.folder(step)} is not a complete "
-                f"checkpoint; steps that exist: {existing}. Write one of them into the tracker, or "
-                "set trainer.resume_mode=disable to start anew"
+                f"checkpoint; existing steps: {existing}. Write one of them into the tracker, or "
+                "set trainer.resume_mode=disable to start from scratch"
             )
         return self.folder(step)
 
     def resolve(self, resume_mode: str, resume_from_path: Path | str | None) -> Path | None:
-        """The verified checkpoint to start from, or None to start anew.
+        """Return the verified checkpoint to start from, or None to start from scratch.
 
-        `auto`: `latest()`; `disable`: none; `resume_path`: the folder `resume_from_path`, of this
-        or another run. Raises ConfigError for another mode or a missing path, CheckpointError for
-        a path that is no checkpoint, and what `verify` raises.
+        `resume_mode` `auto` is `latest()`, `disable` is None, and `resume_path` is the folder
+        `resume_from_path`, of this or another run. Raises ConfigError for an unknown mode or a
+        missing path, CheckpointError if the path is not a checkpoint, and what `verify` raises.
         """
         if resume_mode not in RESUME_MODES:
             raise ConfigError(
@@ -173,7 +174,7 @@ class CheckpointManager:
         return path
 
     def _seal(self, step: int, folder: Path) -> None:
-        """List the files with sizes and checksums, and bring everything to disk."""
+        """Write the manifest (sizes and CRC-32 of all files) and flush everything to disk."""
         serial = 1 + max((_serial(self.folder(s)) for s in self.steps()), default=0)
         files = {
             name: {"size": path.stat().st_size, "crc32": crc32(path)}
@@ -193,8 +194,8 @@ class CheckpointManager:
             temporary.rename(final)
             fsync_path(self.root)
             return
-        # A folder cannot be renamed over a full one. Between the two renames `_recover` of any
-        # process that looks waits for our lock, or undoes the first one where we are dead.
+        # A rename cannot replace a folder that has content, so two renames are needed. In between,
+        # `_recover` of another process waits for our lock, or undoes the first one if we died.
         with _work_folder(self.root, "replaced", final.name, take=final) as old:
             try:
                 temporary.rename(final)
@@ -206,14 +207,14 @@ class CheckpointManager:
     def _prune(self) -> None:
         if self._keep is None:
             return
-        # The tracker names the one saved last, whose serial is the highest: it is not among these.
+        # The tracker names the most recent save, which has the highest serial: it is never pruned.
         by_age = sorted((self.folder(s) for s in self.steps()), key=_serial)
         for folder in by_age[: -self._keep]:
             with _work_folder(self.root, "deleting", folder.name, take=folder):
                 fsync_path(self.root)
 
     def _recover(self) -> None:
-        """Give a checkpoint its name back whose replacement never arrived."""
+        """Restore each replaced checkpoint whose replacement was never completed."""
         for path, _, name in _work_folders(self.root, kinds={"replaced"}):
             with _locked(path, wait=True) as locked:
                 if locked and path.exists() and not (self.root / name).exists():
@@ -221,7 +222,7 @@ class CheckpointManager:
                     fsync_path(self.root)
 
     def _sweep(self) -> None:
-        """Remove what dead processes left."""
+        """Remove the temporary folders that dead processes left."""
         self._recover()
         for path, _, _ in _work_folders(self.root, kinds={"saving", "deleting", "replaced"}):
             with _locked(path, wait=False) as locked:
@@ -229,35 +230,35 @@ class CheckpointManager:
                     shutil.rmtree(path, ignore_errors=True)
 
     def _explain(self, error: Exception, step: int, written: int) -> None:
-        """Raise what a user needs to know where `error` is the disk's; else return."""
+        """Raise a CheckpointError with remedies if `error` came from the disk; else return."""
         full = is_disk_full(error)
         if not full and not isinstance(error, OSError):
             return
         target = self.folder(step)
-        before = "there is no earlier checkpoint"
+        previous = "there is no earlier checkpoint"
         try:
             if self.steps() and (latest := self.latest()):
-                before = f"{latest} stays the latest checkpoint"
+                previous = f"{latest} stays the latest checkpoint"
                 written = max(written, _size(latest))
         except CheckpointError as tracker_error:
-            before = str(tracker_error)
+            previous = str(tracker_error)
         if full:
             free = shutil.disk_usage(self.root).free
             raise CheckpointError(
                 f"disk full while saving {target}: {human_bytes(free)} free, at least "
-                f"{human_bytes(written)} needed; {before}. Free some space or set a smaller "
+                f"{human_bytes(written)} needed; {previous}. Free some space or set a smaller "
                 "trainer.max_actor_ckpt_to_keep, then resume"
             ) from error
         raise CheckpointError(
-            f"cannot save {target}: {error}; {before}. Check that {self.root} is writable"
+            f"cannot save {target}: {error}; {previous}. Check that {self.root} is writable"
         ) from error
 
 
 def verify(path: Path) -> None:
     """Compare every file of the checkpoint `path` with its manifest.
 
-    Files that were added later are ignored. Raises CheckpointError naming each file that is
-    missing, of the wrong size, or changed.
+    Files that were added later are ignored. Raises CheckpointError that names each file that is
+    missing, has the wrong size, or has changed.
     """
     manifest = _read_manifest(path)
     problems = []
@@ -276,22 +277,17 @@ def verify(path: Path) -> None:
         )
 
 
-def step_of(path: Path) -> int:
-    """The step of a checkpoint folder, from its manifest."""
-    return int(_read_manifest(path)["step"])
-
-
 def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     manifest = read_json(file)
     if not isinstance(manifest, dict):
-        raise CheckpointError(f"{file} is corrupt: it holds {type(manifest).__name__}")
+        raise CheckpointError(f"{file} is corrupt: it contains {type(manifest).__name__}")
     check_format_version(file, manifest.get("format_version"), MANIFEST_VERSION)
     files = manifest.get("files")
-    sound = isinstance(files, dict) and all(
+    valid = isinstance(files, dict) and all(
         isinstance(entry, dict) and {"size", "crc32"} <= entry.keys() for entry in files.values()
     )
-    if not sound or type(manifest.get("step")) is not int:
+    if not valid or type(manifest.get("step")) is not int:
         raise CheckpointError(
             f"{file} is corrupt: files or step are missing; resume from another checkpoint"
         )
@@ -299,9 +295,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _serial(folder: Path) -> int:
-    """Order of saving: a rolled-back run saves lower steps later.
+    """Return the save counter. Steps are no substitute: a run rolled back re-saves lower steps.
 
-    A manifest that cannot be read sorts first: pruning must not stop at a damaged checkpoint.
+    An unreadable manifest counts as 0, because pruning must not fail at a damaged checkpoint.
     """
     try:
         return int(_read_manifest(folder).get("serial", 0))
@@ -314,7 +310,7 @@ def _size(folder: Path) -> int:
 
 
 def _work_folders(root: Path, *, kinds: set[str]) -> Iterator[tuple[Path, str, str]]:
-    """`(path, kind, name of the checkpoint)` of the dotted folders of `kinds`."""
+    """Yield (path, kind, checkpoint name) of the dotted folders of the given `kinds`."""
     for path in sorted(root.iterdir()):
         match = _WORK.fullmatch(path.name)
         if match and match[1] in kinds:
@@ -323,9 +319,10 @@ def _work_folders(root: Path, *, kinds: set[str]) -> Iterator[tuple[Path, str, s
 
 @contextlib.contextmanager
 def _locked(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold the lock of folder `path`; yields False where another holds it or it is gone.
+    """Hold the lock of the folder `path`.
 
-    The lock goes with the process that holds it, however that ends.
+    Yields False if another process holds the lock (unless `wait`) or the folder is missing. The
+    operating system releases the lock when the process ends, however it ends.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -342,8 +339,8 @@ def _locked(path: Path, *, wait: bool) -> Iterator[bool]:
             if error.errno not in _NO_LOCKS:
                 raise
             raise CheckpointError(
-                f"the file system of {path.parent} has no file locks ({error}); set "
-                "trainer.default_local_dir to one that has, or mount it with them"
+                f"the file system of {path.parent} does not support file locks ({error}); set "
+                "trainer.default_local_dir to one that does, or mount it with locks enabled"
             ) from error
         yield True
     finally:
@@ -352,9 +349,10 @@ def _locked(path: Path, *, wait: bool) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def _work_folder(root: Path, kind: str, name: str, *, take: Path | None = None) -> Iterator[Path]:
-    """A locked dotted folder, new or made of `take` by renaming; removed at the end if still there.
+    """Yield a locked dotted folder, and remove it at the end if it still exists.
 
-    The lock is on the folder itself, so it is held before `take` loses its name.
+    The folder is new, or with `take` an existing folder that is renamed. The lock is on the folder
+    itself, so it is already held when `take` is renamed.
     """
     path = root / f".{kind}.{name}.{secrets.token_hex(8)}"
     source = take or path
@@ -364,7 +362,7 @@ def _work_folder(root: Path, kind: str, name: str, *, take: Path | None = None) 
         if take is not None:
             take.rename(path)
         elif not path.exists():
-            # Another process took the new folder for a leftover before it was locked.
+            # Another process removed the new folder as a leftover before we locked it.
             raise CheckpointError(
                 f"{path} vanished: another process is saving into {root}; give each run its own "
                 "trainer.default_local_dir"

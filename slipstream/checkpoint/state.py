@@ -1,17 +1,17 @@
-"""What a checkpoint says about its run, and where its files lie.
+"""The files of a checkpoint, and the state of a run apart from tensors.
 
     global_step_N/
-      actor/huggingface/          the policy as Hugging Face reads it (`from_pretrained`)
+      actor/huggingface/          the policy in Hugging Face format (`from_pretrained`)
       actor/optimizer.safetensors
-      actor/lora_adapter/         a LoRA adapter as peft reads it, where one is trained
-      critic/huggingface/         a critic, where one is trained (token classification)
+      actor/lora_adapter/         the LoRA adapter in peft format, if one is trained
+      critic/huggingface/         the critic, if one is trained (token classification)
       critic/optimizer.safetensors
-      draft/                      a draft head, where one is trained
+      draft/                      the draft head, if one is trained
       state.json                  `RunState`
-      data.json                   where the dataset iteration stands
-      manifest.json               sizes and checksums (see `manager`)
+      data.json                   position in the data set
+      manifest.json               sizes and checksums (written by `manager`)
 
-Knows nothing of how the parts are made. Called by the loops.
+Does not know how the parts are produced. Called by the loops.
 """
 
 from __future__ import annotations
@@ -27,54 +27,56 @@ FORMAT_VERSION = 1
 
 
 def huggingface_folder(checkpoint: Path) -> Path:
-    """Model, configuration and tokenizer in Hugging Face's format."""
+    """Return the folder of model, configuration and tokenizer in Hugging Face format."""
     return checkpoint / "actor" / "huggingface"
 
 
 def adapter_folder(checkpoint: Path) -> Path:
-    """A LoRA adapter in peft's format, on the weights that the phase started from."""
+    """Return the folder of the LoRA adapter (peft format) for the phase's initial weights."""
     return checkpoint / "actor" / "lora_adapter"
 
 
 def critic_folder(checkpoint: Path) -> Path:
-    """A critic in Hugging Face's format."""
+    """Return the folder of the critic in Hugging Face format."""
     return checkpoint / "critic" / "huggingface"
 
 
 def critic_optimizer_file(checkpoint: Path) -> Path:
-    """The critic's optimizer and schedule (`save_tree`)."""
+    """Return the file of the critic's optimizer and schedule (`save_tree`)."""
     return checkpoint / "critic" / "optimizer.safetensors"
 
 
 def draft_folder(checkpoint: Path) -> Path:
-    """A draft head, as `models.draft.files` writes it."""
+    """Return the folder of the draft head, as written by `models.draft.files`."""
     return checkpoint / "draft"
 
 
 def optimizer_file(checkpoint: Path) -> Path:
-    """Optimizer and schedule (`save_tree`). No random number generator has a state to keep: all
-    draws are functions of seed and position."""
+    """Return the file of optimizer and schedule (`save_tree`).
+
+    No random number generator state is saved: all draws are functions of seed and position.
+    """
     return checkpoint / "actor" / "optimizer.safetensors"
 
 
 def state_file(checkpoint: Path) -> Path:
-    """The `RunState`."""
+    """Return the file of the `RunState`."""
     return checkpoint / "state.json"
 
 
 def data_file(checkpoint: Path) -> Path:
-    """Where the dataset iteration stands (JSON, written by the loops)."""
+    """Return the file of the position in the data set (JSON, written by the loops)."""
     return checkpoint / "data.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """Everything that order, randomness and comparability depend on, except tensors.
+    """State of a run, apart from tensors, that determines order, randomness and comparability.
 
-    `step` counts finished steps of `phase` ("sft", "rl", ...); `threads` is the number of compute
-    threads, on which the order of floating-point sums depends; `config` the resolved settings;
-    `versions` of the packages that computed it, and what multiplied; `extra` what a loop wants back
-    at resume. All values are JSON: string keys, no tuples, no NaN.
+    `step` counts the finished steps of `phase` ("sft", "rl", ...). `threads` is the number of
+    compute threads; the order of floating-point sums depends on it. `config` has the resolved
+    settings. `versions` has the versions of packages and of the matrix product implementation.
+    `extra` has what a loop needs on resume. All values are JSON: string keys, no tuples, no NaN.
     """
 
     step: int
@@ -92,16 +94,16 @@ class RunState:
 
     @classmethod
     def load(cls, checkpoint: Path) -> RunState:
-        """Read `state.json` of `checkpoint`.
+        """Return the state read from `state.json` of `checkpoint`.
 
-        Raises CheckpointError where it is missing, corrupt, lacks a field, or is newer than this
-        program.
+        Raises CheckpointError if the file is missing, corrupt, lacks a field, or was written by a
+        newer version.
         """
         path = state_file(checkpoint)
         raw = read_json(path)
         if not isinstance(raw, dict):
             raise CheckpointError(
-                f"{path} is corrupt: it holds {type(raw).__name__}, not an object"
+                f"{path} is corrupt: it contains {type(raw).__name__}, not an object"
             )
         check_format_version(path, raw.get("format_version"), FORMAT_VERSION)
         known = {f.name for f in fields(cls)}
@@ -112,7 +114,7 @@ class RunState:
             )
         if unknown := sorted(raw.keys() - known):
             raise CheckpointError(
-                f"{path} holds unknown entries {', '.join(unknown)}; it was not written by this "
+                f"{path} has unknown entries {', '.join(unknown)}; it was not written by this "
                 "version of slipstream: resume with the version that wrote it"
             )
         for name in ("step", "threads"):
@@ -125,11 +127,11 @@ def check_format_version(path: Path, found: object, supported: int) -> None:
     """Raise CheckpointError unless `found` is a format version up to `supported`."""
     if type(found) is not int or found < 1:
         raise CheckpointError(
-            f"{path} is corrupt or not ours: its format_version is {found!r}; resume from another "
-            "checkpoint"
+            f"{path} is corrupt or was not written by slipstream: its format_version is {found!r}; "
+            "resume from another checkpoint"
         )
     if found > supported:
         raise CheckpointError(
             f"{path} was written by a newer version of slipstream (format_version {found}, this "
-            f"one reads up to {supported}); upgrade slipstream to read it"
+            f"version reads up to {supported}); upgrade slipstream to read it"
         )

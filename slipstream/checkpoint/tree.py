@@ -1,13 +1,13 @@
-"""A nested Python value with tensors in it <-> one `.safetensors` file, bit for bit.
+"""Save a nested Python value with tensors to one `.safetensors` file, and load it bit for bit.
 
-For optimizer states, random number generator states and the like. Tensors are stored as such; the
-structure around them is JSON in the file's metadata, so that nothing is ever unpickled. Knows
-nothing of what the tree means. Called by the training backends and the loops.
+Used for optimizer states and the like. Tensors are stored as safetensors. The structure around them
+is JSON in the file's metadata, so nothing is ever unpickled. Does not know what the tree means.
+Called by the training backends and the loops.
 
-Format (metadata key `slipstream_tree`): null, booleans, integers, finite floats and strings stand
-for themselves, a list for a list; every other node is an object with one key: `dict` (pairs, since
+Format (metadata key `slipstream_tree`): null, booleans, integers, finite floats, strings and lists
+are stored as the same JSON values. Every other node is an object with one key: `dict` (pairs, since
 keys need not be strings), `tuple`, `bytes` (base64), `float` (the eight bytes of an infinity or a
-NaN, as hex) or `tensor` (its name in the file).
+NaN, in hex) or `tensor` (its name in the file).
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ _DTYPES = {
 
 
 def save_tree(path: Path, tree: Any) -> None:
-    """Write `tree` to `path` (suffix `.safetensors`), replacing what is there.
+    """Write `tree` to `path` (suffix `.safetensors`), replacing an existing file.
 
-    `tree`: dicts (any order is kept; keys None, bool, int, float, str, bytes or tuples of these),
-    lists, tuples, dense tensors on any device, int, float (infinities and NaN with their payload),
-    bool, str, bytes and None. An OrderedDict comes back as a dict, a Parameter as a tensor, a
-    tensor that shares memory with another one as its own copy. Raises CheckpointError, naming the
-    place in the tree, for anything else, since it could not come back as what it was.
+    `tree` may contain dicts (order is kept; keys are None, bool, int, float, str, bytes or tuples
+    of these), lists, tuples, dense tensors on any device, int, float (infinities, and NaN with its
+    payload), bool, str, bytes and None. Loading returns an OrderedDict as a dict, a Parameter as a
+    tensor, and tensors that shared memory as separate copies. Raises CheckpointError, naming the
+    place in the tree, for any other type, because it could not be restored faithfully.
     """
     tree_writer(tree)(path)
 
 
 def tree_writer(tree: Any) -> Callable[[Path], None]:
-    """`save_tree` in two parts: what it returns writes `tree` as it is now, on whatever thread.
+    """Return a function that writes `tree` as it is now. It may be called in any thread.
 
-    Tensors are not copied unless they have to be for the file: what is changed in place before the
-    file is written must be a copy already. What is left to be done is no work of torch's, and does
-    not hold the interpreter.
+    Tensors are copied only if the file format requires it. So tensors that are modified in place
+    before the function is called must be copies already. The function runs no torch operations
+    and does not hold the Python interpreter lock.
     """
     encoder = _Encoder()
     structure = encoder.encode(tree, "tree")
@@ -72,11 +72,12 @@ def tree_writer(tree: Any) -> Callable[[Path], None]:
 
 
 def load_tree(path: Path, *, mapped: bool = False) -> Any:
-    """Read what `save_tree` wrote; tensors are on the CPU, contiguous, and own their memory. Where
-    they are `mapped` they do not, and are read when they are used: for who takes a part of each,
-    while the file stays as it is.
+    """Return the tree that `save_tree` wrote. Tensors are on the CPU and contiguous.
 
-    Raises CheckpointError, naming the file, where it is missing, truncated, corrupt, written by a
+    By default they own their memory. With `mapped` they are memory-mapped: data is read from the
+    file on access, so the file must not change. That is for callers that read a part of each.
+
+    Raises CheckpointError, naming the file, if it is missing, truncated, corrupt, written by a
     newer version, a safetensors file of another program, or a pickle.
     """
     refuse_pickle(path)
@@ -85,7 +86,7 @@ def load_tree(path: Path, *, mapped: bool = False) -> Any:
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
-            # A mapped tensor changes with its file, and a shortened file ends the process.
+            # A mapped tensor changes with its file, and reading a truncated file kills the process.
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if not mapped:
                 tensors = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -96,7 +97,7 @@ def load_tree(path: Path, *, mapped: bool = False) -> Any:
         ) from error
     if _KEY not in metadata:
         raise CheckpointError(
-            f"{path} is a safetensors file, but not one that save_tree wrote: its metadata has no "
+            f"{path} is a safetensors file that save_tree did not write: its metadata has no "
             f"{_KEY!r}; read it with safetensors.torch.load_file"
         )
     try:
@@ -108,31 +109,31 @@ def load_tree(path: Path, *, mapped: bool = False) -> Any:
         ) from None
     if version > FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} was written by a newer version of slipstream (tree format {version}, this one "
-            f"reads up to {FORMAT_VERSION}); upgrade slipstream"
+            f"{path} was written by a newer version of slipstream (tree format {version}, this "
+            f"version reads up to {FORMAT_VERSION}); upgrade slipstream"
         )
     try:
         return _decode(json.loads(metadata[_KEY]), tensors)
     except (KeyError, TypeError, ValueError, struct.error) as error:
         raise CheckpointError(
-            f"{path} is corrupt: its structure does not fit its tensors ({error!r}); resume from "
+            f"{path} is corrupt: its structure does not match its tensors ({error!r}); resume from "
             "another checkpoint"
         ) from error
 
 
 def refuse_pickle(path: Path) -> None:
-    """Raise CheckpointError where `path` is, or by its suffix pretends to be, a pickle."""
+    """Raise CheckpointError if `path` is a pickle by its content or by its suffix."""
     magic = b""
     if path.is_file():
         with path.open("rb") as file:
             magic = file.read(4)
     pickled = magic[:4] == b"PK\x03\x04" or (magic[:1] == b"\x80" and magic[1:2] in b"\2\3\4\5")
-    # A safetensors file starts with the length of its header, and 640 reads like a pickle's magic.
+    # A safetensors file begins with its header's length; a length of 640 looks like a pickle.
     if pickled and path.suffix == ".safetensors" and _has_header(path):
         pickled = False
     if pickled or path.suffix in _PICKLE_SUFFIXES:
         raise CheckpointError(
-            f"{path} looks like a pickle, and reading one can run any code; where you trust its "
+            f"{path} looks like a pickle, and loading a pickle can run any code; if you trust its "
             "origin, convert it once: safetensors.torch.save_file(torch.load(path, "
             "weights_only=True), 'converted.safetensors'), and use that file"
         )
@@ -149,7 +150,7 @@ def _has_header(path: Path) -> bool:
 
 
 class _Encoder:
-    """Collects the tensors of one tree while it turns the rest into JSON values."""
+    """Collects the tensors of a tree and encodes the rest as JSON values."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -184,12 +185,12 @@ class _Encoder:
         if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
             raise CheckpointError(
                 f"{where} is a {tensor.layout} tensor on {tensor.device}; only dense tensors with "
-                "data can be saved: make it dense"
+                "data can be saved: convert it to a dense one"
             )
         if tensor.dtype not in _DTYPES:
             raise CheckpointError(
-                f"{where} has dtype {tensor.dtype}, which safetensors cannot hold; view or convert "
-                "it to another one"
+                f"{where} has dtype {tensor.dtype}, which safetensors does not support; view it "
+                "as, or convert it to, another dtype"
             )
         value = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         if value.untyped_storage().data_ptr() in self._storages:

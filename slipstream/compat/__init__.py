@@ -1,1 +1,1 @@
-"""Thin surfaces for code that was written for other systems. Nothing of Slipstream imports them."""
+"""Adapters for code that was written for other systems. Nothing in Slipstream imports them."""

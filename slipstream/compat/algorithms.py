@@ -1,6 +1,6 @@
-"""VERL's functions of losses, advantages and KL under the names that its guides and users have.
+"""verl's loss, advantage and KL functions under verl's names.
 
-Each is one of `slipstream.algorithms`; the registries are the same.
+Each one calls a function of `slipstream.algorithms`. The registries are shared.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ def compute_ppo_loss(
     response_mask: Tensor,
     config: Any = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """The policy loss of a whole mini-batch, and its metrics. All tensors are (B, T).
+    """Return the policy loss of a whole mini-batch, and its metrics. All tensors are (B, T).
 
     `config` is `actor_rollout_ref.actor` (`clip_ratio`, `clip_ratio_c`, `loss_agg_mode`,
-    `policy_loss.loss_mode` ...) as an object or a mapping; None: PPO's clipped objective by VERL's
-    defaults.
+    `policy_loss.loss_mode` ...) as an object or a mapping. None: PPO's clipped objective with
+    verl's defaults.
 
     Raises:
-        RegistryError: no loss of that mode.
-        ValueError: shapes that differ, or no target token.
+        RegistryError: `policy_loss.loss_mode` names no registered loss.
+        ValueError: shapes differ, or no token is a target.
     """
     mode = _setting(_setting(config, "policy_loss"), "loss_mode") or "vanilla"
     return get_policy_loss_fn(mode)(
@@ -75,7 +75,7 @@ def compute_ppo_loss(
 
 
 def compute_kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kl_type: str = "kl") -> Tensor:
-    """The estimate of the KL of each token, in the shape of the inputs; see `kl_penalty`."""
+    """Return the KL estimate of each token, in the shape of the inputs. `kl_penalty` has types."""
     return kl_penalty(log_probs, ref_log_probs, kl_type)
 
 
@@ -88,28 +88,28 @@ def compute_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
 ) -> DataProto:
-    """`data` with `advantages` and `returns` (B, T), from `token_level_rewards` (else
-    `token_level_scores`), `response_mask`, `uid`, and `values` where the estimator takes them.
+    """Return `data` with `advantages` and `returns` (B, T) added.
 
-    `num_repeat` is VERL's and not needed: groups are rows of one `uid`. Raises ValueError for an
-    estimator other than GAE without `uid`.
+    Reads `token_level_rewards` (else `token_level_scores`), `response_mask`, `uid`, and `values` if
+    the estimator needs them. `num_repeat` is part of verl's signature and unused: the rows of a
+    group share one `uid`. Raises ValueError if `uid` is missing, except for GAE.
     """
     if "uid" not in data.non_tensor_batch and registered_name(adv_estimator) != "gae":
         raise ValueError(
-            f"{adv_estimator} compares the responses to a prompt: non_tensor_batch['uid'] must say "
-            "which rows have the same one"
+            f"{adv_estimator} compares responses to the same prompt; set "
+            "non_tensor_batch['uid'] to the same value for all rows of one prompt"
         )
     batch = data.batch
     settings = {"gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
     rewards = "token_level_rewards" if "token_level_rewards" in batch else "token_level_scores"
-    asked: dict[str, Any] = {
+    inputs: dict[str, Any] = {
         "token_level_rewards": batch[rewards],
         "response_mask": batch["response_mask"],
         "index": data.non_tensor_batch.get("uid"),
         "config": settings if config is None else config,
     }
-    asked |= {k: batch[k] for k in ("values", "reward_baselines", "old_log_probs") if k in batch}
-    advantages, returns = get_adv_estimator_fn(adv_estimator)(**asked)
+    inputs |= {k: batch[k] for k in ("values", "reward_baselines", "old_log_probs") if k in batch}
+    advantages, returns = get_adv_estimator_fn(adv_estimator)(**inputs)
     data.batch["advantages"], data.batch["returns"] = advantages, returns
     return data
 

@@ -1,4 +1,4 @@
-"""VERL's factories of data sets and samplers."""
+"""verl's factory functions for data sets and samplers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ def create_rl_dataset(
     is_train: bool = True,
     max_samples: int = -1,
 ) -> Any:
-    """The data set of `data_paths`: of the class that `custom_cls` in the section `data` names, or
-    with its generator (`datagen`) where `is_train`, else an `RLHFDataset`.
+    """Return the data set of `data_paths`.
 
-    `processor` must be None: models here read text. Raises ConfigError and DataError.
+    `data_config` is the section `data`. If it names a class (`custom_cls`), the data set is of that
+    class. If it names a generator (`datagen`) and `is_train`, the generator is used. Otherwise it
+    is an `RLHFDataset`. `processor` must be None, since models here read text only. Raises
+    ConfigError and DataError.
     """
     if processor is not None:
-        raise ValueError("models here read text; leave the processor out")
+        raise ValueError("processor is not supported: models here read text; leave it out")
     paths = [data_paths] if isinstance(data_paths, str | Path) else data_paths
     files = [str(path) for path in paths]
     config = config_of({"data": {**data_config, "train_files": files}})
@@ -37,13 +39,16 @@ def create_rl_dataset(
 def create_rl_sampler(
     data_config: Mapping[str, Any], dataset: Any
 ) -> torch.utils.data.Sampler[int]:
-    """The order that the section `data` asks for: of the class that `sampler` names, shuffled after
-    its seed, or one after the other. Raises ConfigError."""
+    """Return the sampler that the section `data` asks for.
+
+    It is an instance of the class that `sampler` names, else a random sampler with the section's
+    seed if `shuffle`, else a sequential sampler. Raises ConfigError.
+    """
     config = config_of({"data": dict(data_config)})
-    wanted = config.data.sampler
-    if wanted.class_name is not None:
+    custom = config.data.sampler
+    if custom.class_name is not None:
         return load_sampler(
-            dataset, data_section(config), path=wanted.class_path, name=wanted.class_name
+            dataset, data_section(config), path=custom.class_path, name=custom.class_name
         )
     if not config.data.shuffle:
         return torch.utils.data.SequentialSampler(dataset)

@@ -1,6 +1,6 @@
-"""VERL's reward functions and managers, which take and give batches.
+"""verl's reward functions and reward managers, which map a batch to a batch of rewards.
 
-A manager here is one of `slipstream.rewards`, called with a whole `DataProto`.
+A manager here wraps one of `slipstream.rewards` and is called with a whole `DataProto`.
 """
 
 from __future__ import annotations
@@ -62,13 +62,15 @@ _OF_SAMPLES = (
     "raw_prompt",
     "response_text",
 )
-"""Fields of batches that samples have as their own."""
+"""Batch fields that become fields of a `Sample`; all others go to its `extra_info`."""
 
 
 def config_of(config: Any, *, complete: bool = False, overrides: Sequence[str] = ()) -> Config:
-    """A `Config` of what VERL's programs hold: its own, a mapping (OmegaConf's, too) of options in
-    VERL's spellings, the path of a YAML file, or a list of overrides. `complete`: it must name a
-    model. Raises ConfigError."""
+    """Return a `Config` from the forms that verl programs use.
+
+    `config` is a `Config`, a mapping (or OmegaConf) of options in verl's spelling, the path of a
+    YAML file, or a list of overrides. With `complete`, it must name a model. Raises ConfigError.
+    """
     if isinstance(config, Config):
         if not overrides:
             return config
@@ -80,22 +82,23 @@ def config_of(config: Any, *, complete: bool = False, overrides: Sequence[str] =
         return load_config(overrides, values=cast("Mapping[str, Any]", plain), complete=complete)
     if isinstance(config, str | Path):
         return load_config(overrides, file=Path(config), complete=complete)
-    given = [] if config is None else list(config)
-    return load_config([*given, *overrides], complete=complete)
+    arguments = [] if config is None else list(config)
+    return load_config([*arguments, *overrides], complete=complete)
 
 
 class VerlRewardManager:
-    """A reward manager as VERL's trainer calls it: with a batch of finished responses."""
+    """A reward manager with verl's interface: it is called with a batch of finished responses."""
 
     def __init__(self, manager: RewardManager) -> None:
         self.manager = manager
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> Any:
-        """Rewards (B, R), each at the last token of its response; with `return_dict` a mapping of
-        `reward_tensor` and `reward_extra_info`, lists by the name of a part.
+        """Return rewards (B, R); each reward is at the last token of its response.
 
-        A batch with `rm_scores` has its rewards already. Failures are told in a warning and as the
-        part `failed`. Raises RewardError where `reward_model.on_failure` is `stop`.
+        With `return_dict`, return a mapping with `reward_tensor` and `reward_extra_info`, which has
+        one list per reward part. If the batch has `rm_scores`, these are the rewards. Failures are
+        logged as a warning and listed under `failed`. Raises RewardError if a response cannot be
+        scored and `reward_model.on_failure` is `stop`.
         """
         extra: dict[str, list[Any]] = {}
         if "rm_scores" in data.batch:
@@ -105,11 +108,11 @@ class VerlRewardManager:
         return {"reward_tensor": scores, "reward_extra_info": extra} if return_dict else scores
 
     async def score(self, data: DataProto) -> tuple[torch.Tensor, dict[str, list[Any]]]:
-        """What calling it gives, from a running event loop."""
+        """Return rewards (B, R) and extra information. The async form of calling the manager."""
         samples = samples_of(data)
-        given = await self.manager.score_group(samples)
+        scores = await self.manager.score_group(samples)
         groups: dict[str, list[Sample]] = {}
-        for sample, score in zip(samples, given, strict=True):
+        for sample, score in zip(samples, scores, strict=True):
             apply_score(sample, score)
             groups.setdefault(sample.uid, []).append(sample)
         if isinstance(self.manager, GroupRewardManager):
@@ -121,12 +124,12 @@ class VerlRewardManager:
                 rewards[row, sample.response_length - 1] = sample.reward
         names = dict.fromkeys(n for s in samples for n in s.reward_parts if n != SCORE_PART)
         extra: dict[str, list[Any]] = {n: [s.reward_parts.get(n) for s in samples] for n in names}
-        if any(score.answer is not None for score in given):
-            extra["pred"] = [score.answer for score in given]
-        failed = [score.failure for score in given if score.failure is not None]
+        if any(score.answer is not None for score in scores):
+            extra["pred"] = [score.answer for score in scores]
+        failed = [score.failure for score in scores if score.failure is not None]
         if failed:
-            extra["failed"] = [score.failure for score in given]
-            _log.warning("%d of %d responses failed: %s", len(failed), len(given), failed[0])
+            extra["failed"] = [score.failure for score in scores]
+            _log.warning("%d of %d responses failed: %s", len(failed), len(scores), failed[0])
         return rewards, extra
 
 
@@ -138,15 +141,15 @@ def _manager_class(name: str) -> Callable[..., VerlRewardManager]:
         reward_fn_key: str = "data_source",
         **reward_kwargs: Any,
     ) -> VerlRewardManager:
-        """VERL's manager of this name around `compute_score`; None: the built-in functions.
+        """Return verl's manager of this name for `compute_score` (None: the built-in functions).
 
-        `num_examine` is accepted. Raises ConfigError for a `reward_fn_key` of another column: that
-        is `data.reward_fn_key`, and batches have it as `data_source`.
+        `num_examine` is accepted and unused. Raises ConfigError if `reward_fn_key` is not
+        `data_source`: set `data.reward_fn_key` to read the source from another column.
         """
         if reward_fn_key != "data_source":
             raise ConfigError(
-                f"reward_fn_key={reward_fn_key!r}: batches have the source of a row as "
-                f"data_source; set data.reward_fn_key={reward_fn_key}, which fills it"
+                f"reward_fn_key={reward_fn_key!r}: batches store the data source as "
+                f"data_source; set data.reward_fn_key={reward_fn_key}, which fills that field"
             )
         manager = load_manager(
             name,
@@ -166,17 +169,20 @@ PrimeRewardManager = _manager_class("prime")
 
 
 def samples_of(data: DataProto) -> list[Sample]:
-    """The rows of a batch as finished samples: from `responses` and `attention_mask` (or
-    `response_mask`), with `prompts`, `data_source`, `reward_model`, `extra_info` and `uid` where
-    they are; other fields that are no tensors go to `extra_info`. Raises KeyError without
-    responses, and DataError for a `reward_model` or `extra_info` that is no mapping."""
+    """Return the rows of a batch as finished samples.
+
+    The response is `responses` where `attention_mask` (else `response_mask`) is 1. `prompts`,
+    `data_source`, `reward_model`, `extra_info` and `uid` are used if present. Other non-tensor
+    fields go to `extra_info`. Raises KeyError without `responses`, and DataError if `reward_model`
+    or `extra_info` is not a mapping.
+    """
     batch, others = data.batch, data.non_tensor_batch
     responses = batch["responses"]
     width = responses.shape[1]
     if "attention_mask" in batch:
-        there = batch["attention_mask"][:, -width:] if width else responses
+        mask = batch["attention_mask"][:, -width:] if width else responses
     else:
-        there = batch.get("response_mask", torch.ones_like(responses))
+        mask = batch.get("response_mask", torch.ones_like(responses))
 
     def field(name: str, row: int, default: Any) -> Any:
         value = others[name][row] if name in others else None
@@ -195,10 +201,10 @@ def samples_of(data: DataProto) -> list[Sample]:
         prompt: list[int] = []
         if "prompts" in batch:
             tokens = batch["prompts"][row]
-            mask = batch["attention_mask"][row, : len(tokens)] if "attention_mask" in batch else 1
-            prompt = tokens[torch.as_tensor(mask).bool().expand(len(tokens))].tolist()
-        answer = responses[row][there[row].bool()].tolist()
-        own = {key: values[row] for key, values in others.items() if key not in _OF_SAMPLES}
+            seen = batch["attention_mask"][row, : len(tokens)] if "attention_mask" in batch else 1
+            prompt = tokens[torch.as_tensor(seen).bool().expand(len(tokens))].tolist()
+        answer = responses[row][mask[row].bool()].tolist()
+        other_fields = {k: values[row] for k, values in others.items() if k not in _OF_SAMPLES}
         samples.append(
             Sample(
                 prompt=field("raw_prompt", row, ""),
@@ -210,7 +216,7 @@ def samples_of(data: DataProto) -> list[Sample]:
                 uid=str(field("uid", row, row)),
                 data_source=str(field("data_source", row, "")),
                 ground_truth=_object("reward_model", row).get("ground_truth"),
-                extra_info={**own, **_object("extra_info", row)},
+                extra_info={**other_fields, **_object("extra_info", row)},
             )
         )
     return samples
@@ -219,22 +225,22 @@ def samples_of(data: DataProto) -> list[Sample]:
 def load_reward_manager(
     config: Any, tokenizer: Any, num_examine: int = 0, **reward_kwargs: Any
 ) -> VerlRewardManager:
-    """The manager that `reward_model.*` and `custom_reward_function.*` of `config` name.
+    """Return the manager that `reward_model.*` and `custom_reward_function.*` of `config` select.
 
-    `reward_kwargs` are added to `reward_model.reward_kwargs`. `num_examine` is accepted: responses
-    are shown by `trainer.log_val_generations`. Raises ConfigError.
+    `reward_kwargs` are added to `reward_model.reward_kwargs`. `num_examine` is accepted and unused:
+    set `trainer.log_val_generations` to print responses. Raises ConfigError.
     """
-    wanted = config_of(config)
-    manager = make_reward_manager(wanted, tokenizer, more_kwargs=reward_kwargs)
+    full_config = config_of(config)
+    manager = make_reward_manager(full_config, tokenizer, more_kwargs=reward_kwargs)
     return VerlRewardManager(manager)
 
 
 def compute_reward(
     data: DataProto, reward_fn: Callable[..., Any]
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Rewards (B, R) or (B,) of a batch, and what goes with them, by a manager or a function."""
-    asked = {RETURN_DICT: True} if takes(reward_fn, RETURN_DICT) else {}
-    returned = reward_fn(data, **asked)
+    """Return rewards, (B, R) or (B,), and extra information, from a manager or a function."""
+    keywords = {RETURN_DICT: True} if takes(reward_fn, RETURN_DICT) else {}
+    returned = reward_fn(data, **keywords)
     if isinstance(returned, Mapping):
         return returned["reward_tensor"], dict(returned.get("reward_extra_info") or {})
     if isinstance(returned, tuple):
@@ -248,8 +254,10 @@ async def compute_reward_async(
     tokenizer: Any = None,
     reward_fn: Callable[..., Any] | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """`compute_reward` while other tasks of the event loop go on: by `reward_fn`, else by the
-    manager of `config` and `tokenizer`."""
+    """Return what `compute_reward` returns, without blocking the event loop.
+
+    The rewards come from `reward_fn`, or if it is None from the manager that `config` selects.
+    """
     manager = reward_fn or load_reward_manager(config, tokenizer)
     if isinstance(manager, VerlRewardManager) and "rm_scores" not in data.batch:
         return await manager.score(data)
@@ -257,8 +265,10 @@ async def compute_reward_async(
 
 
 def get_custom_reward_fn(config: Any) -> Callable[..., Any] | None:
-    """The function that `custom_reward_function` of `config` names, with its keywords; None where
-    none is named. Raises ConfigError."""
+    """Return the function that `custom_reward_function` of `config` names, with its keywords bound.
+
+    Returns None if it names no function. Raises ConfigError.
+    """
     custom = config_of(config).custom_reward_function
     if custom.path is None:
         return None
@@ -274,10 +284,10 @@ def default_compute_score(
     concurrent_semaphore: Any = None,
     memory_limit_mb: int | None = None,
 ) -> Any:
-    """The built-in score of a `data_source`.
+    """Return the built-in score for a `data_source`.
 
-    `sandbox_fusion_url` and `memory_limit_mb`: where programs run. `concurrent_semaphore` is held
-    during the call, where there is one.
+    `sandbox_fusion_url` and `memory_limit_mb` say where programs run and with how much memory (in
+    MB). `concurrent_semaphore`, if given, is held during the call.
     """
     call = functools.partial(score_by_source, data_source, solution_str, ground_truth, extra_info)
     if sandbox_fusion_url is not None:

@@ -1,6 +1,6 @@
-"""VERL's `RayPPOTrainer` over a run of Slipstream: data sets and reward functions as objects.
+"""verl's `RayPPOTrainer`: run Slipstream with data sets and reward functions as Python objects.
 
-Knows how VERL calls things; training is `run.train.train`.
+Translates verl's interface. The training itself is `run.train.train`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ _log = logging.getLogger(__name__)
 
 
 class RayPPOTrainer:
-    """Trains a policy on a data set with a reward function, as `config` says; `fit()` does it.
+    """Trains a policy on a data set with a reward function. `fit()` runs the training.
 
-    `config` is VERL's configuration, as OmegaConf or Hydra give it, or any mapping of options
-    (`compat.rewards.config_of`). `train_dataset` is a map-style data set whose items hold prompts
-    (`data.items`), None: `data.train_files`. `reward_fn` takes a `DataProto` and returns a
-    tensor (B,) or (B, R), or has another signature of `rewards.signatures`, None: what the
-    configuration names. `tokenizer`: None is that of the model or, without one, of the data set.
-    `collate_fn` gets items one by one. Where processes run is said by `trainer.nnodes` and
-    `trainer.n_gpus_per_node`: roles, resource pools and worker groups are accepted and not used.
+    - `config`: verl's configuration from OmegaConf or Hydra, or any mapping of options (see
+      `compat.rewards.config_of`).
+    - `train_dataset`: a map-style data set whose items have prompts (see `data.items`). None: the
+      files in `data.train_files`.
+    - `reward_fn`: maps a `DataProto` to a tensor (B,) or (B, R), or has another signature listed in
+      `rewards.signatures`. None: the function that the configuration selects.
+    - `tokenizer`: None is the model's tokenizer, or if `config` names none the data set's.
+    - `collate_fn`: is called with one item at a time.
+
+    `trainer.nnodes` and `trainer.n_gpus_per_node` decide where processes run. Roles, resource pools
+    and worker groups are accepted and unused.
     """
 
     def __init__(
@@ -48,27 +52,28 @@ class RayPPOTrainer:
         train_sampler: Any = None,
         device_name: str | None = None,
     ) -> None:
-        """Raises ConfigError for settings that cannot be used, before anything is computed."""
+        """Check all settings. Raises ConfigError before anything is computed."""
         overrides = [] if device_name is None else [f"trainer.device={device_name}"]
         self.config = config_of(config, complete=True, overrides=overrides)
         if processor is not None:
             raise ConfigError(
-                "RayPPOTrainer(processor=...): models here read text; leave the processor out"
+                "RayPPOTrainer(processor=...) is not supported: models here read text; leave the "
+                "processor out"
             )
         if train_dataset is not None and self.config.data.task is not None:
             raise ConfigError(
-                f"data.task={self.config.data.task} makes problems, and a train_dataset is given, "
-                "too; set data.task=null"
+                f"data.task={self.config.data.task} generates the prompts, but a train_dataset is "
+                "given too; set data.task=null"
             )
-        given = {
+        unused = {
             "role_worker_mapping": role_worker_mapping,
             "resource_pool_manager": resource_pool_manager,
             "ray_worker_group_cls": ray_worker_group_cls,
         }
-        for name in (name for name, value in given.items() if value is not None):
+        for name in (name for name, value in unused.items() if value is not None):
             _log.warning(
                 "RayPPOTrainer(%s=...) has no effect: trainer.nnodes and trainer.n_gpus_per_node "
-                "say where processes run",
+                "decide where processes run",
                 name,
             )
         if tokenizer is None and not _names_tokenizer(self.config):
@@ -86,22 +91,24 @@ class RayPPOTrainer:
 
     @property
     def folder(self) -> Path:
-        """The run folder: metrics, rollouts, checkpoints."""
+        """The run folder with metrics, rollouts and checkpoints."""
         return Path(self.config.trainer.default_local_dir)
 
     def init_workers(self) -> None:
-        """VERL's programs call it before `fit`. There is nothing to start here."""
+        """Do nothing. verl programs call this before `fit`."""
 
     def fit(self) -> None:
-        """Train, going on from the newest checkpoint of the run folder as `trainer.resume_mode`
-        says. Raises what the parts raise, and KeyboardInterrupt where the run was stopped before
-        its end (its state is saved)."""
+        """Train, resuming from a checkpoint of the run folder as `trainer.resume_mode` says.
+
+        Errors of the parts propagate. Raises KeyboardInterrupt if the run was stopped before its
+        end; then its state is saved.
+        """
         if train(self.config, self._mode, self._parts) != 0:
             raise KeyboardInterrupt
 
 
 def _unwrapped(reward_fn: Callable[..., Any] | None) -> Any:
-    """The manager in a `VerlRewardManager`: it scores each response as soon as it ends."""
+    """Return the manager inside a `VerlRewardManager`, which scores responses as they finish."""
     return reward_fn.manager if isinstance(reward_fn, VerlRewardManager) else reward_fn
 
 

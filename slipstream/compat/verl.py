@@ -1,6 +1,6 @@
-"""Names of VERL, for code that was written for it: change `verl` to `slipstream.compat.verl`.
+"""verl's names, for code written for verl: replace the import of `verl` by this module.
 
-`docs/from_verl.md` says what differs.
+`docs/from_verl.md` lists the differences.
 """
 
 from slipstream.compat.algorithms import (

@@ -14,7 +14,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.config.engines import engines_with, generates_with
 from slipstream.config.tree import show
+from slipstream.types import PolicyKind
 
 _MODEL = "actor_rollout_ref.model"
 _ACTOR = "actor_rollout_ref.actor"
@@ -301,7 +303,7 @@ REFUSED_VALUES: dict[str, dict[Any, str]] = {
     f"{_ROLLOUT}.name": dict.fromkeys(
         ("vllm", "sglang", "trtllm"),
         "external engines are not in this version; "
-        f"set {_ROLLOUT}.name=embedded (or {_ROLLOUT}.name=hf)",
+        f"set {engines_with(generates_with(PolicyKind.DECODER))}",
     ),
     "trainer.logger": dict.fromkeys(
         ("swanlab", "vemlp_wandb", "clearml"),

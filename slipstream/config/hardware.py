@@ -16,10 +16,9 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """GPUs that this process may use, and CPU cores."""
+    """GPUs that this process may use."""
 
     gpus: int
-    cpus: int
 
 
 def _listed_by_driver() -> int:
@@ -55,4 +54,4 @@ def detect_hardware(device_dir: Path = Path("/dev")) -> Hardware:
         present = _listed_by_driver()
     setting = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = present if setting is None else _visible(setting, present)
-    return Hardware(gpus=gpus, cpus=os.cpu_count() or 1)
+    return Hardware(gpus=gpus)

@@ -265,9 +265,9 @@ class ValKwargsSection:
 class RolloutSection:
     """Generation of responses."""
 
-    name: Literal["embedded", "hf", "fake"] = "embedded"
-    """Inference engine: `embedded` (built in), `hf` (transformers) or `fake` (scripted, for
-    tests)."""
+    name: str = "embedded"
+    """Inference engine: `embedded` (built in), `hf` (transformers), `fake` (scripted, tests), or
+    one that `model.external_lib` registers (`inference.register_engine`)."""
     n: PositiveInt = 8
     """Responses per prompt: the group size."""
     temperature: NonNegativeFloat = 1.0

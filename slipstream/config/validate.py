@@ -9,6 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slipstream.config.aliases import REFUSED_VALUES
+from slipstream.config.engines import (
+    ENGINE_KEY,
+    engine_lacks,
+    engines_with,
+    selected_engine,
+    unknown_engine,
+)
 from slipstream.config.hardware import Hardware
 from slipstream.config.inert import options_without_effect
 from slipstream.config.schema import Config, DataSection
@@ -18,12 +25,11 @@ from slipstream.config.tree import show
 from slipstream.config.val_settings import check_val_settings
 from slipstream.config.validate_algorithm import NEEDS_CRITIC, algorithm_rules
 from slipstream.errors import did_you_mean
+from slipstream.tree_size import candidate_count
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MODEL = "actor_rollout_ref.model"
-_WIDTH_MULTIPLE = 16
-"""`models.numerics.WIDTH_MULTIPLE`, which would import torch."""
 _UNBOUNDED_BELOW = frozenset({"cispo", "geo_mean", "dppo_tv", "dppo_kl"})
 """Policy losses whose lower distance may be above 1: CISPO's paper sets no lower bound, and the
 others' are not of the ratio."""
@@ -76,6 +82,9 @@ def _registered(config: Config) -> Iterator[str]:
                 f"(known: {', '.join(known)}); the module that "
                 "actor_rollout_ref.model.external_lib names can register others"
             )
+    name = config.actor_rollout_ref.rollout.name
+    if selected_engine(config) is None and name not in REFUSED_VALUES.get(ENGINE_KEY, {}):
+        yield unknown_engine(name)
 
 
 def _reward_model(config: Config) -> Iterator[str]:
@@ -426,9 +435,10 @@ def _model(config: Config, complete: bool) -> Iterator[str]:
     if init is None:
         return
     key = f"{_MODEL}.init"
-    embedded = config.actor_rollout_ref.rollout.name == "embedded"
+    engine = selected_engine(config)
+    multiple = 1 if engine is None else engine.capabilities.width_multiple
     if init.head_dim is None and init.hidden_size % init.num_heads:
-        unit = init.num_heads * (_WIDTH_MULTIPLE if embedded else 2)
+        unit = init.num_heads * max(multiple, 2)
         fitting = -(-init.hidden_size // unit) * unit
         yield (
             f"{key}.hidden_size={init.hidden_size} is not a multiple of {key}.num_heads="
@@ -441,16 +451,15 @@ def _model(config: Config, complete: bool) -> Iterator[str]:
             f"{init.num_kv_heads}; set {key}.num_kv_heads={init.num_heads}"
         )
     width = init.head_dim or init.hidden_size // init.num_heads
-    if embedded:
-        sizes = {"hidden_size": init.hidden_size, "intermediate_size": init.intermediate_size}
-        for name, size in {**sizes, "head_dim": width}.items():
-            if size % _WIDTH_MULTIPLE:
-                yield (
-                    f"{key}.{name}={size} is not a multiple of {_WIDTH_MULTIPLE}, which the "
-                    f"embedded engine needs; set {key}.{name}="
-                    f"{-(-size // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE}"
-                )
-    elif width % 2:
+    sizes = {"hidden_size": init.hidden_size, "intermediate_size": init.intermediate_size}
+    for name, size in {**sizes, "head_dim": width}.items():
+        if size % multiple:
+            yield (
+                f"{key}.{name}={size} is not a multiple of {multiple}, which the "
+                f"{config.actor_rollout_ref.rollout.name} engine needs; set {key}.{name}="
+                f"{-(-size // multiple) * multiple}"
+            )
+    if multiple % 2 and width % 2:
         yield (
             f"{key}: heads of odd width {width} cannot be rotated; set {key}.head_dim={width + 1}"
         )
@@ -524,11 +533,11 @@ def _run(config: Config) -> Iterator[str]:
 def _speculation(config: Config) -> Iterator[str]:
     speculative, eagle = config.speculative, config.speculative.eagle
     key = "speculative.eagle"
-    name = config.actor_rollout_ref.rollout.name
-    if name != "embedded":
+    if engine_lacks(config, lambda engine: engine.drafts):
         yield (
-            f"speculative.enable=true: actor_rollout_ref.rollout.name={name} takes no drafts; set "
-            "actor_rollout_ref.rollout.name=embedded or speculative.enable=false"
+            f"speculative.enable=true: {ENGINE_KEY}={config.actor_rollout_ref.rollout.name} takes "
+            f"no drafts; set {engines_with(lambda engine: engine.drafts)} or "
+            "speculative.enable=false"
         )
     learns = speculative.train.enable_drafter_training
     if speculative.spec_strategy != "history" and eagle.spec_model_path is None and not learns:
@@ -560,7 +569,7 @@ def _speculation(config: Config) -> Iterator[str]:
 
 def _tree(eagle: EagleSection) -> Iterator[str]:
     key, topk = "speculative.eagle", eagle.spec_topk
-    candidates = topk + (eagle.spec_steps - 1) * topk**2
+    candidates = candidate_count(eagle.spec_steps, topk)
     rows = eagle.spec_verify_tokens
     if rows is None:
         yield (
@@ -605,14 +614,17 @@ def _drafter(config: Config) -> Iterator[str]:
             "topk_mass_weight=0 leave a draft model nothing to learn; set "
             "speculative.train.value_weight=1, or speculative.train.acceptance_weight=1"
         )
-    engine, states = config.actor_rollout_ref.rollout.name, "collect_hidden_states_from_engine"
-    # Where it is to draft as well, that is what is said of it.
-    drafts = config.speculative.enable
-    if train.collect_hidden_states_from_engine and engine != "embedded" and not drafts:
+    states = "speculative.train.collect_hidden_states_from_engine"
+    # With speculative.enable=true, an engine without drafts is refused already (`_speculation`).
+    if (
+        train.collect_hidden_states_from_engine
+        and not (config.speculative.enable and engine_lacks(config, lambda engine: engine.drafts))
+        and engine_lacks(config, lambda engine: engine.hidden_states)
+    ):
         yield (
-            f"speculative.train.{states}=true: {_ROLLOUT}.name={engine} hands over no hidden "
-            f"states; set {_ROLLOUT}.name=embedded, or speculative.train.{states}=false for those "
-            "of the trainer's own pass"
+            f"{states}=true: {ENGINE_KEY}={config.actor_rollout_ref.rollout.name} hands over no "
+            f"hidden states; set {engines_with(lambda engine: engine.hidden_states)}, or "
+            f"{states}=false for those of the trainer's own pass"
         )
 
 
@@ -670,7 +682,6 @@ def _place(config: Config, hardware: Hardware) -> Iterator[str]:
 
 def _beyond_one_process(config: Config) -> Iterator[tuple[str, str]]:
     """Settings that several processes do not share yet, and what to set instead."""
-    rollout = config.actor_rollout_ref.rollout
     if config.algorithm.adv_estimator == "gae":
         yield (
             "algorithm.adv_estimator=gae has a critic, which is not spread over them",
@@ -687,8 +698,9 @@ def _beyond_one_process(config: Config) -> Iterator[tuple[str, str]]:
             "from one to another",
             "speculative.train.collect_hidden_states_from_engine=false",
         )
-    if rollout.name != "embedded":
+    if engine_lacks(config, lambda engine: engine.several_processes):
         yield (
-            f"{_ROLLOUT}.name={rollout.name} does not take weights from several",
-            f"{_ROLLOUT}.name=embedded",
+            f"{ENGINE_KEY}={config.actor_rollout_ref.rollout.name} does not take weights from "
+            "several",
+            engines_with(lambda engine: engine.several_processes),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
+from slipstream.config.engines import engine_lacks, engines_with
 from slipstream.config.schema import Config
 from slipstream.config.schema_actor import ActorSection, PolicyLossSection
 from slipstream.config.schema_algorithm import (
@@ -255,10 +256,10 @@ def _replay(config: Config) -> Iterator[str]:
             f"by probabilities over the whole vocabulary; set {key}=false or "
             "algorithm.adv_estimator=grpo"
         )
-    if rollout.name != "embedded":
+    if engine_lacks(config, lambda engine: engine.exact):
         yield (
             f"{key}=true computes again what the sampler kept, which takes an engine with the "
-            f"trainer's bits; set {_ROLLOUT}.name=embedded or {key}=false"
+            f"trainer's bits; set {engines_with(lambda engine: engine.exact)} or {key}=false"
         )
     if config.trainer.sync_every != 1:
         yield (

@@ -1,1 +1,1 @@
-"""What the policy acts on: tasks, datasets, the data buffer and SFT samples."""
+"""Prompts and SFT samples: tasks, data sets, samplers, tokenizers, and the data buffer."""

@@ -1,8 +1,8 @@
-"""Conversations to token ids with one author per span and a loss mask per turn.
+"""Converts conversations to token ids, with spans per turn and a loss mask.
 
-Works with any Hugging Face tokenizer whose chat template is prefix-preserving (the text of a
-conversation begins with the text of its first turns). Pure functions; knows nothing of files or
-training. Called by `sft`.
+Works with any Hugging Face tokenizer whose chat template is prefix-preserving: the text of the
+first turns must be a prefix of the text of the whole conversation. Pure functions; knows nothing of
+files or training. Called by `sft`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ SFTTruncation = Literal["error", "left", "right"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnSpan:
-    """Tokens `[start, end)` of a conversation have one author.
+    """Tokens `[start, end)` of a conversation, which belong to one role.
 
     `role` is "prompt" for everything before the first assistant turn. Header tokens that the
-    template writes before an assistant turn belong to the span in front of it, as in a rollout.
-    `loss_end` is where an assistant turn's loss ends: after its end-of-sequence token, since a
-    policy never samples what a template writes behind it. Without loss it equals `start`.
+    template writes before an assistant turn belong to the preceding span, as in a rollout. The loss
+    covers `[start, loss_end)`. In an assistant turn it ends after the end-of-sequence token,
+    because a policy never samples the tokens that a template adds after it. Without loss `loss_end`
+    equals `start`.
     """
 
     role: str
@@ -38,7 +39,7 @@ class TurnSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizedConversation:
-    """`spans` cover `ids` without gap or overlap; `loss_mask` has the length of `ids`."""
+    """A conversation as tokens. `spans` cover `ids` without gaps; `loss_mask` is equally long."""
 
     ids: list[int]
     loss_mask: list[float]
@@ -46,9 +47,9 @@ class TokenizedConversation:
 
 
 def compute_loss_mask(length: int, spans: Sequence[TurnSpan]) -> list[float]:
-    """1.0 for the tokens in `[start, loss_end)` of each span, 0.0 elsewhere; `length` entries.
+    """Return `length` entries: 1.0 for tokens in `[start, loss_end)` of a span, 0.0 elsewhere.
 
-    Raises `DataError` for spans out of range, out of order or overlapping.
+    Raises DataError for spans that are out of range, out of order, or overlap.
     """
     mask = [0.0] * length
     previous_end = 0
@@ -73,13 +74,13 @@ def tokenize_conversation(
     template_kwargs: Mapping[str, Any] | None = None,
     ignore_input_ids_mismatch: bool = False,
 ) -> TokenizedConversation:
-    """Render and tokenise a conversation; assistant turns carry loss, everything else does not.
+    """Render and tokenize a conversation. Only assistant turns have loss.
 
-    A message may have a key `loss_mask` (0 or 1, as in VERL): 0 takes an assistant turn out of
-    the loss. Turns are tokenised one by one, as a rollout sees them; where that differs from
-    tokenising the whole text, it is an error unless `ignore_input_ids_mismatch`. `max_length`
-    in tokens; `truncation` keeps the tail (`left`), the head (`right`) or refuses (`error`).
-    Raises `DataError` naming the turn.
+    A message may have a key `loss_mask` (0 or 1, as in verl); 0 excludes an assistant turn from the
+    loss. Turns are tokenized one by one, as in a rollout. If the result differs from tokenizing the
+    whole text, it is an error unless `ignore_input_ids_mismatch`. `max_length` is in tokens. For a
+    longer conversation, `truncation` keeps its end (`left`), keeps its start (`right`), or raises
+    (`error`). Raises DataError that names the turn.
     """
     with_loss = _turns_with_loss(messages)
     pieces = _pieces(messages, tokenizer, tools, dict(template_kwargs or {}))
@@ -104,7 +105,7 @@ def tokenize_text_pair(
     max_length: int | None = None,
     truncation: SFTTruncation = "error",
 ) -> TokenizedConversation:
-    """Tokenise plain text without a chat template; loss on the response and the end token."""
+    """Tokenize plain text without a chat template. The response and the end token have loss."""
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no end-of-sequence token: set its eos_token")
     context = [int(i) for i in tokenizer(prompt)["input_ids"]]
@@ -132,7 +133,7 @@ def _finish(
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Text with one author; `turn` is the index of its assistant message, or None."""
+    """Text of one role. `turn` is the index of the assistant message, else None."""
 
     role: str
     text: str
@@ -140,7 +141,7 @@ class _Piece:
 
 
 def _turns_with_loss(messages: Sequence[Message]) -> set[int]:
-    """Indices of the assistant messages that carry loss; validates roles and overrides."""
+    """Return the indices of the assistant messages with loss; validates roles and loss masks."""
     if not messages:
         raise DataError("conversation: no messages")
     out: set[int] = set()
@@ -148,26 +149,26 @@ def _turns_with_loss(messages: Sequence[Message]) -> set[int]:
         role = message.get("role")
         if not isinstance(role, str) or not role:
             raise DataError(
-                f"conversation turn {turn}: a message needs a string 'role', got {role!r}"
+                f"conversation turn {turn}: a message needs a text 'role', got {role!r}"
             )
         override = message.get("loss_mask")
         if override not in (None, 0, 1):
             raise DataError(f"conversation turn {turn}: loss_mask must be 0 or 1, got {override!r}")
         if role != "assistant" and override == 1:
             raise DataError(
-                f"conversation turn {turn}: loss_mask 1 on a message of role {role!r}; only "
-                "assistant turns can carry loss"
+                f"conversation turn {turn}: loss_mask 1 on a message with role {role!r}; only "
+                "assistant turns can have loss"
             )
         if role == "assistant" and override != 0:
             out.add(turn)
     if messages[0]["role"] == "assistant":
         raise DataError(
-            "conversation turn 0 is an assistant turn: there is nothing to condition it on; "
-            "begin with a system or user message"
+            "conversation turn 0 is an assistant turn, so it has no prompt; "
+            "start with a system or user message"
         )
     if not out:
         raise DataError(
-            "conversation: no assistant turn carries loss, so there is nothing to learn from it; "
+            "conversation: no assistant turn has loss, so there is nothing to learn; "
             "add an assistant message or remove its loss_mask 0"
         )
     return out
@@ -179,7 +180,7 @@ def _pieces(
     tools: Sequence[Mapping[str, Any]] | None,
     template_kwargs: dict[str, Any],
 ) -> list[_Piece]:
-    """The conversation's text, cut where the author changes between policy and everyone else."""
+    """Return the conversation's text, split wherever an assistant turn begins or ends."""
     plain = [{k: v for k, v in m.items() if k != "loss_mask"} for m in messages]
 
     def render(count: int, *, generation_prompt: bool) -> str:
@@ -213,7 +214,7 @@ def _pieces(
 
 
 def _author(messages: Sequence[Message], since: int, turn: int) -> str:
-    """The role of what stands between two assistant turns: its first message's."""
+    """Return the role of the text between two assistant turns: the role of its first message."""
     if since == 0:
         return "prompt"
     return str(messages[since]["role"]) if since < turn else "template"
@@ -236,7 +237,7 @@ def _extend(before: str, after: str, turn: int, what: str) -> str:
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    # The template has written every special token already.
+    # The template already wrote all special tokens.
     return [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
@@ -262,9 +263,10 @@ def _check_against_whole(
     )
     number = next((n for n, span in enumerate(spans) if place < span.end), len(spans) - 1)
     raise DataError(
-        f"tokenising turn by turn differs from tokenising the whole conversation from token "
-        f"{place} on (in part {number}, role {spans[number].role!r}): a token spans a turn's "
-        "border. Rollouts see the turn-by-turn ids; set ignore_input_ids_mismatch to train on them"
+        f"tokenizing turn by turn differs from tokenizing the whole conversation from token "
+        f"{place} on (in part {number}, role {spans[number].role!r}): a token crosses the boundary "
+        "of a turn. Rollouts use the turn-by-turn ids; set ignore_input_ids_mismatch to train on "
+        "them"
     )
 
 
@@ -273,7 +275,7 @@ def _truncate(
 ) -> TokenizedConversation:
     if max_length < 2:
         raise ConfigError(
-            f"max_length {max_length} must be at least 2: a token of context and one of loss"
+            f"max_length {max_length} must be at least 2: one token of context and one with loss"
         )
     length = len(conversation.ids)
     if length <= max_length:
@@ -281,7 +283,7 @@ def _truncate(
     if truncation == "error":
         raise DataError(
             f"conversation of {length} tokens is longer than max_length {max_length}: raise "
-            "sft.max_length, or leave such conversations out"
+            "sft.max_length, or remove such conversations"
         )
     low, high = (0, max_length) if truncation == "right" else (length - max_length, length)
     spans = []

@@ -1,14 +1,14 @@
-"""The built-in verifiable task: mini-Countdown, endless, seeded, and checked by a program.
+"""The built-in verifiable task: mini-Countdown, with an endless, seeded supply of problems.
 
     prompt      8 15 6 10 ->25 :
     response    6 + 10 = 16 off 9 , 10 - 6 = 4 off 21 , 15 + 10 = 25 off 0 answer 15 + 10 <eos>
 
-A problem is solvable with exactly two of its numbers. A demonstration searches: it tries sums and
-differences of pairs in random order, none twice, and writes every try and how far off it is; after
-each failed try it gives up with probability `give_up` and answers with the failed try. So response
-lengths have a long tail, imitation is capped (see `demonstration_law`), and reinforcement learning
-has something to find: not to give up. Small reproductions of R1's training (Jiayi Pan's TinyZero)
-use the same game with more operators.
+A problem is solvable with exactly two of its numbers. A demonstration searches: it tries the sums
+and differences of pairs in random order, each at most once, and writes every try and its distance
+to the target. After each failed try it gives up with probability `give_up`, and answers with the
+failed try. So response lengths have a long tail, the accuracy of imitation is limited, and
+reinforcement learning has something to learn: not to give up. Small reproductions of R1's training
+(Jiayi Pan's TinyZero) use the same game with more operators.
 
 Every problem, prompt and demonstration is a pure function of the task's parameters, its seed, the
 split and an index. Knows nothing of models, rollouts or training. Called by the data buffer, the
@@ -18,8 +18,6 @@ SFT loader and the loops.
 from __future__ import annotations
 
 import hashlib
-import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,27 +35,25 @@ Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 DATA_SOURCE = "countdown"
 
-_TOKENS_PER_TRY = 8  # a op b = c off d, and the comma between two tries
-_ANSWER_TOKENS = 4  # answer a op b <eos>, less the comma that the last try does not have
 _MAX_DRAWS = 100_000
 _MAX_REPEATS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Distinct positive numbers, in the order shown, and a target that two of them reach."""
+    """Distinct positive numbers, in display order, and a target that two of them reach."""
 
     numbers: tuple[int, ...]
     target: int
 
     @property
     def canonical(self) -> str:
-        """The same for every order of the numbers: what the split is decided on."""
+        """A text that does not depend on the order of the numbers; it decides the split."""
         return f"{' '.join(str(n) for n in sorted(self.numbers))} -> {self.target}"
 
     @property
     def text(self) -> str:
-        """The prompt's content."""
+        """The content of the prompt."""
         return f"{' '.join(str(n) for n in self.numbers)} ->{self.target} :"
 
 
@@ -75,24 +71,12 @@ class Try:
         return f"{self.left} {self.sign} {self.right}"
 
     def text(self, target: int) -> str:
-        """The written try: its value and how far off the target that is."""
+        """The try as written in a demonstration: its value and its distance to the target."""
         return f"{self.expression} = {self.value} off {abs(target - self.value)}"
 
 
-@dataclass(frozen=True, slots=True)
-class DemonstrationLaw:
-    """The exact law of the demonstrations of one problem.
-
-    `accuracy` is the probability that a demonstration is correct; `lengths` maps a response length
-    in tokens (`<eos>` included) to its probability.
-    """
-
-    accuracy: float
-    lengths: dict[int, float]
-
-
 def _tries(numbers: Sequence[int]) -> list[Try]:
-    """Every pair of `numbers`: its sum and its difference."""
+    """Return the sum and the difference of every pair of `numbers`."""
     tries = []
     for i, a in enumerate(numbers):
         for b in numbers[i + 1 :]:
@@ -102,7 +86,7 @@ def _tries(numbers: Sequence[int]) -> list[Try]:
 
 
 def _shuffled(tries: list[Try], draws: KeyedDraws) -> list[Try]:
-    """A uniformly random order (Fisher and Yates)."""
+    """Shuffle `tries` in place, uniformly (Fisher and Yates)."""
     for last in range(len(tries) - 1, 0, -1):
         chosen = draws.below(last + 1)
         tries[last], tries[chosen] = tries[chosen], tries[last]
@@ -110,21 +94,21 @@ def _shuffled(tries: list[Try], draws: KeyedDraws) -> list[Try]:
 
 
 def split_of(problem: Problem, holdout_fraction: float) -> Split:
-    """Which split a problem belongs to: a hash of the problem alone, so no seed can mix them."""
+    """Return the split of a problem. It depends on a hash of the problem, not on any seed."""
     digest = hashlib.blake2b(problem.canonical.encode(), digest_size=8).digest()
     held_out = int.from_bytes(digest, "little") < holdout_fraction * 2.0**64
     return "held_out" if held_out else "train"
 
 
 class CountdownTask:
-    """Problems, prompts, demonstrations and checks of mini-Countdown.
+    """Problems, prompts, demonstrations and verification of mini-Countdown.
 
-    `min_numbers` to `max_numbers` distinct numbers from 1 to `max_number`; the target is the sum
-    or the positive difference of a uniformly drawn pair and never one of the numbers themselves.
-    `give_up` is the probability, after each failed try, that a demonstration ends with a wrong
-    answer; after `max_tries` failed tries (None: no limit) it always does. `holdout_fraction` of
-    all problems, chosen by hash, are held out. `tokenizer` renders the prompts; None takes the
-    task's own (`build_tokenizer`). Raises `ConfigError` for impossible parameters.
+    A problem has `min_numbers` to `max_numbers` distinct numbers from 1 to `max_number`. The target
+    is the sum or positive difference of a pair, and never one of the numbers. `give_up` is the
+    probability, after each failed try, that a demonstration ends with a wrong answer; after
+    `max_tries` failed tries (None: no limit) it always does. `holdout_fraction` of all problems,
+    chosen by hash, are held out. `tokenizer` renders the prompts; None is the task's own
+    (`build_tokenizer`). Raises ConfigError for impossible parameters.
     """
 
     name = DATA_SOURCE
@@ -144,12 +128,12 @@ class CountdownTask:
         if not 3 <= min_numbers <= max_numbers:
             raise ConfigError(
                 f"countdown: min_numbers {min_numbers} and max_numbers {max_numbers} must satisfy "
-                "3 <= min_numbers <= max_numbers (with two numbers there is nothing to search)"
+                "3 <= min_numbers <= max_numbers (two numbers leave nothing to search)"
             )
         largest = (NUM_NUMBERS - 1) // 2
         if not max(6, max_numbers) <= max_number <= largest:
             raise ConfigError(
-                f"countdown: max_number {max_number} must be at least 6 and max_numbers "
+                f"countdown: max_number {max_number} must be at least 6, at least max_numbers "
                 f"({max_numbers}), and at most {largest} so that every sum is one token (0 to "
                 f"{NUM_NUMBERS - 1})"
             )
@@ -175,11 +159,11 @@ class CountdownTask:
         self.tokenizer = build_tokenizer() if tokenizer is None else tokenizer
 
     def problem(self, split: Split, index: int) -> Problem:
-        """Problem number `index` of `split`: any index from 0.
+        """Return problem `index` (from 0) of `split`.
 
-        Training problems go on without end and may come back at other indices; held-out problems
-        are distinct, so that an evaluation on n of them is one on n problems. A problem of the
-        other split cannot come up. Raises ConfigError past the last held-out problem.
+        There are endless training problems, and a problem may occur at several indices. Held-out
+        problems are distinct, so that an evaluation on n prompts uses n different problems. The two
+        splits have no problem in common. Raises ConfigError past the last held-out problem.
         """
         _check_address(split, index)
         if split == "train":
@@ -189,7 +173,7 @@ class CountdownTask:
         return self._held_out[index]
 
     def _find_held_out(self) -> None:
-        """Append the next held-out problem that is not there yet, in the order of the draws."""
+        """Append the next new held-out problem, in the order of the draws."""
         for _ in range(_MAX_REPEATS):
             problem = self._drawn("held_out", self._held_out_draws)
             self._held_out_draws += 1
@@ -203,7 +187,7 @@ class CountdownTask:
         )
 
     def _drawn(self, split: Split, index: int) -> Problem:
-        """Draw until a problem belongs to the split."""
+        """Draw problems until one belongs to the split."""
         for draw in range(_MAX_DRAWS):
             draws = KeyedDraws("countdown-problem", self.seed, split, index, draw)
             problem = self._draw(draws)
@@ -211,18 +195,18 @@ class CountdownTask:
                 return problem
         raise ConfigError(
             f"countdown: no {split} problem in {_MAX_DRAWS} draws with holdout_fraction "
-            f"{self.holdout_fraction}: bring it nearer to 0.1 or widen the number range"
+            f"{self.holdout_fraction}: set it closer to 0.1 or widen the number range"
         )
 
     def _draw(self, draws: KeyedDraws) -> Problem | None:
         count = self.min_numbers + draws.below(self.max_numbers - self.min_numbers + 1)
         numbers = tuple(draws.shuffled(range(1, self.max_number + 1))[:count])
-        # Distinct values, so that a target with many solutions is not drawn more often.
+        # Use distinct values, so that a target with many solutions is not drawn more often.
         targets = sorted({step.value for step in _tries(numbers)} - set(numbers))
         return Problem(numbers, targets[draws.below(len(targets))]) if targets else None
 
     def prompt(self, split: Split, index: int) -> Prompt:
-        """Prompt number `index` of `split`, rendered by the tokenizer's chat template."""
+        """Return prompt `index` of `split`, rendered with the tokenizer's chat template."""
         problem = self.problem(split, index)
         messages: list[Message] = [{"role": "user", "content": problem.text}]
         ids = self.tokenizer.apply_chat_template(
@@ -239,9 +223,9 @@ class CountdownTask:
         )
 
     def demonstration(self, split: Split, index: int, *, variant: int = 0) -> list[Message]:
-        """A worked conversation `[user, assistant]` for problem `index`.
+        """Return a worked conversation `[user, assistant]` for problem `index`.
 
-        `variant` numbers independent demonstrations of the same problem.
+        Different values of `variant` give independent demonstrations of the same problem.
         """
         problem = self.problem(split, index)
         draws = KeyedDraws("countdown-demonstration", self.seed, split, index, variant)
@@ -258,65 +242,16 @@ class CountdownTask:
             {"role": "assistant", "content": " ".join(words)},
         ]
 
-    def demonstration_law(self, problem: Problem) -> DemonstrationLaw:
-        """Accuracy and length law of the demonstrations of `problem`, computed exactly.
-
-        With T tries of which S are solutions, the first solution is try k with probability
-        C(T - k, S - 1) / C(T, S), and is reached with probability (1 - give_up)^(k - 1): the mean
-        of that is the cap that imitation cannot pass.
-        """
-        tries = _tries(problem.numbers)
-        total = len(tries)
-        solutions = sum(step.value == problem.target for step in tries)
-        accuracy = 0.0
-        lengths: dict[int, float] = {}
-        unsolved, persisting = 1.0, 1.0  # before try `count`
-        for count in range(1, total - solutions + 2):
-            first = math.comb(total - count, solutions - 1) / math.comb(total, solutions)
-            length = count * _TOKENS_PER_TRY + _ANSWER_TOKENS
-            accuracy += persisting * first
-            lengths[length] = lengths.get(length, 0.0) + persisting * first
-            unsolved -= first
-            stop = 1.0 if count == self.max_tries else self.give_up
-            lengths[length] += persisting * unsolved * stop
-            persisting *= 1.0 - stop
-        return DemonstrationLaw(accuracy, {k: lengths[k] for k in sorted(lengths) if lengths[k]})
-
-    def expected_accuracy(self, split: Split, count: int) -> float:
-        """Mean demonstration accuracy over the first `count` problems: the cap of imitation."""
-        return statistics.fmean(
-            self.demonstration_law(self.problem(split, i)).accuracy for i in range(count)
-        )
-
-    def demonstration_lengths(self, split: Split, count: int) -> dict[int, float]:
-        """Exact law of response lengths over the first `count` problems: tokens -> probability."""
-        total: dict[int, float] = {}
-        for i in range(count):
-            law = self.demonstration_law(self.problem(split, i))
-            for length, probability in law.lengths.items():
-                total[length] = total.get(length, 0.0) + probability / count
-        return {length: total[length] for length in sorted(total)}
-
     def verify(self, problem: Problem, response_text: str) -> Verdict:
-        """Judge a response; see `rewards.countdown.verify`."""
+        """Return whether a response is correct, and why (see `rewards.countdown.verify`)."""
         return verify(problem.numbers, problem.target, response_text)
 
     def max_prompt_tokens(self) -> int:
-        """Longest prompt in tokens of the task's own vocabulary: numbers, target, `:`."""
+        """Return the maximum prompt length in tokens of the task's own vocabulary."""
         return self.max_numbers + 2
 
-    def max_response_tokens(self) -> int:
-        """Longest demonstration in tokens of the task's own vocabulary, `<eos>` included.
-
-        A full search of `max_numbers` numbers tries every pair with both signs.
-        """
-        tries = self.max_numbers * (self.max_numbers - 1)
-        if self.max_tries is not None:
-            tries = min(tries, self.max_tries)
-        return tries * _TOKENS_PER_TRY + _ANSWER_TOKENS
-
     def parameters(self) -> dict[str, Any]:
-        """What, besides the tokenizer, the task is a function of; goes into run records."""
+        """Return the parameters that determine all prompts, apart from the tokenizer."""
         return {
             "seed": self.seed,
             "min_numbers": self.min_numbers,
@@ -330,6 +265,6 @@ class CountdownTask:
 
 def _check_address(split: str, index: int) -> None:
     if split not in SPLITS:
-        raise ConfigError(f"countdown: unknown split {split!r}; there are {', '.join(SPLITS)}")
+        raise ConfigError(f"countdown: unknown split {split!r}; use one of {', '.join(SPLITS)}")
     if index < 0:
         raise ConfigError(f"countdown: index {index} must be 0 or more")

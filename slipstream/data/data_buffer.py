@@ -1,8 +1,8 @@
-"""Where prompts come from, in which order, and exactly how far we are.
+"""Supplies prompts in order, and knows its exact position.
 
-The only stateful part of the data path. Order is a function of the seed and a position, so a
-restored buffer goes on with the very prompt that it would have given next. Knows nothing of
-rollouts. Called by the rollout manager; its state goes into checkpoints.
+This is the only stateful part of the data path. The order is a function of a seed and a position,
+so a restored buffer continues with exactly the next prompt. Knows nothing of rollouts. Called by
+the rollout manager; its state is part of checkpoints.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.types import Prompt
 
 State = dict[str, Any]
-"""A position: JSON types only."""
+"""A saved position; contains only JSON types."""
 
 
 @runtime_checkable
 class PromptSource(Protocol):
-    """An endless supply of prompts with an exact, restorable position."""
+    """An endless supply of prompts, with a position that can be saved and restored."""
 
     def next_prompt(self) -> Prompt:
-        """The next prompt; never ends."""
+        """Return the next prompt. There is always one."""
         ...
 
     def state_dict(self) -> State: ...
@@ -36,53 +36,53 @@ class PromptSource(Protocol):
 
 @runtime_checkable
 class FiniteSource(PromptSource, Protocol):
-    """A source with epochs."""
+    """A source that is divided into epochs."""
 
     epoch_id: int
     sample_offset: int
 
     def __len__(self) -> int:
-        """Prompts in one epoch."""
+        """Return the number of prompts in an epoch."""
         ...
 
 
 @runtime_checkable
 class ListeningSource(PromptSource, Protocol):
-    """A source that may depend on what was trained on."""
+    """A source that may adapt to the batches that were trained on."""
 
     @property
     def listens(self) -> bool:
-        """Whether it wants to be told."""
+        """Whether `on_batch_end` must be called."""
         ...
 
     def place_of(self, uid: str) -> int:
-        """Where a prompt that was drawn has come from."""
+        """Return the data set index of a prompt that was drawn."""
         ...
 
     def on_batch_end(self, batch: Any) -> None:
-        """`batch` was trained on: VERL's `DataProto`."""
+        """Tell the source that `batch` (verl's `DataProto`) was trained on."""
         ...
 
 
 class PromptTask(Protocol):
-    """A task whose prompts have addresses (the countdown task is one)."""
+    """A task whose prompts are addressed by split and index, such as the countdown task."""
 
     name: str
 
     def prompt(self, split: Literal["train", "held_out"], index: int) -> Prompt:
-        """The prompt at `index`; the same for the same arguments, always."""
+        """Return the prompt at `index`. Equal arguments always give the same prompt."""
         ...
 
     def parameters(self) -> dict[str, Any]:
-        """What the task is a function of, as JSON types."""
+        """Return the parameters that determine all prompts, as JSON types."""
         ...
 
 
 class ListSource:
-    """A finite list, again and again: one pass is an epoch, each with its own seeded shuffle.
+    """Repeats a finite list. Each pass is an epoch, with its own seeded shuffle.
 
-    `Prompt.epoch` is set. Raises `DataError` for an empty list and for prompts of equal uid, which
-    would share their sampling noise.
+    Sets `Prompt.epoch`. Raises DataError for an empty list, and for prompts with equal uid, since
+    they would share sampling noise.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int | str, shuffle: bool) -> None:
@@ -91,7 +91,8 @@ class ListSource:
         uid, count = Counter(p.uid for p in prompts).most_common(1)[0]
         if count > 1:
             raise DataError(
-                f"prompt uid {uid!r} occurs {count} times; every prompt of a source needs its own"
+                f"prompt uid {uid!r} occurs {count} times; every prompt of a source needs a "
+                "unique uid"
             )
         self._prompts = list(prompts)
         self._seed = seed
@@ -123,7 +124,7 @@ class ListSource:
         return replace(prompt, epoch=self.epoch_id)
 
     def _identity(self) -> State:
-        # What is asked, not only what it is called: files are edited in place.
+        # The content is included, because files may be edited without being renamed.
         digest = hashlib.blake2b(digest_size=8)
         for prompt in self._prompts:
             digest.update(f"{prompt.uid}\x1f{prompt.ids}\x1f{prompt.ground_truth!r}\x1e".encode())
@@ -143,7 +144,7 @@ class ListSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a recorded position. Raises `DataError` if it is another list's."""
+        """Go to a saved position. Raises DataError if it belongs to another list."""
         check_identity(state, self._identity())
         self.epoch_id = count_in(state, "epoch_id")
         self.sample_offset = count_in(state, "sample_offset")
@@ -155,7 +156,7 @@ class ListSource:
 
 
 class TaskSource:
-    """The prompts of an endless task, index by index from `start`. There are no epochs."""
+    """The prompts of an endless task, by index from `start`. There are no epochs."""
 
     def __init__(
         self,
@@ -185,7 +186,7 @@ class TaskSource:
         return {**self._identity(), "index": self.index}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a recorded position. Raises `DataError` if it is another task's or split's."""
+        """Go to a saved position. Raises DataError if it belongs to another task or split."""
         check_identity(state, self._identity())
         self.index = count_in(state, "index")
 
@@ -193,8 +194,8 @@ class TaskSource:
 class MixtureSource:
     """Draws each prompt from one of several sources, with the given weights.
 
-    Which source is drawn is a function of the seed and of how many were drawn before. Each source
-    keeps its own position and epochs. A finite list may stand for a source: it is shuffled.
+    Which source is drawn depends on the seed and the number of earlier draws. Each source has its
+    own position and epochs. A source may also be a finite list, which is shuffled.
     """
 
     def __init__(
@@ -216,8 +217,8 @@ class MixtureSource:
         if shared:
             raise DataError(
                 f"mixture: prompt uid {shared[0]!r} occurs in {owners[shared[0]]} sources "
-                f"({len(shared)} such uids): rename files of equal name, and to draw a source more "
-                "often, raise its weight"
+                f"({len(shared)} such uids): rename files that have equal names; to draw a source "
+                "more often, raise its weight"
             )
         self._weights = weights
         self._seed = seed
@@ -230,7 +231,7 @@ class MixtureSource:
             unit -= weight
             if unit < 0.0:
                 return source.next_prompt()
-        # Only rounding of the sum can lead here.
+        # Reached only by a rounding error of the sum.
         return self._sources[-1].next_prompt()
 
     def _identity(self) -> State:
@@ -244,12 +245,12 @@ class MixtureSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a recorded position, in every source. Raises `DataError` for another mixture's."""
+        """Go to a saved position in every source. Raises DataError for another mixture."""
         check_identity(state, self._identity())
         states = state.get("sources")
         if not isinstance(states, list) or len(states) != len(self._sources):
             raise DataError(
-                f"data position: a mixture of {len(self._sources)} sources, got {states!r}"
+                f"data position: expected {len(self._sources)} sources of a mixture, got {states!r}"
             )
         drawn = count_in(state, "drawn")
         for source, source_state in zip(self._sources, states, strict=True):
@@ -258,10 +259,10 @@ class MixtureSource:
 
 
 class DataBuffer:
-    """Hands out prompts and knows its exact position.
+    """Returns prompts and knows its exact position.
 
-    `prompts` is a finite list (epochs; `shuffle` draws a new order for each) or a `PromptSource`,
-    which has its own order: `seed` and `shuffle` apply to lists only.
+    `prompts` is a finite list (with epochs; `shuffle` gives each a new order) or a `PromptSource`,
+    which has its own order. `seed` and `shuffle` apply to lists only.
     """
 
     def __init__(
@@ -274,9 +275,9 @@ class DataBuffer:
         )
 
     def get_prompts(self, n: int) -> list[Prompt]:
-        """The next `n` prompts. An epoch's rest and the next one's beginning may share a call."""
+        """Return the next `n` prompts, which may extend over the end of an epoch."""
         if n < 0:
-            raise ConfigError(f"cannot get {n} prompts")
+            raise ConfigError(f"cannot get {n} prompts; ask for 0 or more")
         return [self._source.next_prompt() for _ in range(n)]
 
     @property
@@ -286,16 +287,16 @@ class DataBuffer:
 
     @property
     def epoch_id(self) -> int:
-        """The epoch of the last prompt handed out; 0 for endless sources."""
+        """The epoch of the last returned prompt; 0 for endless sources."""
         return self._source.epoch_id if isinstance(self._source, FiniteSource) else 0
 
     @property
     def sample_offset(self) -> int:
-        """Prompts handed out in this epoch; 0 for endless sources."""
+        """The number of prompts returned in this epoch; 0 for endless sources."""
         return self._source.sample_offset if isinstance(self._source, FiniteSource) else 0
 
     def __len__(self) -> int:
-        """Prompts in one epoch. Raises `TypeError` for an endless source."""
+        """Return the number of prompts in an epoch. Raises TypeError for an endless source."""
         if not isinstance(self._source, FiniteSource):
             raise TypeError(
                 "an endless prompt source has no length; set trainer.total_training_steps"
@@ -304,7 +305,7 @@ class DataBuffer:
 
     @property
     def listener(self) -> ListeningSource | None:
-        """The source, where it wants to be told of batches."""
+        """The source, if its `on_batch_end` must be called; else None."""
         source = self._source
         return source if isinstance(source, ListeningSource) and source.listens else None
 
@@ -312,16 +313,16 @@ class DataBuffer:
         return True
 
     def state_dict(self) -> State:
-        """The position, as JSON types."""
+        """Return the position, as JSON types."""
         return self._source.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a recorded position. Raises `DataError` where the data are not the same."""
+        """Go to a saved position. Raises DataError if the data are not the same."""
         self._source.load_state_dict(state)
 
 
 def check_identity(state: Mapping[str, Any], expected: State) -> None:
-    """Raises `DataError` where `state` is of other data than `expected`."""
+    """Raise DataError if `state` was saved with other data than `expected`."""
     for key, value in expected.items():
         if state.get(key) != value:
             raise DataError(
@@ -331,7 +332,7 @@ def check_identity(state: Mapping[str, Any], expected: State) -> None:
 
 
 def count_in(state: Mapping[str, Any], key: str) -> int:
-    """A count of `state`. Raises `DataError` where it is none."""
+    """Return the count `key` of `state`. Raises DataError if it is not a count."""
     value = state.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise DataError(f"data position: {key} must be a count, got {value!r}")

@@ -1,7 +1,7 @@
-"""Prompts from a map-style data set, in the order of a sampler, item by item.
+"""A `PromptSource` for map-style data sets, with one item at a time, in a sampler's order.
 
-The `PromptSource` of data sets that are classes: VERL's, and a user's own. An item is asked for
-when its prompt is due, so that a data set may change between steps. Called by the data buffer.
+Used for data sets that are classes: verl's, and user-defined ones. An item is read only when its
+prompt is needed, so a data set may change between steps. Called by the data buffer.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ log = logging.getLogger(__name__)
 
 
 class DatasetSource:
-    """Items of `dataset` (`__len__`, `__getitem__`) again and again.
+    """Repeats the items of `dataset` (`__len__`, `__getitem__`).
 
-    `sampler` yields the places of an epoch; None: all of them, shuffled anew each time with
-    `shuffle`. `collate` makes a batch of items, and gets them one by one. A prompt that is drawn
-    again gets the next `epoch`, so that it has other noise; one that is too long is passed over
-    where the `reader` filters. Data set and sampler may have `state_dict` and `load_state_dict`,
-    which go into checkpoints; `on_batch_end(batch)` and `update(batch)` are called after each
-    step. Raises `DataError` for a data set without rows, and whatever user's code raises as one
-    that names it.
+    `sampler` yields the item indices of an epoch. None: all indices, with `shuffle` in a new order
+    each epoch. `collate` makes a batch of items and is called with one item at a time. A prompt
+    that is drawn again gets the next `epoch` number, so that its sampling noise differs. Prompts
+    that are too long are skipped if the `reader` filters them. If data set or sampler have
+    `state_dict` and `load_state_dict`, their state goes into checkpoints. `on_batch_end(batch)` and
+    `update(batch)` are called after each step. Raises DataError for an empty data set, and for any
+    error of user code, naming the method.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class DatasetSource:
         self._name = type(dataset).__name__
         self._drawn: dict[str, int] = {}
         self._places: dict[str, int] = {}
-        self._passed_over = False
+        self._skipped_any = False
         self.epoch_id = 0
         self.sample_offset = 0
         self._length = self._epoch_length()
@@ -76,21 +76,23 @@ class DatasetSource:
         }
         if _has(sampler, "update") and not _has(sampler, "state_dict"):
             log.warning(
-                "%s learns from batches and has no state_dict: a run that is resumed begins with "
-                "it anew",
+                "%s has update() but no state_dict(): after a resume it starts without what it "
+                "has learned",
                 type(sampler).__name__,
             )
         for part in (sampler, dataset):
             if _has(part, "state_dict") and not _has(part, "load_state_dict"):
-                raise DataError(f"{type(part).__name__} has a state_dict and no load_state_dict")
-        self.state_dict()  # is refused now, not when the first checkpoint is due
-        self._order: Iterator[int] | None = None  # not begun
+                raise DataError(
+                    f"{type(part).__name__} has state_dict but not load_state_dict; define both"
+                )
+        self.state_dict()  # raises now, not at the first checkpoint
+        self._order: Iterator[int] | None = None  # the epoch has not started
 
     def __len__(self) -> int:
         return self._length
 
     def next_prompt(self) -> Prompt:
-        passed = 0
+        skipped = 0
         while True:
             if self.sample_offset >= self._length:
                 self.epoch_id += 1
@@ -101,34 +103,34 @@ class DatasetSource:
             self.sample_offset += 1
             if prompt is not None:
                 return prompt
-            passed += 1
-            if passed > self._length:
+            skipped += 1
+            if skipped > self._length:
                 raise DataError(
-                    f"no item of {self._name} can be used: {passed} in a row have more than "
+                    f"no item of {self._name} can be used: {skipped} in a row have more than "
                     f"data.max_prompt_length={self._reader.max_prompt_length} tokens, or their "
                     "chat template failed; raise it, or set data.truncation and "
                     "data.filter_overlong_prompts=false"
                 )
 
     def _prompt(self, index: int) -> Prompt | None:
-        """The prompt of an item, None where it is passed over."""
+        """Return the prompt of an item, or None if it is skipped."""
         where, reader = f"{self._name}[{index}]", self._reader
         render = partial(as_prompt, self._item(index), reader=reader, name=self._name, index=index)
         loaded = reader.keep([(index, where, render)])
         if not loaded.prompts:
-            if not self._passed_over:
+            if not self._skipped_any:
                 why = loaded.failed or [f"{where}, of more tokens than data.max_prompt_length,"]
-                log.warning("%s is passed over, as all such items are", why[0])
-            self._passed_over = True
+                log.warning("%s is skipped, like all such items", why[0])
+            self._skipped_any = True
             return None
         (prompt,) = loaded.prompts
         if self._places.setdefault(prompt.uid, index) != index:
             raise DataError(
                 f"{where} has the uid {prompt.uid!r} of {self._name}"
-                f"[{self._places[prompt.uid]}]; every item needs its own, or none"
+                f"[{self._places[prompt.uid]}]; every item needs a unique uid, or none"
             )
         times = self.epoch_id
-        if self._sampler is not None:  # which may draw an item more than once in an epoch
+        if self._sampler is not None:  # a sampler may draw an item more than once in an epoch
             times = self._drawn.get(prompt.uid, 0)
             self._drawn[prompt.uid] = times + 1
         return replace(prompt, epoch=times)
@@ -145,15 +147,15 @@ class DatasetSource:
 
     @property
     def listens(self) -> bool:
-        """Whether anything wants to know what was trained on."""
+        """Whether data set or sampler must be told what was trained on."""
         return _has(self._dataset, "on_batch_end") or _has(self._sampler, "update")
 
     def place_of(self, uid: str) -> int:
-        """Where in the data set a prompt that was drawn has come from."""
+        """Return the data set index of a prompt that was drawn."""
         return self._places[uid]
 
     def on_batch_end(self, batch: Any) -> None:
-        """Tell the sampler and the data set of a batch that was trained on."""
+        """Pass a batch that was trained on to the sampler and to the data set."""
         for listener, method in ((self._sampler, "update"), (self._dataset, "on_batch_end")):
             if _has(listener, method):
                 called(getattr(listener, method), f"{type(listener).__name__}.{method}", batch)
@@ -171,7 +173,7 @@ class DatasetSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a recorded position. Raises `DataError` if it is another data set's."""
+        """Go to a saved position. Raises DataError if it belongs to another data set."""
         check_identity(state, self._identity)
         _restore(self._dataset, state.get("dataset_state"))
         self.epoch_id = count_in(state, "epoch_id")
@@ -184,7 +186,7 @@ class DatasetSource:
             self._order = None
             return
         if self._sampler is not None:
-            # What it draws may depend on how often it was iterated over.
+            # Its order may depend on how often it was iterated over, so repeat all epochs.
             for epoch in range(self.epoch_id):
                 for _ in islice(self._begin(epoch), self._length):
                     pass
@@ -196,7 +198,7 @@ class DatasetSource:
         measured = self._dataset if self._sampler is None else self._sampler
         name = type(measured).__name__
         if not _has(measured, "__len__"):
-            raise DataError(f"{name} has no length: give the class a __len__")
+            raise DataError(f"{name} has no length: define __len__ in its class")
         length: int = called(len, f"{name}.__len__", measured)
         if length < 1:
             raise DataError(
@@ -206,7 +208,7 @@ class DatasetSource:
         return length
 
     def _begin(self, epoch: int | None = None) -> Iterator[int]:
-        """The places of an epoch, by default of the present one."""
+        """Return the item indices of an epoch, by default of the current one."""
         epoch = self.epoch_id if epoch is None else epoch
         if self._sampler is None:
             order: Sequence[int] = range(self._length)
@@ -216,8 +218,8 @@ class DatasetSource:
         name = f"{type(self._sampler).__name__}.__iter__"
         if _has(self._sampler, "update") or _has(self._sampler, "state_dict"):
             return _guarded(self._sampler, name)
-        # One without a state may draw from the generators that all share: its order is to be a
-        # function of the seed and the epoch all the same.
+        # A sampler without a state may use the global random generators. Seed them, so that its
+        # order is a function of the seed and the epoch.
         with _seeded(KeyedDraws("sampler", self._seed, epoch).below(1 << 31)):
             return iter(list(islice(_guarded(self._sampler, name), self._length)))
 
@@ -225,17 +227,17 @@ class DatasetSource:
         if self._order is None:
             self._order = self._begin()
         for place in self._order:
-            found: int = called(int, f"a place of {type(self._sampler).__name__}", place)
+            found: int = called(int, f"an index of {type(self._sampler).__name__}", place)
             count = called(len, f"{self._name}.__len__", self._dataset)
             if not 0 <= found < count:
                 raise DataError(
-                    f"the sampler {type(self._sampler).__name__} drew place {found} of "
+                    f"the sampler {type(self._sampler).__name__} drew index {found} of "
                     f"{self._name}, which has {count} items"
                 )
             return found
         raise DataError(
             f"the sampler {type(self._sampler).__name__} of {self._name} has a length of "
-            f"{self._length} and yields fewer places"
+            f"{self._length} but yields fewer indices"
         )
 
 
@@ -248,7 +250,7 @@ def _has(part: Any, method: str) -> bool:
 
 
 def _guarded(sampler: Any, name: str) -> Iterator[int]:
-    """What a sampler yields; what it raises names it."""
+    """Yield what a sampler yields. Its exceptions become errors that name it."""
     places = called(iter, name, sampler)
     nothing = object()
     while (place := called(next, name, places, nothing)) is not nothing:
@@ -257,8 +259,7 @@ def _guarded(sampler: Any, name: str) -> Iterator[int]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """The shared generators of torch, NumPy and Python begin at `seed` in the body, and are as they
-    were after it."""
+    """Seed the global generators of torch, NumPy and Python, and restore them after the body."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         random.seed(seed)
@@ -272,8 +273,10 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _state(part: Any) -> Any:
-    """What a part keeps, if it keeps anything. Raises `DataError` for what is not of JSON's
-    types."""
+    """Return the state of a data set or sampler, None if it has none.
+
+    Raises DataError if the state contains other than JSON types.
+    """
     if not _has(part, "state_dict"):
         return None
     name = f"{type(part).__name__}.state_dict"
@@ -282,8 +285,8 @@ def _state(part: Any) -> Any:
         json.dumps(state, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{name} goes into checkpoints and must hold only strings, finite numbers, lists and "
-            f"objects: {error}"
+            f"{name} goes into checkpoints, so it must contain only strings, finite numbers, lists "
+            f"and objects: {error}"
         ) from error
     return state
 

@@ -1,18 +1,16 @@
-"""Prompts from dataset files in VERL's row schema.
+"""Reads prompts from data set files in verl's row schema.
 
-    data_source   which reward rule applies
-    prompt        a list of chat messages, or plain text (used as it is, without a chat template)
+    data_source   selects the reward function
+    prompt        a list of chat messages, or plain text (used without a chat template)
     ability, reward_model.ground_truth, extra_info.index ...
-    images, videos  only for models with a processor
+    images, videos  refused where a row has any: models here read text
 
 Knows files and tokenizers, not order, epochs or rewards. Called by `build.parts` and data checks.
 """
 
 from __future__ import annotations
 
-import io
 import logging
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,17 +37,19 @@ if TYPE_CHECKING:
 Truncation = Literal["error", "left", "right", "middle"]
 TRUNCATIONS: tuple[Truncation, ...] = ("error", "left", "right", "middle")
 
-_MEDIA = {"images": "<image>", "videos": "<video>"}
+_MEDIA = ("images", "videos")
 _KNOWN_COLUMNS = {"ability", "reward_model", "extra_info", *_MEDIA}
-_NAMED = 5  # how many bad rows a message names
+_NAMED = 5  # how many bad rows an error message lists
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedPrompts:
-    """Prompts, their rows, and what was left out: how many overlong ones, and rows whose template
-    failed and why."""
+    """Prompts and their rows, and what was left out.
+
+    `filtered` is the number of overlong prompts; `failed` lists rows whose chat template failed.
+    """
 
     prompts: list[Prompt]
     filtered: int = 0
@@ -57,7 +57,7 @@ class LoadedPrompts:
     rows: list[Any] = field(default_factory=list)
 
     def warn(self, max_prompt_length: int) -> None:
-        """Log what was left out, if anything was."""
+        """Log a warning if rows were left out."""
         if self.filtered:
             log.warning(
                 "%d prompts longer than data.max_prompt_length %d tokens were left out, %d remain",
@@ -71,13 +71,12 @@ class LoadedPrompts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptReader:
-    """How rows become prompts.
+    """Converts rows to prompts.
 
-    `max_prompt_length` is in tokens, tool schemas counted. A longer prompt is left out with
-    `filter_overlong`; else `truncation` keeps its tail (`left`), head (`right`), both ends
-    (`middle`: half head, half tail) or refuses it (`error`). A row whose chat template fails on its
-    content is left out and named. Raises `ConfigError` for an unknown `truncation`, and for no
-    length at all.
+    `max_prompt_length` is in tokens, including tool schemas. A longer prompt is left out if
+    `filter_overlong`. Otherwise `truncation` keeps its end (`left`), its start (`right`) or half of
+    each (`middle`), or raises (`error`). A row whose chat template fails is left out and listed.
+    Raises ConfigError for an unknown `truncation`, and for a length below 1.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -86,7 +85,6 @@ class PromptReader:
     reward_fn_key: str = "data_source"
     truncation: Truncation = "error"
     filter_overlong: bool = True
-    processor: Any = None
     tools: Sequence[Mapping[str, Any]] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -99,11 +97,11 @@ class PromptReader:
             raise ConfigError(f"data.max_prompt_length {self.max_prompt_length} must be at least 1")
 
     def read(self, rows: Sequence[DataRow]) -> LoadedPrompts:
-        """The prompts of `rows` that are not left out, truncated. May be none."""
+        """Return the prompts of `rows`, truncated, without those left out. It may be empty."""
         return self.keep((row, row.where, partial(self.prompt, row)) for row in rows)
 
     def keep(self, rows: Iterable[tuple[Any, str, Callable[[], Prompt]]]) -> LoadedPrompts:
-        """As `read`, of rows that are each a row, how messages name it, and what renders it."""
+        """Like `read`, for tuples of a row, its name in messages, and a function to render it."""
         loaded = LoadedPrompts([])
         filtered = 0
         for row, where, render in rows:
@@ -123,46 +121,35 @@ class PromptReader:
         return replace(loaded, filtered=filtered)
 
     def truncate(self, prompt: Prompt, where: str) -> None:
-        """Cut the prompt in place, if it is too long. Raises `DataError` where it must not be."""
-        limit = self.max_prompt_length
-        if prompt.multi_modal and len(prompt.ids) > limit and self.truncation != "error":
-            raise DataError(
-                f"{where}: a prompt with images or videos cannot be truncated ({len(prompt.ids)} "
-                f"tokens, data.max_prompt_length {limit}): its placeholders would not "
-                "match. Set data.filter_overlong_prompts=true or raise the limit"
-            )
-        prompt.ids = truncate_ids(prompt.ids, limit, self.truncation, where=where)
+        """Truncate a prompt in place if it is too long. Raises DataError if that is not allowed."""
+        prompt.ids = truncate_ids(prompt.ids, self.max_prompt_length, self.truncation, where=where)
 
     def prompt(self, row: DataRow) -> Prompt:
-        """The whole prompt of one row. Raises `DataError` for one outside the schema, and what its
-        chat template raises."""
+        """Return the whole prompt of one row.
+
+        Raises DataError if the row does not follow the schema, and errors of its chat template.
+        """
         if row.values.get(self.prompt_key) is None:
             raise missing_column(row, self.prompt_key, "data.prompt_key")
         raw = row.values[self.prompt_key]
         messages = raw if isinstance(raw, str) else as_messages(row, self.prompt_key)
-        media = {key: row.values[key] for key in _MEDIA if row.values.get(key)}
-        if media and self.processor is None:
+        if media := [key for key in _MEDIA if row.values.get(key)]:
             raise DataError(
-                f"{row.where} has {' and '.join(media)}, but the model has no processor for them: "
-                "use a model with one, or a dataset without these columns"
+                f"{row.where} has {' and '.join(media)}, and models here read text only: use a "
+                "data set without these columns"
             )
-        if media:
-            ids = self._multi_modal_ids(row, messages, media)
-        else:
-            ids = self.text_ids(messages, row.where)
         return Prompt(
             uid=row.uid,
-            ids=ids,
+            ids=self.text_ids(messages, row.where),
             messages=messages,
             data_source=str(row.values.get(self.reward_fn_key) or ""),
             ground_truth=ground_truth_of(row),
             extra_info=self._extra_info(row),
             ability=str(row.values.get("ability") or ""),
-            multi_modal=media or None,
         )
 
     def text_ids(self, messages: str | list[Message], where: str) -> list[int]:
-        """Plain text as it is, messages through the chat template."""
+        """Return token ids: of plain text as it is, of messages with the chat template."""
         if isinstance(messages, str):
             return [int(i) for i in self.tokenizer(messages)["input_ids"]]
         if not self.tokenizer.chat_template:
@@ -181,25 +168,8 @@ class PromptReader:
         )
         return [int(i) for i in ids]
 
-    def _multi_modal_ids(
-        self, row: DataRow, messages: str | list[Message], media: dict[str, list[Any]]
-    ) -> list[int]:
-        if isinstance(messages, str):
-            raise DataError(
-                f"{row.where} has {' and '.join(media)}, so its prompt must be a list of messages "
-                "with <image> and <video> where they belong"
-            )
-        text = self.processor.apply_chat_template(
-            _expand_placeholders(row, messages, media),
-            tokenize=False,
-            add_generation_prompt=True,
-            **self.template_kwargs,
-        )
-        loaded = {key: [_open_media(value) for value in values] for key, values in media.items()}
-        return [int(i) for i in self.processor(text=[text], **loaded)["input_ids"][0]]
-
     def _extra_info(self, row: DataRow) -> dict[str, Any]:
-        """The row's `extra_info`, and columns that the schema does not name beside it."""
+        """Return the row's `extra_info`, plus all columns outside the schema."""
         known = _KNOWN_COLUMNS | {self.prompt_key, self.reward_fn_key}
         others = {k: v for k, v in row.values.items() if k not in known and v is not None}
         return {**others, **mapping(row, "extra_info")}
@@ -213,9 +183,9 @@ def load_prompts(
     seed: int | None = None,
     **options: Any,
 ) -> list[Prompt]:
-    """The prompts of `inspect_prompts`; what was left out is logged as a warning.
+    """Return the prompts of data files (see `inspect_prompts`), and log what was left out.
 
-    `options` are those of `PromptReader`; `max_prompt_length` must be given.
+    `options` are the fields of `PromptReader`; `max_prompt_length` is required.
     """
     reader = PromptReader(tokenizer=tokenizer, **options)
     loaded = inspect_prompts(files, reader, max_samples=max_samples, seed=seed)
@@ -230,11 +200,11 @@ def inspect_prompts(
     max_samples: int = -1,
     seed: int | None = None,
 ) -> LoadedPrompts:
-    """Read, render and tokenise the prompts of parquet, JSONL or JSON files, or of folders that
-    `datasets` has saved, in file order.
+    """Read, render and tokenize the prompts of data files, in file order.
 
-    `max_samples` rows are read: the first ones, or with `seed` a random choice. Raises `DataError`
-    naming file, row and setting for rows outside the schema, and where no prompt is left.
+    `files` are parquet, JSONL or JSON files, or folders written by `datasets`. At most
+    `max_samples` rows (-1: all) are used: the first ones, or with `seed` a random choice. Raises
+    DataError, naming file, row and setting, for rows outside the schema, and if no prompt is left.
     """
     rows = subset(read_rows(files), max_samples=max_samples, seed=seed)
     loaded = reader.read(rows)
@@ -244,7 +214,7 @@ def inspect_prompts(
 
 
 def none_left(loaded: LoadedPrompts, max_prompt_length: int) -> DataError:
-    """The error for a data set of which everything was left out."""
+    """Return the error for a data set whose rows were all left out."""
     return DataError(
         f"no prompt is left: {loaded.filtered} longer than data.max_prompt_length "
         f"{max_prompt_length} tokens. {_failures(loaded.failed)}"
@@ -254,7 +224,7 @@ def none_left(loaded: LoadedPrompts, max_prompt_length: int) -> DataError:
 def truncate_ids(
     ids: list[int], max_length: int, truncation: Truncation, *, where: str = "prompt"
 ) -> list[int]:
-    """At most `max_length` of `ids`; see `PromptReader` for the modes."""
+    """Return at most `max_length` of `ids`. `PromptReader` explains the modes."""
     if len(ids) <= max_length:
         return ids
     if truncation == "left":
@@ -278,42 +248,3 @@ def _failures(failed: Sequence[str]) -> str:
         f"The chat template failed on {len(failed)} rows, which were left out: "
         f"{', '.join(failed[:_NAMED])}{more}"
     )
-
-
-def _expand_placeholders(
-    row: DataRow, messages: list[Message], media: dict[str, list[Any]]
-) -> list[Message]:
-    """Replace `<image>` and `<video>` in message text by content parts, and check their counts."""
-    kinds = {mark: key for key, mark in _MEDIA.items()}
-    found = dict.fromkeys(_MEDIA, 0)
-    out = []
-    for message in messages:
-        content = message["content"]
-        if isinstance(content, str):
-            parts = []
-            for part in re.split(f"({'|'.join(kinds)})", content):
-                if part in kinds:
-                    found[kinds[part]] += 1
-                    parts.append({"type": part.strip("<>")})
-                elif part:
-                    parts.append({"type": "text", "text": part})
-            message = {**message, "content": parts}
-        out.append(message)
-    for key, mark in _MEDIA.items():
-        given = len(media.get(key, []))
-        if found[key] != given:
-            raise DataError(
-                f"{row.where}: {given} {key} but {found[key]} {mark} placeholders in the prompt"
-            )
-    return out
-
-
-def _open_media(value: Any) -> Any:
-    """Parquet stores pictures as `{"bytes": ..., "path": ...}`; processors want images or paths."""
-    if not isinstance(value, dict):
-        return value
-    if value.get("bytes") is not None:
-        from PIL import Image
-
-        return Image.open(io.BytesIO(value["bytes"]))
-    return value.get("path") or value.get("image") or value.get("video")

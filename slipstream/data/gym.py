@@ -1,7 +1,7 @@
-"""Problems of reasoning-gym: all of its generators, one or a weighted mixture, without end.
+"""Problems of reasoning-gym: an endless supply from one generator, or a weighted mixture.
 
-Needs the extra `gym`. Knows the library's data sets, not rewards: `rewards.scorers.reasoning_gym`
-grades answers. Called through the task registry as `data.task=reasoning_gym`.
+Needs the extra `gym`. Knows the library's data sets, not rewards; answers are graded by
+`rewards.scorers.reasoning_gym`. Used through the task registry as `data.task=reasoning_gym`.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DATA_SOURCE = "reasoning_gym"
-"""First part of a problem's data source; its generator's name follows after a slash."""
+"""First part of a problem's data source; a slash and the generator's name follow."""
 
 _BLOCK = 500
-"""Problems of one data set of the library: some generators make all of theirs at once."""
+"""Problems per data set of the library. Some generators create all problems of one at once."""
 
 _ATTEMPTS = 20
-"""Problems that are drawn for one place until one is short enough."""
+"""Maximum number of problems drawn for one index until one is short enough."""
 
 
 class ReasoningGymTask:
-    """Endless problems; the one at `index` is a function of seed, split, index and settings.
+    """Endless problems; the one at `index` depends on seed, split, index and settings only.
 
-    `datasets` maps generators to a weight, or to a mapping of `weight` (1) and their own `config`;
-    or it is the name of one. `system_prompt` is a name that the library has (`default`,
-    `DeepSeekZero` ...), a text of one's own, or None. Of problems with more than
-    `max_prompt_length` tokens the next one is taken. Raises `ConfigError` for unknown generators,
-    settings they refuse, and where the library is not installed.
+    `datasets` is the name of a generator, or maps generators to a weight, or to a mapping with
+    `weight` (default 1) and the generator's `config`. `system_prompt` is a name known to the
+    library (`default`, `DeepSeekZero` ...), a text, or None. A problem with more than
+    `max_prompt_length` tokens is replaced by another one. Raises ConfigError for unknown
+    generators, for invalid settings, and if the library is not installed.
     """
 
     name = "reasoning_gym"
@@ -50,19 +50,19 @@ class ReasoningGymTask:
     ) -> None:
         library = import_gym()
         self._library = library
-        wanted = {datasets: 1.0} if isinstance(datasets, str) else dict(datasets)
-        if not wanted:
+        generators = {datasets: 1.0} if isinstance(datasets, str) else dict(datasets)
+        if not generators:
             raise ConfigError("data.task_kwargs.datasets names no generator")
         self._seed, self._tokenizer, self._limit = seed, tokenizer, max_prompt_length
         self._weights: dict[str, float] = {}
         self._configs: dict[str, dict[str, Any]] = {}
-        for name, given in wanted.items():
-            self._weights[name], self._configs[name] = _read(name, given, library.factory.DATASETS)
+        for name, entry in generators.items():
+            self._weights[name], self._configs[name] = _read(name, entry, library.factory.DATASETS)
         prompts = library.utils.SYSTEM_PROMPTS
         self._system = prompts.get(system_prompt, system_prompt)
         self._dataset = lru_cache(maxsize=256)(self._make_dataset)
         for name in self._weights:
-            self._dataset(name, "train", 0, 0)  # refuses settings now
+            self._dataset(name, "train", 0, 0)  # raises now if settings are invalid
 
     def prompt(self, split: Literal["train", "held_out"], index: int) -> Prompt:
         entry, messages, ids = self._problem(split, index)
@@ -79,13 +79,15 @@ class ReasoningGymTask:
     def demonstration(
         self, split: Literal["train", "held_out"], index: int, *, variant: int = 0
     ) -> list[Message]:
-        """The problem and its answer in the form that is graded, without a chain of thought. Raises
-        `DataError` where the generator tells no answer."""
+        """Return the problem, and its answer in the graded form, without a chain of thought.
+
+        Raises DataError if the generator provides no answer.
+        """
         entry, messages, _ = self._problem(split, index)
         if entry["answer"] is None:
             raise DataError(
-                f"reasoning-gym's {entry['metadata']['source_dataset']} grades answers and tells "
-                "none, so that there is nothing to imitate; leave it out, or set "
+                f"reasoning-gym's {entry['metadata']['source_dataset']} grades answers but "
+                "provides none, so there is nothing to imitate; remove it, or set "
                 "sft.total_training_steps=0"
             )
         answer = f"<answer>{entry['answer']}</answer>"
@@ -102,7 +104,7 @@ class ReasoningGymTask:
         }
 
     def max_prompt_tokens(self) -> int:
-        """Longer ones are passed over."""
+        """Return the maximum prompt length in tokens; longer problems are replaced."""
         return self._limit
 
     def _problem(self, split: str, index: int) -> tuple[dict[str, Any], list[Message], list[int]]:
@@ -121,7 +123,7 @@ class ReasoningGymTask:
         raise DataError(
             f"{_ATTEMPTS} problems of {', '.join(self._weights)} in a row are longer than "
             f"data.max_prompt_length={self._limit} tokens, the shortest of them {shortest}; raise "
-            "it, or make problems smaller by data.task_kwargs.datasets.NAME.config"
+            "it, or make problems smaller with data.task_kwargs.datasets.NAME.config"
         )
 
     def _entry(self, split: str, index: int, attempt: int) -> dict[str, Any]:
@@ -150,7 +152,7 @@ class ReasoningGymTask:
 
 
 def import_gym() -> Any:
-    """The library. Raises ConfigError where it is not installed."""
+    """Import and return the library. Raises ConfigError if it is not installed."""
     try:
         import reasoning_gym
         import reasoning_gym.factory
@@ -163,26 +165,26 @@ def import_gym() -> Any:
     return reasoning_gym
 
 
-def _read(name: str, given: Any, known: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
-    """Weight and settings of one generator."""
+def _read(name: str, entry: Any, known: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
+    """Return weight and settings of one generator. Raises ConfigError."""
     key = f"data.task_kwargs.datasets.{name}"
     if name not in known or name == "composite":
         raise ConfigError(
-            f"{key}: reasoning-gym has no generator of that name{did_you_mean(name, known)}"
+            f"{key}: reasoning-gym has no generator with that name{did_you_mean(name, known)}"
         )
-    settings = dict(given) if isinstance(given, Mapping) else {"weight": given}
+    settings = dict(entry) if isinstance(entry, Mapping) else {"weight": entry}
     weight, config = settings.pop("weight", 1.0), dict(settings.pop("config", None) or {})
     if settings:
         raise ConfigError(
-            f"{key} has no option {', '.join(settings)}; give a weight, or a mapping of weight and "
-            "config"
+            f"{key} has no option {', '.join(settings)}; give a weight, or a mapping with weight "
+            "and config"
         )
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
         raise ConfigError(f"{key}.weight={weight!r} must be a number above 0")
     for own in ("seed", "size"):
         if own in config:
             raise ConfigError(
-                f"{key}.config.{own} is given by the run (data.seed; problems have no end); remove "
-                "it"
+                f"{key}.config.{own} is set by the run (data.seed; the number of problems is "
+                "unlimited); remove it"
             )
     return float(weight), config

@@ -1,8 +1,9 @@
-"""Prompts from the items of a map-style data set, and items from prompts, in VERL's terms.
+"""Converts items of a map-style data set to prompts, and prompts to verl's items.
 
-An item is a mapping: `input_ids` and `attention_mask`, or `raw_prompt_ids`, or messages in
-`raw_prompt` or `prompt`; `data_source`, `reward_model`, `extra_info`, `ability`; and whatever else
-a data set has, which goes to the reward function by its own name. Knows no files and no order.
+An item is a mapping. Its prompt is in `input_ids` and `attention_mask`, or `raw_prompt_ids`, or as
+messages in `raw_prompt` or `prompt`. Other fields are `data_source`, `reward_model`, `extra_info`,
+`ability`, and any fields of the data set, which are passed to the reward function under their own
+names. Knows nothing of files and order.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from slipstream.types import Message, Prompt
 
 _TOKENS = ("input_ids", "attention_mask", "position_ids", "raw_prompt_ids")
 _READ = {*_TOKENS, "raw_prompt", "reward_model", "extra_info", "ability", "uid"}
-"""Fields of an item that a prompt has as its own, and under no second name."""
+"""Fields of an item that become fields of the prompt, and are not copied to `extra_info`."""
 _EMPTY: dict[str, Any] = {"index": 0, "tools_kwargs": {}, "interaction_kwargs": {}}
-"""What `as_item` gives where a row's `extra_info` says nothing: none of it is the row's."""
+"""Values that `as_item` fills in if a row's `extra_info` lacks them; they are not row data."""
 
 
 class RenderedIds(list[int]):
-    """The token ids of `messages`, as they were then."""
+    """The token ids of a prompt, with a copy of the messages that they were rendered from."""
 
     def __init__(self, prompt: Prompt) -> None:
         super().__init__(prompt.ids)
@@ -35,10 +36,10 @@ class RenderedIds(list[int]):
 
 
 def as_prompt(item: Any, *, reader: PromptReader, name: str, index: int) -> Prompt:
-    """The whole prompt of item `index` of the data set `name`, however long.
+    """Return the whole prompt of item `index` of the data set `name`, without truncation.
 
-    Its uid is the item's own, else made of `name` and `index`. Raises `DataError` that names both
-    for an item without a prompt, or of a wrong type, and what its chat template raises.
+    Its uid is the item's, else made from `name` and `index`. Raises DataError, naming both, for an
+    item without a prompt or with a wrong type, and errors of its chat template.
     """
     where = f"{name}[{index}]"
     if not isinstance(item, Mapping):
@@ -47,12 +48,12 @@ def as_prompt(item: Any, *, reader: PromptReader, name: str, index: int) -> Prom
     messages = _messages(row, reader)
     ids = _ids(row)
     if isinstance(raw := item.get("raw_prompt_ids"), RenderedIds) and messages != raw.messages:
-        ids = None  # the item's class has rewritten the messages
+        ids = None  # a subclass has changed the messages, so render them again
     if ids is None:
         if messages is None:
             raise DataError(
                 f"{where} has no prompt: it needs input_ids, raw_prompt_ids, or messages in "
-                f"raw_prompt or {reader.prompt_key} (it has: {', '.join(map(str, item))})"
+                f"raw_prompt or {reader.prompt_key} (fields: {', '.join(map(str, item))})"
             )
         ids = reader.text_ids(messages, where)
     if not ids:
@@ -92,7 +93,7 @@ def _messages(row: DataRow, reader: PromptReader) -> str | list[Message] | None:
 
 
 def _ids(row: DataRow) -> list[int] | None:
-    """Token ids without padding; None where there are none."""
+    """Return the token ids without padding; None if the item has no ids."""
     raw = row.values.get("raw_prompt_ids")
     if raw is not None:
         return _numbers(row, "raw_prompt_ids")
@@ -104,40 +105,40 @@ def _ids(row: DataRow) -> list[int] | None:
     mask = _numbers(row, "attention_mask")
     if len(mask) != len(ids):
         raise DataError(
-            f"{row.where}: {len(ids)} input_ids and an attention_mask of {len(mask)}; they must be "
-            "of one length"
+            f"{row.where}: {len(ids)} input_ids, but an attention_mask of length {len(mask)}; make "
+            "them equally long"
         )
-    return [token for token, there in zip(ids, mask, strict=True) if there]
+    return [token for token, seen in zip(ids, mask, strict=True) if seen]
 
 
 def _numbers(row: DataRow, key: str) -> list[int]:
     value = row.values[key]
     listed = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(listed, list | tuple) and len(listed) == 1 and isinstance(listed[0], list):
-        (listed,) = listed  # a tokenizer's batch of one, as `return_tensors` gives it
+        (listed,) = listed  # a batch of one, which a tokenizer returns with `return_tensors`
     if not isinstance(listed, list | tuple) or not all(isinstance(i, int) for i in listed):
         raise DataError(f"{row.where}: {key!r} must be a list of token ids, got {str(value)[:80]}")
     return [int(i) for i in listed]
 
 
 def as_item(prompt: Prompt, row: Mapping[str, Any], *, length: int, pad: int) -> dict[str, Any]:
-    """A prompt as VERL's `RLHFDataset` gives it, with all columns of its `row`.
+    """Return a prompt as an item of verl's `RLHFDataset`, with all columns of its `row`.
 
-    `input_ids`, `attention_mask`, `position_ids` (length,) are padded on the left;
-    `raw_prompt_ids` are not. `index`, `tools_kwargs` and `interaction_kwargs` are the
-    `extra_info`'s.
+    `input_ids`, `attention_mask` and `position_ids` (length,) are padded on the left;
+    `raw_prompt_ids` has no padding. `index`, `tools_kwargs` and `interaction_kwargs` come from
+    `extra_info`.
     """
     ids = torch.full((length,), pad, dtype=torch.long)
-    there = torch.zeros(length, dtype=torch.long)
+    attention = torch.zeros(length, dtype=torch.long)
     start = length - len(prompt.ids)
     ids[start:] = torch.tensor(prompt.ids, dtype=torch.long)
-    there[start:] = 1
+    attention[start:] = 1
     extra = row.get("extra_info") or {}
     return {
         **row,
         "input_ids": ids,
-        "attention_mask": there,
-        "position_ids": (there.cumsum(0) - 1).clamp(min=0),
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(0) - 1).clamp(min=0),
         "raw_prompt_ids": RenderedIds(prompt),
         "raw_prompt": prompt.messages,
         **{key: extra.get(key, empty) for key, empty in _EMPTY.items()},

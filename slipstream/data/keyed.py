@@ -1,8 +1,8 @@
-"""Draws that depend on a key and a counter, not on a shared stream.
+"""Random draws that depend on a key and a counter, not on a shared random number stream.
 
-The numbers are hashes, so they are the same on every machine and every Python version, and one
-caller's draws never shift another's. Used for problems, demonstrations and shuffles; the noise of
-token sampling is `slipstream.sampling`'s.
+The numbers are hashes, so they are the same on every machine and Python version, and draws of one
+caller never shift those of another. Used for problems, demonstrations and shuffles. The noise of
+token sampling is in `slipstream.sampling`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 class KeyedDraws:
-    """An endless sequence of draws, fixed by `key`.
+    """An endless sequence of random numbers that is determined by `key`.
 
-    The parts of the key are joined by a separator that cannot occur in an integer, so
+    The parts of the key are joined by a separator that does not occur in integers, so
     `("a", 1, 12)` and `("a", 11, 2)` are different keys.
     """
 
@@ -29,7 +29,7 @@ class KeyedDraws:
         self._counter = 0
 
     def bits64(self) -> int:
-        """A uniform integer in [0, 2**64)."""
+        """Return a uniform integer in [0, 2**64)."""
         counter = self._counter.to_bytes(8, "little")
         self._counter += 1
         return int.from_bytes(
@@ -37,15 +37,15 @@ class KeyedDraws:
         )
 
     def below(self, n: int) -> int:
-        """A uniform integer in [0, n); the bias, under n / 2**64, is not measurable."""
+        """Return a uniform integer in [0, n). Its bias is below n / 2**64."""
         return (self.bits64() * n) >> 64
 
     def unit(self) -> float:
-        """A uniform float in [0, 1) with 53 random bits."""
+        """Return a uniform float in [0, 1) with 53 random bits."""
         return (self.bits64() >> 11) * 2.0**-53
 
     def shuffled(self, items: Sequence[T]) -> list[T]:
-        """A uniformly permuted copy (Fisher and Yates)."""
+        """Return a uniformly shuffled copy (Fisher and Yates)."""
         out = list(items)
         for last in range(len(out) - 1, 0, -1):
             other = self.below(last + 1)

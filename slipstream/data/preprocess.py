@@ -1,10 +1,10 @@
-"""Public data sets in their own formats to files in VERL's row schema.
+"""Converts public data sets from their own formats to files in verl's row schema.
 
-    gsm8k   Cobbe et al. 2021: rows of question and answer, whose last line is `#### 72`
-    math    Hendrycks et al. 2021: rows of problem, level, type and solution, whose last box is the
-            answer; or one JSON file for each; or MATH-500's, with an `answer`
+    gsm8k   Cobbe et al. 2021: rows with question and answer, whose last line is `#### 72`
+    math    Hendrycks et al. 2021: rows with problem, level, type and solution, whose last box is
+            the answer; or one JSON file per row; or MATH-500's rows, which have an `answer`
 
-Knows formats, not tokenizers. `slipstream data` calls it.
+Knows formats, not tokenizers. Called by `slipstream data`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GSM8K_ANSWER = re.compile(r"####\s*(-?[\d.,]+)\s*$")
 
 
 def gsm8k_row(row: DataRow, split: str) -> dict[str, Any]:
-    """Raises `DataError` for a row without question, answer, or final number."""
+    """Convert a row. Raises DataError if question, answer, or the final number is missing."""
     question, answer = _text(row, "question"), _text(row, "answer")
     found = _GSM8K_ANSWER.search(answer)
     if found is None:
@@ -49,13 +49,13 @@ def gsm8k_row(row: DataRow, split: str) -> dict[str, Any]:
 
 
 def math_row(row: DataRow, split: str) -> dict[str, Any]:
-    """Raises `DataError` for a row without problem, or without answer or a box in its solution."""
+    """Convert a row. Raises DataError if problem, solution, or an answer is missing."""
     problem, solution = _text(row, "problem"), _text(row, "solution")
     answer = row.values.get("answer")
     if answer is None:
         answer = last_boxed(solution)
     if answer is None:
-        raise DataError(f"{row.where}: the solution has no box: {solution[-60:]!r}")
+        raise DataError(f"{row.where}: the solution has no boxed answer: {solution[-60:]!r}")
     return _row(
         row,
         split,
@@ -74,16 +74,16 @@ CONVERTERS: dict[str, Callable[[DataRow, str], dict[str, Any]]] = {
 
 
 def convert(name: str, source: Path, output: Path) -> dict[Path, int]:
-    """Write `output`/train.parquet and test.parquet of what `source` holds: a file, which is of the
-    split that its name begins with (train where of neither), or a folder with files or folders of
-    such names. Returns the rows of each file.
+    """Write `output`/train.parquet and test.parquet from `source`. Returns the rows of each file.
 
-    Raises `DataError` for what cannot be read, naming file and row.
+    `source` is a file, or a folder that contains files or folders named by split. The split is the
+    one that the name of a file starts with (train if neither). Raises DataError, naming file and
+    row, for anything that cannot be read.
     """
     convert_row = CONVERTERS.get(name)
     if convert_row is None:
         raise DataError(
-            f"no data set {name!r} is known{did_you_mean(name, CONVERTERS)} (known: "
+            f"data set {name!r} is not known{did_you_mean(name, CONVERTERS)} (known: "
             f"{', '.join(CONVERTERS)})"
         )
     written: dict[Path, int] = {}
@@ -112,18 +112,18 @@ def _splits(source: Path) -> dict[str, list[Path]]:
             found.setdefault(split, []).append(path)
     if not found:
         raise DataError(
-            f"{str(source)!r} has no .parquet, .jsonl or .json file that is called train or test, "
-            "as a shard of either is (train-00000-of-00001.parquet), or in a folder of that name"
+            f"{str(source)!r} has no .parquet, .jsonl or .json file named train or test, no shard "
+            "of them (train-00000-of-00001.parquet), and no such file in a folder train or test"
         )
     if len(roots) > 1:
         raise DataError(
-            f"{str(source)!r} holds several data sets; give one of: {', '.join(map(str, roots))}"
+            f"{str(source)!r} contains several data sets; give one of: {', '.join(map(str, roots))}"
         )
     return {split: found[split] for split in SPLITS if split in found}
 
 
 def _place(path: Path, source: Path) -> tuple[str, Path] | None:
-    """Which split a file belongs to, and the folder of the data set that it is of."""
+    """Return the split of a file and the root folder of its data set; None for other files."""
     if path.suffix not in _SUFFIXES:
         return None
     parents = path.relative_to(source).parts[:-1]
@@ -135,7 +135,7 @@ def _place(path: Path, source: Path) -> tuple[str, Path] | None:
 
 
 def _numbered(files: list[Path]) -> Iterator[DataRow]:
-    """Rows of all files; a JSON file may be one row by itself."""
+    """Yield the rows of all files. A JSON file may contain a single row."""
     tables = [path for path in files if not _is_one_row(path)]
     if tables:
         yield from read_rows(tables)
@@ -150,7 +150,7 @@ def _is_one_row(path: Path) -> bool:
     try:
         return isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
     except (OSError, ValueError):
-        return False  # reading it as a table says what is wrong
+        return False  # reading it as a table gives a clear error
 
 
 def _text(row: DataRow, key: str) -> str:

@@ -1,6 +1,6 @@
 """Built-in tasks by name.
 
-Called by `build.parts` with the options of the configuration; knows no task's rules.
+Called by `build.parts` with the options of the configuration. Knows nothing of a task's rules.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slipstream.types import Message, Prompt
 
 
 class Task(Protocol):
-    """An endless, seeded task: prompts, and demonstrations to imitate first."""
+    """An endless, seeded task with prompts, and demonstrations for SFT."""
 
     name: str
 
@@ -38,19 +38,19 @@ _TASKS: dict[str, Callable[..., Task]] = {
 
 
 def register_task(name: str, factory: Callable[..., Task]) -> None:
-    """Add a task; `factory(seed, **options)` builds it. Raises `ConfigError` for a taken name."""
+    """Register a task. `factory(seed, **options)` builds it. Raises ConfigError for a used name."""
     if name in _TASKS:
-        raise ConfigError(f"task {name!r} exists already; choose another name")
+        raise ConfigError(f"task {name!r} already exists; choose another name")
     _TASKS[name] = factory
 
 
 def task_names() -> list[str]:
-    """The registered names, sorted."""
+    """Return the registered names, sorted."""
     return sorted(_TASKS)
 
 
-_GIVEN = ("seed", "tokenizer", "max_prompt_length")
-"""What a task gets from the run, if its factory takes it."""
+_RUN_ARGUMENTS = ("seed", "tokenizer", "max_prompt_length")
+"""Arguments that the run passes to a task's factory if it has such parameters."""
 
 
 def get_task(
@@ -61,28 +61,28 @@ def get_task(
     max_prompt_length: int | None = None,
     **options: Any,
 ) -> Task:
-    """Build the task `name`. Raises `ConfigError` for unknown names and options, with near ones,
-    and for a missing one.
+    """Build the task `name`.
 
-    `tokenizer`, which renders prompts, and `max_prompt_length` go to tasks whose factories take
-    them.
+    `tokenizer`, which renders prompts, and `max_prompt_length` are passed to the factory if it has
+    such parameters. Raises ConfigError, with similar names, for unknown names and options, and for
+    a missing option.
     """
     factory = _TASKS.get(name)
     if factory is None:
         raise ConfigError(f"unknown task {name!r}{_near(name, task_names())}")
     signature = inspect.signature(factory)
-    known = [p for p in signature.parameters if p not in _GIVEN]
+    known = [p for p in signature.parameters if p not in _RUN_ARGUMENTS]
     for option in options:
         if option not in known:
             raise ConfigError(f"task {name!r} has no option {option!r}{_near(option, known)}")
-    for given, value in (("tokenizer", tokenizer), ("max_prompt_length", max_prompt_length)):
-        if value is not None and given in signature.parameters:
-            options[given] = value
+    for argument, value in (("tokenizer", tokenizer), ("max_prompt_length", max_prompt_length)):
+        if value is not None and argument in signature.parameters:
+            options[argument] = value
     for option in known:
         required = signature.parameters[option].default is inspect.Parameter.empty
         if required and option not in options:
             raise ConfigError(
-                f"task {name!r} needs its option {option!r}; set data.task_kwargs.{option}"
+                f"task {name!r} needs the option {option!r}; set data.task_kwargs.{option}"
             )
     return factory(seed, **options)
 

@@ -1,8 +1,8 @@
-"""VERL's data sets for RL as classes to use, or to inherit from: files in its row schema, and files
-to which a generator of one's own adds rows while training goes on.
+"""verl's RL data set classes, to use or to subclass.
 
-Knows files and tokenizers, not order or rewards. `data.custom_cls` names a class of one's own,
-which `build.dataset` makes; `dataset_source` draws from it.
+`RLHFDataset` reads files in verl's row schema. `DynamicGenDataset` adds rows from a user's
+generator during training. Knows files and tokenizers, not order or rewards. `data.custom_cls` names
+a user's class; `build.dataset` creates it, and `dataset_source` draws from it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_PROMPT_LENGTH = 1024
-"""VERL's, where no configuration says another."""
+"""verl's default, used if the configuration does not set it."""
 
 
 class LoadedRow(dict[str, Any]):
-    """The columns of a row, and where they come from."""
+    """The columns of a row, and its origin."""
 
     def __init__(self, origin: DataRow) -> None:
         super().__init__(origin.values)
@@ -44,17 +44,16 @@ class LoadedRow(dict[str, Any]):
 
 
 class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
-    """The rows of parquet, JSONL or JSON files as VERL's items (`items.as_item`).
+    """The rows of parquet, JSONL or JSON files as verl's items (`items.as_item`).
 
     `config` is the section `data` as a mapping (keys: `prompt_key`, `reward_fn_key`,
     `max_prompt_length`, `truncation`, `filter_overlong_prompts`, `apply_chat_template_kwargs`,
-    `shuffle`, `seed`). Rows whose template fails are left out, counted and named.
+    `shuffle`, `seed`). Rows whose chat template fails are left out, counted and listed.
 
-    `self.dataframe` is the list of rows; an item is made from its row when it is asked for. A
-    subclass may filter or change it, define VERL's `_read_files_and_tokenize`,
-    `maybe_filter_out_long_prompts` and `_build_messages`, or have rows of its own: without
-    `data_files` it sets `self.dataframe` or defines `__len__`, and defines `__getitem__`; one that
-    holds an environment in `self.env` is as long as that.
+    `self.dataframe` is the list of rows. An item is made from its row on access. A subclass may
+    change the list, or override verl's `_read_files_and_tokenize`, `maybe_filter_out_long_prompts`
+    and `_build_messages`. A subclass without `data_files` defines `__getitem__`, and either sets
+    `self.dataframe`, defines `__len__`, or has an environment `self.env` whose length is used.
     """
 
     def __init__(
@@ -65,12 +64,20 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         processor: Any = None,
         max_samples: int = -1,
     ) -> None:
-        """Raises `DataError` for files that cannot be read and where no row is left."""
+        """`processor` must be None: models read only text here.
+
+        Raises DataError for files that cannot be read, if no row is left, and for a processor.
+        """
+        if processor is not None:
+            raise DataError(
+                f"{type(self).__name__}(processor=...): models read only text here; "
+                "omit the processor"
+            )
         self.config: Mapping[str, Any] = {} if config is None else config
         self.data_files = data_files
         self.tokenizer: Any = tokenizer
         self.tokenizer_kwargs: dict[str, Any] = {}
-        self.processor = processor
+        self.processor = None
         self.max_samples = max_samples
         self.prompt_key = str(self.config.get("prompt_key", "prompt"))
         self.max_prompt_length = int(self.config.get("max_prompt_length", _MAX_PROMPT_LENGTH))
@@ -87,7 +94,7 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return len(env if len(self.dataframe) == 0 and hasattr(env, "__len__") else self.dataframe)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Item `index` with all columns of its row but the prompt."""
+        """Return item `index` with all columns of its row except the prompt."""
         row = self.dataframe[index]
         prompt, columns = self._rendered(row, index)
         self._reader().truncate(prompt, self._where(row, index))
@@ -100,7 +107,7 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return (self[i] for i in range(len(self)))
 
     def identity(self) -> str:
-        """What the rows are, so that a run is not resumed with others; "" without files."""
+        """Return a hash of the rows, checked when a run is resumed; "" without files."""
         return self._identity
 
     def _read_files_and_tokenize(self) -> None:
@@ -110,8 +117,10 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.dataframe = self.maybe_filter_out_long_prompts([LoadedRow(row) for row in rows])
 
     def maybe_filter_out_long_prompts(self, dataframe: Sequence[Any]) -> list[Any]:
-        """The rows that can be rendered and, with `filter_overlong_prompts`, are short enough; the
-        others are counted and named in a warning. Raises `DataError` where none is left."""
+        """Return the rows that can be rendered and, if so configured, are not too long.
+
+        Logs a warning that counts and lists the other rows. Raises DataError if no row is left.
+        """
         loaded = self._kept(dataframe)
         loaded.warn(self.max_prompt_length)
         if not loaded.rows:
@@ -119,7 +128,7 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return loaded.rows
 
     def _build_messages(self, example: dict[str, Any]) -> Any:
-        """Take the prompt out of a row's columns: messages, or text."""
+        """Remove the prompt from a row's columns and return it: messages, or text."""
         return example.pop(self.prompt_key, None)
 
     def _kept(self, rows: Sequence[Any]) -> LoadedPrompts:
@@ -132,7 +141,7 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return self._rendered(row, index)[0]
 
     def _rendered(self, row: Mapping[str, Any], index: int) -> tuple[Prompt, dict[str, Any]]:
-        """The whole prompt of a row, and its other columns."""
+        """Return the whole prompt of a row, and its other columns."""
         columns = dict(row)
         messages = self._build_messages(columns)
         values = {k: v for k, v in columns.items() if k != self.prompt_key}
@@ -151,7 +160,9 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def _reader(self) -> PromptReader:
         if self.tokenizer is None:
-            raise DataError(f"{type(self).__name__} reads prompts and has no tokenizer; give one")
+            raise DataError(
+                f"{type(self).__name__} reads prompts but has no tokenizer; pass a tokenizer"
+            )
         return PromptReader(
             tokenizer=self.tokenizer,
             max_prompt_length=self.max_prompt_length,
@@ -159,16 +170,15 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
             reward_fn_key=str(self.config.get("reward_fn_key", "data_source")),
             truncation=self.config.get("truncation", "error"),
             filter_overlong=bool(self.config.get("filter_overlong_prompts", True)),
-            processor=self.processor,
             template_kwargs=dict(self.config.get("apply_chat_template_kwargs") or {}),
         )
 
 
 class AbstractDataGenerator(ABC):
-    """Makes rows for a `DynamicGenDataset`; `config` is its `data` section.
+    """Generates rows for a `DynamicGenDataset`; `config` is the section `data`.
 
-    One that remembers something has `state_dict` and `load_state_dict`, of JSON's types, so that a
-    resumed run goes on exactly.
+    A generator with a state defines `state_dict` and `load_state_dict` with JSON types, so that a
+    resumed run continues exactly.
     """
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
@@ -176,15 +186,18 @@ class AbstractDataGenerator(ABC):
 
     @abstractmethod
     def generate(self, dataset: DynamicGenDataset) -> Iterable[Mapping[str, Any]]:
-        """New rows in VERL's row schema; none is fine. `dataset.last_batch` is the batch (VERL's
-        `DataProto`) that was trained on last, None before the first."""
+        """Return new rows in verl's row schema; the result may be empty.
+
+        `dataset.last_batch` is the last batch that was trained on (verl's `DataProto`), None before
+        the first one.
+        """
 
 
 class DynamicGenDataset(RLHFDataset):
-    """Rows of files, and those that a generator adds before training and after each batch.
+    """Rows of files, plus rows that a generator adds before training and after each batch.
 
-    New rows are drawn from the next epoch on. They are part of a checkpoint, so they must be of
-    JSON's types.
+    New rows are drawn from the next epoch on. They are stored in checkpoints, so they must consist
+    of JSON types.
     """
 
     def __init__(
@@ -197,7 +210,7 @@ class DynamicGenDataset(RLHFDataset):
         *,
         generator: AbstractDataGenerator | None = None,
     ) -> None:
-        """`generator`: by default what `config`'s `datagen.path` and `datagen.name` name."""
+        """`generator` None is the class that `datagen.path` and `datagen.name` of `config` name."""
         super().__init__(data_files, tokenizer, config, processor, max_samples)
         self.data_generator: Any = generator or _generator(self.config)
         self.last_batch: Any = None
@@ -206,12 +219,12 @@ class DynamicGenDataset(RLHFDataset):
         self._grow()
 
     def on_batch_end(self, batch: Any) -> None:
-        """Let the generator look at the batch, and add what it makes of it."""
+        """Pass the batch to the generator, and add the rows that it returns."""
         self.last_batch = batch
         self._grow()
 
     def state_dict(self) -> dict[str, Any]:
-        """The generated rows, each with its number among all that were made, as JSON types."""
+        """Return generated rows with their numbers, and the generator's state, as JSON types."""
         generator = self.data_generator
         return {
             "generated": [[row.origin.number, dict(row)] for row in self._generated],
@@ -220,15 +233,15 @@ class DynamicGenDataset(RLHFDataset):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have the generated rows of `state` instead of those there are."""
+        """Replace the generated rows by those of `state`."""
         old = set(map(id, self._generated))
         self.dataframe = [row for row in self.dataframe if id(row) not in old]
         if state["generator"] is not None:
             self.data_generator.load_state_dict(state["generator"])
         elif not hasattr(self.data_generator, "state_dict"):
             log.warning(
-                "%s has no state_dict: what it remembered before the run was resumed is gone, its "
-                "rows are not",
+                "%s has no state_dict: its state from before the resume is lost; its rows are "
+                "restored",
                 type(self.data_generator).__name__,
             )
         self._generated, self._made = [], int(state["made"])
@@ -236,12 +249,13 @@ class DynamicGenDataset(RLHFDataset):
 
     def _grow(self) -> None:
         name = f"{type(self.data_generator).__name__}.generate"
-        made = called(self.data_generator.generate, name, self)
-        if made is None or isinstance(made, str | Mapping):
+        generated = called(self.data_generator.generate, name, self)
+        if generated is None or isinstance(generated, str | Mapping):
             raise DataError(
-                f"{name} must return rows, an empty list for none, got {type(made).__name__}"
+                f"{name} must return a list of rows (empty for none), got "
+                f"{type(generated).__name__}"
             )
-        values: list[Any] = called(list, name, made)
+        values: list[Any] = called(list, name, generated)
         rows = [self._row(number, value) for number, value in enumerate(values, self._made)]
         self._made += len(rows)
         self._add(rows)
@@ -254,7 +268,7 @@ class DynamicGenDataset(RLHFDataset):
         try:
             plain = json.loads(json.dumps(dict(values)))
         except (TypeError, ValueError) as error:
-            raise DataError(f"{where} is not of JSON's types: {error}") from error
+            raise DataError(f"{where} does not consist of JSON types: {error}") from error
         return LoadedRow(DataRow(Path(name), number, plain, name, where=where))
 
     def _add(self, rows: Sequence[LoadedRow]) -> None:
@@ -268,22 +282,24 @@ def _generator(config: Mapping[str, Any]) -> AbstractDataGenerator:
     named = config.get("datagen") or {}
     path, name = named.get("path"), named.get("name")
     if path is None or name is None:
-        raise ConfigError("data.datagen needs a path and a name of a generator class")
+        raise ConfigError("set data.datagen.path and data.datagen.name to a generator class")
     found = load_named(
         path, name, path_key="data.datagen.path", name_key="data.datagen.name", what="classes"
     )
     if not isinstance(found, type) or not hasattr(found, "generate"):
         raise ConfigError(
-            f"data.datagen.name={name} must be a class with generate(dataset), as "
-            "AbstractDataGenerator has it"
+            f"data.datagen.name={name} must be a class with a method generate(dataset), as in "
+            "AbstractDataGenerator"
         )
     generator: AbstractDataGenerator = called(found, f"{name}(...)", config)
     return generator
 
 
 def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Items as one batch: tensors of a field stacked (B, ...), everything else an array (B,) of
-    objects. Raises ValueError where items differ in their fields."""
+    """Combine items to a batch: tensors are stacked to (B, ...), other values become arrays (B,).
+
+    Raises ValueError if the items have different fields.
+    """
     fields: dict[str, list[Any]] = {}
     for item in data_list:
         for key, value in item.items():

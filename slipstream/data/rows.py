@@ -1,7 +1,7 @@
-"""Rows of dataset files: parquet, JSON lines, JSON, and folders that `datasets` has saved, read in
-order with their origin.
+"""Reads rows of data set files in order, with their origin.
 
-Knows files and columns, not prompts or tokens. Called by `datasets` and `sft`.
+Formats: parquet, JSON lines, JSON, and folders written by `datasets`. Knows files and columns, not
+prompts or tokens. Called by `datasets` and `sft`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from slipstream.types import Message
 
 @dataclass(frozen=True, slots=True)
 class DataRow:
-    """One row: its columns, and where it came from (`number` counts from 0 inside `file`).
+    """One row: its columns and its origin. `number` counts from 0 within `file`.
 
-    `source` is the file's name, made unique among the files of one dataset by its position. `where`
-    is how messages name the row.
+    `source` is the file's name; if several files of a data set share it, their position is added.
+    `where` is the name of the row in messages.
     """
 
     file: Path
@@ -42,12 +42,12 @@ class DataRow:
 
     @property
     def uid(self) -> str:
-        """Stable over epochs, runs and machines, as long as the file keeps its name and order."""
+        """An id that stays the same as long as the name of the file and its row order do."""
         return f"{self.source}:{self.number}"
 
 
 def read_rows(files: str | Path | Sequence[str | Path]) -> list[DataRow]:
-    """All rows of all files, in order. Raises `DataError` for a file that cannot be read."""
+    """Return all rows of all files, in order. Raises DataError for a file that cannot be read."""
     paths = [files] if isinstance(files, str | Path) else list(files)
     if not paths:
         raise DataError("no data files: set data.train_files (or data.val_files)")
@@ -63,7 +63,10 @@ def read_rows(files: str | Path | Sequence[str | Path]) -> list[DataRow]:
 
 
 def subset(rows: list[DataRow], *, max_samples: int, seed: int | None) -> list[DataRow]:
-    """At most `max_samples` rows (-1: all), in file order: the first, or a seeded random choice."""
+    """Return at most `max_samples` rows (-1: all): the first, or with `seed` a random choice.
+
+    The rows stay in file order.
+    """
     if max_samples < -1 or max_samples == 0:
         raise ConfigError(f"max_samples {max_samples} must be -1 (all) or at least 1")
     if max_samples == -1 or max_samples >= len(rows):
@@ -75,16 +78,16 @@ def subset(rows: list[DataRow], *, max_samples: int, seed: int | None) -> list[D
 
 
 def missing_column(row: DataRow, key: str, setting: str) -> DataError:
-    """The error for a row without column `key`, which the option `setting` names."""
+    """Return the error for a row without column `key`; `setting` is the option that names it."""
     found = ", ".join(row.values) or "none"
     return DataError(
         f"{row.where} has no column {key!r}; columns found: {found}. Set {setting} to the "
-        "column that holds it"
+        "name of the column"
     )
 
 
 def as_messages(row: DataRow, key: str) -> list[Message]:
-    """The column `key` as chat messages."""
+    """Return the column `key` as chat messages. Raises DataError if it has another form."""
     value = row.values[key]
     if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
         raise DataError(
@@ -105,12 +108,12 @@ def as_messages(row: DataRow, key: str) -> list[Message]:
                 f"{row.where}: column {key!r}, message {turn}: 'content' must be text, got "
                 f"{type(content).__name__} {_short(content)}"
             )
-    # Parquet gives every message the union of all keys; the absent ones come back as None.
+    # Parquet gives every message the union of all keys; missing keys are read as None.
     return [{k: v for k, v in m.items() if v is not None or k == "content"} for m in value]
 
 
 def mapping(row: DataRow, key: str) -> dict[str, Any]:
-    """The object in column `key`; empty where there is none."""
+    """Return the object in column `key`, or an empty one. Raises DataError for another type."""
     value = row.values.get(key)
     if value is None:
         return {}
@@ -123,7 +126,7 @@ def mapping(row: DataRow, key: str) -> dict[str, Any]:
 
 
 def ground_truth_of(row: DataRow) -> Any:
-    """VERL's `reward_model.ground_truth`, else a column `ground_truth`, as TRL's data sets have."""
+    """Return `reward_model.ground_truth` (verl), else the column `ground_truth` (TRL)."""
     truth = mapping(row, "reward_model").get("ground_truth")
     return row.values.get("ground_truth") if truth is None else truth
 
@@ -134,7 +137,7 @@ def _short(value: Any) -> str:
 
 
 _SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
-"""What `datasets` writes into the folder of one data set, and into that of several."""
+"""Files that mark a folder written by `datasets`: one data set, or several splits."""
 
 
 def _read_file(path: Path) -> Iterator[dict[str, Any]]:
@@ -165,13 +168,13 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_folder(path: Path) -> Iterator[dict[str, Any]]:
-    """What `Dataset.save_to_disk` wrote: Arrow streams, named in its state."""
+    """Yield the rows that `Dataset.save_to_disk` wrote: Arrow streams listed in its state file."""
     if (path / _SAVED_SPLITS).is_file():
         splits = ", ".join(str(path / s) for s in sorted(_saved(path, _SAVED_SPLITS, "splits")))
         raise DataError(f"data folder {str(path)!r} has several splits; give one of: {splits}")
     if not (path / _SAVED).is_file():
         raise DataError(
-            f"data folder {str(path)!r} is none that datasets' save_to_disk wrote (it has no "
+            f"data folder {str(path)!r} was not written by datasets' save_to_disk (it has no "
             f"{_SAVED}); give its .parquet, .jsonl or .json files one by one"
         )
     for part in _saved(path, _SAVED, "_data_files"):
@@ -204,7 +207,7 @@ def _read_json(path: Path) -> Iterator[dict[str, Any]]:
     values = _parse(path, _text(path), 1)
     if not isinstance(values, list):
         raise DataError(
-            f"data file {str(path)!r} must hold a JSON list of rows, got "
+            f"data file {str(path)!r} must contain a JSON list of rows, got "
             f"{type(values).__name__}; for one object per line use the suffix .jsonl"
         )
     for number, value in enumerate(values):

@@ -1,7 +1,8 @@
-"""Orders of a data set's items: VERL's abstract samplers, and a curriculum by pass rate.
+"""Samplers, which order the items of a data set: verl's abstract classes, and a curriculum.
 
-A sampler gives one epoch of places each time it is iterated over. One with `update(batch)` is told
-of every batch that was trained on. Knows lengths and batches, no prompts. `data.sampler` names one.
+A sampler yields the item indices of one epoch each time it is iterated over. If it has
+`update(batch)`, it is called with every batch that was trained on. Knows lengths and batches, not
+prompts. Selected by `data.sampler`.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from slipstream.errors import ConfigError, DataError, did_you_mean
 from slipstream.user_code import called, load_named
 
 DATASET_INDEX = "dataset_index"
-"""The field of a batch that holds the places of its rows in the data set."""
+"""The batch field with the data set index of each row."""
 
 
 _UNKNOWN = 0.5
-"""The pass rate of a prompt that was never asked."""
+"""The pass rate assumed for a prompt without any result."""
 
 
 class AbstractSampler(torch.utils.data.Sampler[int]):
-    """What `data.sampler` names. `data_source` is the data set, `data_config` the section `data`.
+    """Base class of user samplers, selected by `data.sampler`.
 
-    `__iter__` yields the places of one epoch. With `state_dict` and `load_state_dict` (JSON types)
-    a resumed run goes on where it was; without, it is iterated over again up to there, so its
-    order must be a function of what it was made of.
+    `data_source` is the data set, `data_config` the section `data`. `__iter__` yields the indices
+    of one epoch. With `state_dict` and `load_state_dict` (JSON types), a resumed run restores the
+    sampler. Otherwise the sampler is iterated again up to the same position, so its order must
+    depend only on its arguments.
     """
 
     @abstractmethod
@@ -38,25 +40,28 @@ class AbstractSampler(torch.utils.data.Sampler[int]):
 
 
 class AbstractCurriculumSampler(AbstractSampler):
-    """A sampler that learns from what was trained on."""
+    """A sampler that adapts to the results of training batches."""
 
     @abstractmethod
     def update(self, batch: Any) -> None:
-        """Called after each step with VERL's `DataProto` of it: `batch["token_level_scores"]`
-        (B, R), and beside its fields `acc`, `uid`, `dataset_index` and `trained`, which is False
-        for groups that `algorithm.filter_groups` rejected."""
+        """Process the batch of a finished step (verl's `DataProto`).
+
+        It has `batch["token_level_scores"]` (B, R), and the fields `acc`, `uid`, `dataset_index`
+        and `trained`, which is False for groups rejected by `algorithm.filter_groups`.
+        """
 
 
 class PassRateSampler(AbstractCurriculumSampler):
-    """Draws prompts that the policy solves sometimes more often than those it always or never does.
+    """Prefers prompts that the policy solves sometimes over those it always or never solves.
 
-    A prompt whose running pass rate is p is drawn with weight p (1 - p) + `floor`: the variance of
-    its rewards, which is what group-relative advantages learn from, and a floor that keeps asking
-    for what seemed settled. The rate is that of the first group, and then an exponential mean of
-    `momentum` per group; what was never asked counts as 1/2, so that it comes first. No prompt is
-    drawn twice before the next update, as long as there are others. A response is solved where its
-    `acc` is above 0 or, where scores tell none, its reward above `threshold`. Options in
-    `data.sampler.kwargs`; the draws are a function of the seed, the count, and the rates.
+    A prompt with running pass rate p is drawn with weight p (1 - p) + `floor`. The first term is
+    the variance of its 0/1 rewards, from which group-relative advantages learn. `floor` keeps
+    drawing the other prompts. The pass rate starts with that of the first group, then is an
+    exponential mean with `momentum` per group. Prompts without a result count as 1/2, so they are
+    preferred. No prompt is drawn twice before the next update unless all have been drawn. A
+    response is solved if its `acc` is above 0 or, without `acc`, its reward is above `threshold`.
+    Options are set in `data.sampler.kwargs`. Draws depend on the seed, the number of draws and the
+    rates.
     """
 
     def __init__(self, data_source: Sized, data_config: Mapping[str, Any]) -> None:
@@ -65,7 +70,7 @@ class PassRateSampler(AbstractCurriculumSampler):
         for key, value in given.items():
             if key not in options:
                 raise ConfigError(
-                    f"data.sampler.kwargs.{key} is no option of PassRateSampler"
+                    f"data.sampler.kwargs.{key} is not an option of PassRateSampler"
                     f"{did_you_mean(key, options)} (known: {', '.join(options)})"
                 )
             number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -80,9 +85,9 @@ class PassRateSampler(AbstractCurriculumSampler):
         self._threshold = options["threshold"]
         self._seed = str(data_config.get("seed"))
         self._rates = np.full(len(data_source), _UNKNOWN)
-        self._asked = np.zeros(len(data_source), dtype=bool)
+        self._seen = np.zeros(len(data_source), dtype=bool)
         self._drawn = 0
-        self._taken: set[int] = set()
+        self._recent: set[int] = set()  # drawn since the last update
         self._sums: np.ndarray[Any, np.dtype[np.float64]] | None = None
 
     def __len__(self) -> int:
@@ -103,71 +108,71 @@ class PassRateSampler(AbstractCurriculumSampler):
         places = [int(i) for i in batch.non_tensor_batch[DATASET_INDEX]]
         solved = self._solved(batch)
         for place in sorted(set(places)):
-            of_it = [right for i, right in zip(places, solved, strict=True) if i == place]
-            rate = sum(of_it) / len(of_it)
-            share = self._momentum if self._asked[place] else 1.0
+            results = [value for i, value in zip(places, solved, strict=True) if i == place]
+            rate = sum(results) / len(results)
+            share = self._momentum if self._seen[place] else 1.0
             self._rates[place] += share * (rate - self._rates[place])
-            self._asked[place] = True
-        self._taken.clear()
+            self._seen[place] = True
+        self._recent.clear()
         self._sums = None
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "rates": self._rates.tolist(),
-            "asked": self._asked.nonzero()[0].tolist(),
+            "asked": self._seen.nonzero()[0].tolist(),
             "drawn": self._drawn,
-            "taken": sorted(self._taken),
+            "taken": sorted(self._recent),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises `DataError` for the state of a larger data set."""
+        """Restore the state. Raises DataError if it belongs to a larger data set."""
         rates = np.array(state["rates"], dtype=np.float64)
         if len(rates) > len(self._source):
             raise DataError(
-                f"data position: the sampler knows {len(rates)} prompts and there are "
-                f"{len(self._source)}; resume with the same data"
+                f"data position: the sampler's state has {len(rates)} prompts, but the data set "
+                f"has {len(self._source)}; resume with the same data"
             )
         self._rates, self._drawn, self._sums = rates, int(state["drawn"]), None
-        self._asked = np.zeros(len(rates), dtype=bool)
-        self._asked[state["asked"]] = True
-        self._taken = {int(i) for i in state["taken"]}
+        self._seen = np.zeros(len(rates), dtype=bool)
+        self._seen[state["asked"]] = True
+        self._recent = {int(i) for i in state["taken"]}
         self._see_growth()
 
     def _solved(self, batch: Any) -> list[float]:
-        """1.0 for each row that is right, else 0.0."""
+        """Return 1.0 for each solved row, else 0.0."""
         rights = batch.non_tensor_batch.get("acc")
         if rights is not None and all(right is not None for right in rights):
             return [float(right > 0) for right in rights]
-        # Compared by torch: 0.1 of a tensor is above the 0.1 of Python.
+        # Compare in torch: 0.1 as float32 is larger than Python's 0.1.
         above = batch.batch["token_level_scores"].sum(-1) > self._threshold
         return [float(right) for right in above.tolist()]
 
     def _see_growth(self) -> None:
-        """A data set may have gained rows."""
+        """Extend the rates if rows were added to the data set."""
         if (more := len(self._source) - len(self._rates)) > 0:
             self._rates = np.append(self._rates, np.full(more, _UNKNOWN))
-            self._asked = np.append(self._asked, np.zeros(more, dtype=bool))
+            self._seen = np.append(self._seen, np.zeros(more, dtype=bool))
             self._sums = None
 
     def _draw(self) -> int:
-        if len(self._taken) >= len(self._rates):
-            self._taken.clear()
+        if len(self._recent) >= len(self._rates):
+            self._recent.clear()
         while True:
             if self._sums is None:
                 self._sums = self._left_sums()
             draws = KeyedDraws("pass-rate", self._seed, self._drawn)
             self._drawn += 1
             at = int(np.searchsorted(self._sums, draws.unit() * self._sums[-1], side="right"))
-            if at < len(self._rates) and at not in self._taken:
+            if at < len(self._rates) and at not in self._recent:
                 break
-            # Most of the weight may be taken: look at what is left alone.
+            # Drawn prompts may hold most of the weight, so recompute the sums without them.
             self._sums = self._left_sums()
-        self._taken.add(at)
+        self._recent.add(at)
         return at
 
     def _left_sums(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         weights = self._rates * (1.0 - self._rates) + self._floor
-        weights[list(self._taken)] = 0.0
+        weights[list(self._recent)] = 0.0
         return np.cumsum(weights)
 
 
@@ -177,15 +182,16 @@ BUILT_IN = {"PassRateSampler": PassRateSampler}
 def load_sampler(
     dataset: Sized, config: Mapping[str, Any], *, path: str | None, name: str
 ) -> torch.utils.data.Sampler[int]:
-    """The sampler that `data.sampler.class_path` and `class_name` name; one of ours without a path.
+    """Return the sampler that `data.sampler.class_path` and `class_name` name.
 
-    Raises `ConfigError` for an unknown one, and for a class that is none.
+    Without a path the name is that of a built-in sampler. Raises ConfigError for an unknown name,
+    and for a class that is not a sampler.
     """
     if path is None:
         if name not in BUILT_IN:
             raise ConfigError(
                 f"data.sampler.class_name={name} is not built in{did_you_mean(name, BUILT_IN)} "
-                f"(known: {', '.join(BUILT_IN)}); for one of your own set "
+                f"(known: {', '.join(BUILT_IN)}); to use your own class set "
                 "data.sampler.class_path=FILE"
             )
         return BUILT_IN[name](dataset, config)

@@ -1,7 +1,7 @@
 """Supervised fine-tuning samples, from files or from an endless task.
 
-Pure functions, named as in the `rollouts` design; knows nothing of batching or training. Called by
-the SFT loop, and for data checks by the command line.
+Pure functions; knows nothing of batching or training. Called by the SFT loop, and by the command
+line for data checks.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ __all__ = [
 
 
 class SFTSource(Protocol):
-    """An endless, addressable source of demonstrations (the countdown task is one)."""
+    """An endless source of demonstrations, addressed by index, such as the countdown task."""
 
     name: str
 
     def demonstration(
         self, split: Literal["train", "held_out"], index: int, *, variant: int = 0
     ) -> list[Message]:
-        """The conversation at `index`; the same for the same arguments, always."""
+        """Return the conversation at `index`. Equal arguments always give the same one."""
         ...
 
 
@@ -59,7 +59,7 @@ def conversation_sample(
     data_source: str = "",
     index: int = 0,
 ) -> Sample:
-    """The carrier of a tokenised conversation: one segment for each span."""
+    """Return a `Sample` of a tokenized conversation, with one segment per span."""
     segments = []
     for span in conversation.spans:
         segment = Segment.given(span.role, conversation.ids[span.start : span.end])
@@ -90,7 +90,7 @@ def sft_samples(
     max_length: int | None = None,
     truncation: SFTTruncation = "error",
 ) -> Iterator[Sample]:
-    """Demonstrations `start` to `start + count - 1` of an endless task, tokenised one at a time."""
+    """Yield demonstrations `start` to `start + count - 1` of an endless task, tokenized lazily."""
     for index in range(start, start + count):
         messages = task.demonstration(split, index)
         conversation = tokenize_conversation(
@@ -121,14 +121,14 @@ def load_sft_samples(
     template_kwargs: Mapping[str, Any] | None = None,
     ignore_input_ids_mismatch: bool = False,
 ) -> list[Sample]:
-    """Read conversations from parquet, JSONL or JSON files.
+    """Return the conversations of parquet, JSONL or JSON files as samples.
 
     A row has either a column `messages_key` with the whole conversation, or the columns
-    `prompt_key` and `response_key` (text). A prompt that is plain text, not messages, is used as
-    it is, without a chat template, and the response ends with the end-of-sequence token. Columns
-    `tools_key` and `enable_thinking_key`, where present, go to the chat template. `max_samples`
-    rows are taken: the first ones, or with `seed` a random choice. Raises `DataError` naming file,
-    row and setting.
+    `prompt_key` and `response_key` (text). A prompt that is plain text is used without a chat
+    template, and the response ends with the end-of-sequence token. The columns `tools_key` and
+    `enable_thinking_key`, if present, are passed to the chat template. At most `max_samples` rows
+    (-1: all) are used: the first ones, or with `seed` a random choice. Raises DataError that names
+    file, row and setting.
     """
 
     def tokenize(row: DataRow) -> tuple[list[Message], TokenizedConversation]:
@@ -174,7 +174,7 @@ def load_sft_samples(
 def _template_kwargs(
     row: DataRow, common: Mapping[str, Any] | None, enable_thinking_key: str
 ) -> dict[str, Any]:
-    """What the row says of thinking comes before what is said of all rows."""
+    """Return the template options; the row's `enable_thinking` overrides the common options."""
     thinking = row.values.get(enable_thinking_key)
     if thinking is None:
         return dict(common or {})
@@ -188,7 +188,7 @@ def _template_kwargs(
 def _text_pair(
     row: DataRow, messages_key: str, prompt_key: str, response_key: str
 ) -> tuple[str, str] | None:
-    """Prompt and response where both are plain text, else None."""
+    """Return prompt and response if both are plain text, else None."""
     if row.values.get(messages_key) is not None:
         return None
     prompt, response = row.values.get(prompt_key), row.values.get(response_key)

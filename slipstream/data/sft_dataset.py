@@ -1,6 +1,6 @@
-"""VERL's data set of conversations for supervised training, as a class to use or inherit from.
+"""verl's data set of conversations for supervised fine-tuning, to use or to subclass.
 
-The rows are those of `sft.load_sft_samples`, which the SFT loop reads by itself.
+Its rows come from `sft.load_sft_samples`, which the SFT loop calls directly.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ _PADDINGS = ("right", "no_padding")
 
 
 class MultiTurnSFTDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Conversations of parquet, JSONL or JSON files, token by token with the loss mask of each.
+    """Conversations of parquet, JSONL or JSON files, as token ids with a loss mask.
 
-    Items have `input_ids`, `attention_mask`, `position_ids` and `loss_mask` (1 on what an assistant
-    wrote, its end token included), each (max_length,), padded on the right; with `pad_mode` =
-    `no_padding` as long as the conversation. `config`: `max_length` (1024), `truncation` (error,
-    left, right), `pad_mode`, `ignore_input_ids_mismatch`, `apply_chat_template_kwargs`, and in
-    `multiturn` the `messages_key`, `tools_key` and `enable_thinking_key` of the columns.
+    Items have `input_ids`, `attention_mask`, `position_ids` and `loss_mask` (1 on assistant turns
+    including their end token), each (max_length,), padded on the right. With `pad_mode` =
+    `no_padding` the length is that of the conversation. `config` has `max_length` (1024),
+    `truncation` (error, left, right), `pad_mode`, `ignore_input_ids_mismatch`,
+    `apply_chat_template_kwargs`, and `multiturn` with the column names `messages_key`, `tools_key`
+    and `enable_thinking_key`.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class MultiTurnSFTDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         config: Mapping[str, Any] | None = None,
         max_samples: int = -1,
     ) -> None:
-        """Raises `DataError` naming file and row, and `ConfigError` for an unknown `pad_mode`."""
+        """Raises DataError that names file and row, and ConfigError for an unknown `pad_mode`."""
         config = {} if config is None else config
         columns = config.get("multiturn") or {}
         self.pad_mode = str(config.get("pad_mode", "right"))
@@ -68,14 +69,14 @@ class MultiTurnSFTDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         tokens = sample.tokens
         length = len(tokens) if self.pad_mode == "no_padding" else self.max_length
         ids = torch.full((length,), int(self._pad), dtype=torch.long)
-        there, loss = torch.zeros_like(ids), torch.zeros_like(ids)
+        attention, loss = torch.zeros_like(ids), torch.zeros_like(ids)
         ids[: len(tokens)] = torch.tensor(tokens)
-        there[: len(tokens)] = 1
+        attention[: len(tokens)] = 1
         loss[: len(tokens)] = torch.tensor(sample.loss_mask).long()
         return {
             "input_ids": ids,
-            "attention_mask": there,
-            "position_ids": (there.cumsum(0) - 1).clamp(min=0) * there,
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(0) - 1).clamp(min=0) * attention,
             "loss_mask": loss,
         }
 

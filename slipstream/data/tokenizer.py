@@ -1,6 +1,6 @@
-"""Tokenizers: the countdown task's own word-level one, and loading any Hugging Face one.
+"""Builds the countdown task's word-level tokenizer, and loads Hugging Face tokenizers.
 
-Knows nothing of models or datasets. Called by the tasks, the dataset loaders and the loops.
+Knows nothing of models or data sets. Called by the tasks, the data set loaders and the loops.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ VOCAB_MULTIPLE = 16
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
-# The separator goes before a message, so that a conversation's text is a prefix of every longer
-# one and no token can span two messages.
+# The separator is written before a message. So the text of a conversation is a prefix of every
+# longer one, and no token can span two messages.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if not loop.first %}{{ ' ' }}{% endif %}"
     "{{ message['content'] }}"
@@ -37,12 +37,12 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(vocab_size: int = 224) -> PreTrainedTokenizerBase:
-    """The countdown vocabulary: number n has id n, target `->n` has id 100 + n, then the symbols.
+    """Return the countdown tokenizer: number n has id n, target `->n` has id 100 + n, then symbols.
 
-    A target is a word of its own, so that comparing a sum with it takes one attention step, not two
-    (a small model learns that in a fraction of the tokens). `<pad>`, `<eos>`, `<unk>` follow, and
-    the rest up to `vocab_size` (a multiple of 16, for matrix kernels) are unused tokens. Words are
-    separated by white space; `decode(encode(text)) == text` for words joined by single spaces.
+    A target is a single word, so that comparing it with a sum needs one attention step, not two; a
+    small model learns that from far fewer tokens. `<pad>`, `<eos>`, `<unk>` follow. The other ids
+    up to `vocab_size` (a multiple of 16, for matrix kernels) are unused tokens. Words are separated
+    by white space; `decode(encode(text)) == text` for words joined by single spaces.
     """
     numbers = [str(n) for n in range(NUM_NUMBERS)]
     targets = [f"->{n}" for n in range(NUM_NUMBERS)]
@@ -70,7 +70,7 @@ def build_tokenizer(vocab_size: int = 224) -> PreTrainedTokenizerBase:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
-    """Write the tokenizer's files into the folder `path`, as `AutoTokenizer` reads them."""
+    """Write the tokenizer's files into the folder `path`, readable by `AutoTokenizer`."""
     tokenizer.save_pretrained(str(path))
 
 
@@ -81,10 +81,10 @@ def load_tokenizer(
     custom_chat_template: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a local folder or by its Hugging Face name.
+    """Load a tokenizer from a local folder, or by its Hugging Face name.
 
-    `custom_chat_template` replaces the tokenizer's own. Raises `DataError` where there is no
-    tokenizer, or it has no chat template although one is required.
+    `custom_chat_template` replaces the tokenizer's own. Raises DataError if there is no tokenizer,
+    or if `require_chat_template` and it has none.
     """
     name = str(path)
     folder = Path(name).expanduser()
@@ -104,7 +104,7 @@ def load_tokenizer(
             "actor_rollout_ref.model.path must be a folder with tokenizer.json and "
             "tokenizer_config.json, or a Hugging Face model name"
         ) from error
-    # Without its files a known architecture gets an empty tokenizer instead of an error.
+    # For a known architecture without tokenizer files, transformers returns an empty tokenizer.
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         raise DataError(
             f"{name!r} has no tokenizer files: copy tokenizer.json and tokenizer_config.json into "
@@ -124,16 +124,19 @@ def load_tokenizer(
 def vocabulary_in(
     folder: Path, *, source: str, needed: bool = False, trust_remote_code: bool = False
 ) -> dict[str, int] | None:
-    """Tokens and ids of the tokenizer in a model's folder; None where there is none and none is
-    `needed`. Raises DataError, which names the `source`, where it cannot be loaded."""
+    """Return tokens and ids of the tokenizer in a model's folder.
+
+    None if there is no tokenizer and it is not `needed`. Raises DataError, naming `source`, if it
+    cannot be loaded.
+    """
     if not needed and not (folder / "tokenizer_config.json").exists():
         return None
     try:
         tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     except DataError as error:
         raise DataError(
-            f"{source}: the tokenizer in {folder} cannot be loaded, so that it cannot be compared "
-            f"with the policy's; repair it, or remove its tokenizer_config.json"
+            f"{source}: the tokenizer in {folder} cannot be loaded, so it cannot be compared with "
+            f"the policy's; fix it, or remove its tokenizer_config.json"
         ) from error
     found: dict[str, int] = tokenizer.get_vocab()
     return found

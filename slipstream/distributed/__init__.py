@@ -1,12 +1,12 @@
-"""Several processes that train and generate as one.
+"""Training and generation over several processes that the loops use like one.
 
-    process 0: the run               its loop, trainer and engine know nothing of the others
-      |  orders (Ray), by number
-      +--> processes 1 ...: hosts    do what the first one does, at the same time: `training.fsdp2`
+    process 0: the run               its loop, trainer and engine do not know the other processes
+      |  numbered commands (Ray)
+      +--> processes 1 ...: hosts    make the same calls at the same time (`training.fsdp2`)
 
-`team`      what the first process knows of the others, and how it takes them along
-`backend`   the trainer whose every call the others make, too
-`engines`   all engines as one
-`host`      what another process does
-`placement` where they run: the only module that imports Ray
+`team`      collective calls: process 0 has all processes call the same method
+`backend`   a trainer whose calls are collective
+`engines`   an engine that distributes requests over the engines of all processes
+`host`      runs the commands in processes 1 and up
+`placement` starts the processes; the only module that imports Ray
 """

@@ -1,8 +1,8 @@
-"""A trainer that takes the other processes along: each call is made by all of them.
+"""A training backend whose calls run in all processes.
 
-In the first process it is what the loops are given, and in the others the same class carries out
-what it is told (there its team has no members). Knows FSDP2 by `training.fsdp2` and the others by
-`team`. Made by the loops' wiring.
+In process 0 the loops call it, and each call also runs in the other processes. There the same class
+executes the calls, with a team that has no members. `training.fsdp2` does the FSDP2 work, `team`
+reaches the other processes. `build` makes the objects.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from slipstream.types import (
 
 
 class TeamBackend(ShardedBackend):
-    """A `TrainingBackend` over all processes of `team`; `part` is its name there.
+    """A `TrainingBackend` over all processes of `team`; `part` is its name in each process.
 
-    A feature sink gets the rows that this process computes, no others.
+    A feature sink receives only the rows that this process computes.
     """
 
     def __init__(self, decoder: Decoder, team: Team, part: str, **settings: Any) -> None:
@@ -53,97 +53,96 @@ class TeamBackend(ShardedBackend):
     def forward_backward(
         self, batch: TrainBatch, loss: LossFn | None = None, *, sink: FeatureSink | None = None
     ) -> TrainFuture[dict[str, float]]:
-        with self._team.together(self._part, "forward_backward", batch, loss) as all_of_us:
-            return all_of_us.joined(super().forward_backward(batch, loss, sink=sink))
+        with self._team.collective(self._part, "forward_backward", batch, loss) as call:
+            return call.joined(super().forward_backward(batch, loss, sink=sink))
 
     def optim_step(self) -> TrainFuture[dict[str, float]]:
-        with self._team.together(self._part, "optim_step") as all_of_us:
-            return all_of_us.joined(super().optim_step())
+        with self._team.collective(self._part, "optim_step") as call:
+            return call.joined(super().optim_step())
 
     def compute_log_probs(
         self, batch: TrainBatch, *, sink: FeatureSink | None = None
-    ) -> TrainFuture[list[list[float]]]:
-        with self._team.together(self._part, "compute_log_probs", batch) as all_of_us:
-            return all_of_us.joined(super().compute_log_probs(batch, sink=sink))
+    ) -> TrainFuture[Tensor]:
+        with self._team.collective(self._part, "compute_log_probs", batch) as call:
+            return call.joined(super().compute_log_probs(batch, sink=sink))
 
     def compute_base_log_probs(
         self, batch: TrainBatch, *, sink: FeatureSink | None = None
-    ) -> TrainFuture[list[list[float]]]:
-        with self._team.together(self._part, "compute_base_log_probs", batch) as all_of_us:
-            return all_of_us.joined(super().compute_base_log_probs(batch, sink=sink))
+    ) -> TrainFuture[Tensor]:
+        with self._team.collective(self._part, "compute_base_log_probs", batch) as call:
+            return call.joined(super().compute_base_log_probs(batch, sink=sink))
 
-    def compute_sum_pi_squared(self, batch: TrainBatch) -> TrainFuture[list[list[float]]]:
-        with self._team.together(self._part, "compute_sum_pi_squared", batch) as all_of_us:
-            return all_of_us.joined(super().compute_sum_pi_squared(batch))
+    def compute_sum_pi_squared(self, batch: TrainBatch) -> TrainFuture[Tensor]:
+        with self._team.collective(self._part, "compute_sum_pi_squared", batch) as call:
+            return call.joined(super().compute_sum_pi_squared(batch))
 
-    def compute_full_kl(
-        self, batch: TrainBatch, direction: KLDirection
-    ) -> TrainFuture[list[list[float]]]:
-        with self._team.together(self._part, "compute_full_kl", batch, direction) as all_of_us:
-            return all_of_us.joined(super().compute_full_kl(batch, direction))
+    def compute_full_kl(self, batch: TrainBatch, direction: KLDirection) -> TrainFuture[Tensor]:
+        with self._team.collective(self._part, "compute_full_kl", batch, direction) as call:
+            return call.joined(super().compute_full_kl(batch, direction))
 
     def compute_kept_ids(
         self, batch: TrainBatch, cuts: SamplingParams
     ) -> TrainFuture[list[list[array[int]]]]:
-        with self._team.together(self._part, "compute_kept_ids", batch, cuts) as all_of_us:
-            return all_of_us.joined(super().compute_kept_ids(batch, cuts))
+        with self._team.collective(self._part, "compute_kept_ids", batch, cuts) as call:
+            return call.joined(super().compute_kept_ids(batch, cuts))
 
     def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
-        with self._team.together(self._part, "_gather_for_others") as all_of_us:
-            return all_of_us.joined(super().get_weights())
+        with self._team.collective(self._part, "_gather_for_others") as call:
+            return call.joined(super().get_weights())
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        with self._team.together(self._part, "load_weights", weights) as all_of_us:
-            return all_of_us.joined(super().load_weights(weights))
+        with self._team.collective(self._part, "load_weights", weights) as call:
+            return call.joined(super().load_weights(weights))
 
     def load_policy(self, folder: Path) -> None:
-        with self._team.together(self._part, "load_policy", folder) as all_of_us:
+        with self._team.collective(self._part, "load_policy", folder) as call:
             super().load_policy(folder)
-            all_of_us.wait()
+            call.wait()
 
     def state_dict(self) -> StateTree:
-        with self._team.together(self._part, "_state_for_others") as all_of_us:
+        with self._team.collective(self._part, "_state_for_others") as call:
             state = super().state_dict()
-            all_of_us.wait()
+            call.wait()
             return state
 
     def load_state_dict(self, state: StateTree) -> None:
-        with self._team.together(self._part, "load_state_dict", state) as all_of_us:
+        with self._team.collective(self._part, "load_state_dict", state) as call:
             super().load_state_dict(state)
-            all_of_us.wait()
+            call.wait()
 
     def load_training_state(self, file: Path) -> bool:
-        """As `SingleProcessBackend.load_training_state`: each process reads the file by itself, and
-        keeps no more than its part."""
-        with self._team.together(self._part, "load_training_state", file) as all_of_us:
+        """Like `SingleProcessBackend.load_training_state`. Each process reads the file and keeps
+        only its shard."""
+        with self._team.collective(self._part, "load_training_state", file) as call:
             state = load_tree(file, mapped=True)
             super().load_state_dict(state)
-            all_of_us.wait()
+            call.wait()
         return "lora" in state
 
     def save_policy(
         self, folder: Path, save_tokenizer: Callable[[str], object] | None = None
     ) -> None:
-        with self._team.together(self._part, "_gather_for_others") as all_of_us:
+        with self._team.collective(self._part, "_gather_for_others") as call:
             super().save_policy(folder, save_tokenizer)
-            all_of_us.wait()
+            call.wait()
 
     def save_adapter(self, folder: Path, base_model: Path | None = None) -> None:
         if not self._lora:
             return
-        with self._team.together(self._part, "_adapter_for_others") as all_of_us:
+        with self._team.collective(self._part, "_adapter_for_others") as call:
             super().save_adapter(folder, base_model)
-            all_of_us.wait()
+            call.wait()
 
     def publish(self, *, advance: bool = True, kv_policy: KVPolicy = KVPolicy.KEEP) -> WeightUpdate:
-        """As `SingleProcessBackend.publish`; buckets are gathered when they are asked for, which
-        has to be before the weights change."""
+        """Like `SingleProcessBackend.publish`. The buckets are gathered when they are iterated,
+        which must happen before the weights change."""
         weights = GatheredWeights(self)
         self._unsent.append(weights)
         return replace(super().publish(advance=advance, kv_policy=kv_policy), buckets=weights)
 
-    def gather_ends(self) -> TrainFuture[None]:
-        """Help another process to copy LM head and embedding (`drafter.sequences.PolicyEnds`)."""
+    def gather_vocab(self) -> TrainFuture[None]:
+        """Take part when process 0 gathers LM head and embedding
+        (`drafter.sequences.PolicyEnds`)."""
 
         def gather() -> None:
             assert isinstance(self.decoder, Decoder)
@@ -153,17 +152,18 @@ class TeamBackend(ShardedBackend):
         return self._compute.submit(gather)
 
     def gathered(self) -> Iterator[WeightBucket]:
-        """The present weights, on the way to a receiver in each process; on the compute thread."""
+        """Gather the current weights bucket by bucket, for a receiver in each process. Must run on
+        the compute thread."""
         return named_buckets(policy_weights(self.decoder))
 
     def _freeze_snapshots(self) -> None:
-        # Nothing is gathered now: the others would not know.
+        # Gathering is collective, and the other processes do not take part at this moment.
         for weights in self._unsent:
             weights.stale = True
         self._unsent.clear()
 
     def _gather_for_others(self) -> TrainFuture[None]:
-        """Take part in a gathering of weights that another process makes use of."""
+        """Take part in gathering weights that another process uses."""
 
         def gather() -> None:
             for _ in self.gathered():
@@ -184,25 +184,25 @@ class TeamBackend(ShardedBackend):
 
 
 class GatheredWeights:
-    """Buckets of weights that all processes gather; consumed once, here or (`EngineTeam`) in each
-    process by its own engine."""
+    """Buckets of weights that all processes gather collective. They are consumed once: in this
+    process, or by the engine of each process (`EngineTeam`)."""
 
     def __init__(self, backend: TeamBackend) -> None:
         self.backend = backend
         self.stale = False
 
     def check(self) -> None:
-        """Raise TrainingError where the weights have changed since they were published."""
+        """Raise TrainingError if the weights have changed since they were published."""
         if self.stale:
             raise TrainingError(
-                "these weights were published before the last update, and weights that are spread "
-                "over processes are not kept; publish again"
+                "these weights were published before the last update; weights that are sharded "
+                "over processes are not copied, so publish again after each update"
             )
 
     def __iter__(self) -> Iterator[WeightBucket]:
         self.check()
         backend = self.backend
-        with backend._team.together(backend._part, "_gather_for_others") as all_of_us:
+        with backend._team.collective(backend._part, "_gather_for_others") as call:
             pass
         yield from backend.gathered()
-        all_of_us.wait()
+        call.wait()

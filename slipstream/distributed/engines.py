@@ -1,8 +1,9 @@
-"""The engines of all processes as one.
+"""One engine interface over the engines of all processes.
 
-Each has all weights and generates by itself. A request goes to the engine with the fewest tokens to
-come, its group's others to the same one, for they share their prompt's keys and values. Which one
-it is changes no token (`sampling`): it is a matter of time alone. Made by the loops' wiring.
+Each engine has all weights. A group's first request goes to the engine with the fewest tokens left
+to generate. The group's other requests go to the same engine, because they share the KV cache of
+their prompt. The choice of the engine changes no token (`sampling`), only the time. `build` makes
+the objects.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from slipstream.distributed.team import Member, Team
 from slipstream.inference.protocol import EngineStats, InferenceEngine
 from slipstream.threads import arrival
 from slipstream.types import (
+    EngineCapabilities,
     GenerateRequest,
     Generation,
     KVPolicy,
@@ -30,14 +32,14 @@ from slipstream.types import (
 
 
 class OwnEngine:
-    """The engine of a process that another one leads, next to the trainer there."""
+    """The engine of a host process, together with the trainer of that process."""
 
     def __init__(self, engine: InferenceEngine, backend: TeamBackend) -> None:
         self.engine = engine
         self.backend = backend
 
-    async def take_weights(self, version: PolicyVersion, kv_policy: KVPolicy) -> None:
-        """Those of the trainer, as `version`; all processes at the same time."""
+    async def load_gathered_weights(self, version: PolicyVersion, kv_policy: KVPolicy) -> None:
+        """Load the trainer's current weights as `version`. Collective: all processes call it."""
         buckets = self.backend.gathered()
         await self.engine.update_weights(
             WeightUpdate(version=version, buckets=buckets, kv_policy=kv_policy)
@@ -45,12 +47,18 @@ class OwnEngine:
 
 
 class RemoteEngine:
-    """`InferenceEngine` on the engine of another process."""
+    """An `InferenceEngine` that calls the engine of another process. Both processes have the same
+    kind of engine, so `capabilities` are this process's."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, capabilities: EngineCapabilities) -> None:
         self._member = member
+        self._capabilities = capabilities
         self._stats = EngineStats()
-        self._asked: Future[Any] | None = None
+        self._stats_call: Future[Any] | None = None
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return self._capabilities
 
     async def generate(self, request: GenerateRequest) -> Generation:
         generation: Generation = await self._call("generate", request)
@@ -78,45 +86,57 @@ class RemoteEngine:
         await self._call("update_weights_from_checkpoint", path, version)
 
     def stats(self) -> EngineStats:
-        """Counters as of the last answer; who asks lets newer ones come, for the next time."""
-        if self._asked is None or self._asked.done():
-            self._asked = self._member.engine(uuid.uuid4().hex, "stats")
-            self._asked.add_done_callback(self._heard)
+        """Counters as of the last reply. The call also requests newer counters for the next
+        call."""
+        if self._stats_call is None or self._stats_call.done():
+            self._stats_call = self._member.engine(uuid.uuid4().hex, "stats")
+            self._stats_call.add_done_callback(self._on_reply)
         return self._stats
 
-    def _heard(self, answer: Future[Any]) -> None:
+    def lend_to(self, lent: Callable[[bool], None]) -> None:
+        """Cores of another process are not lent."""
+
+    def close(self) -> None:
+        """The engine ends with its process."""
+
+    def _on_reply(self, answer: Future[Any]) -> None:
         if answer.exception() is None:
             self._stats = newer(self._stats, answer.result()[1])
 
-    async def _call(self, method: str, *given: Any) -> Any:
+    async def _call(self, method: str, *args: Any) -> Any:
         call = uuid.uuid4().hex
-        future = self._member.engine(call, method, *given)
+        future = self._member.engine(call, method, *args)
         try:
             await arrival(future)
         except anyio.get_cancelled_exc_class():
             self._member.withdraw(call)
             with anyio.CancelScope(shield=True):
                 await arrival(future)
-            self._heard(future)
+            self._on_reply(future)
             raise
-        self._heard(future)
+        self._on_reply(future)
         return future.result()[0]
 
 
 def newer(a: EngineStats, b: EngineStats) -> EngineStats:
-    """The later of two readings of one engine's counters: answers may overtake each other."""
+    """The later of two readings of one engine's counters. Replies can arrive out of order."""
     return max(b, a, key=lambda stats: (stats.decode_steps, stats.finished + stats.aborted))
 
 
 class EngineTeam:
-    """`InferenceEngine` on this process's engine and those of the members of `team`."""
+    """An `InferenceEngine` over this process's engine and the engines of the team's members."""
 
     def __init__(self, own: InferenceEngine, team: Team) -> None:
-        self.own = own
+        self._own = own
         self._team = team
-        self._engines: list[InferenceEngine] = [own, *map(RemoteEngine, team.members)]
+        remote = [RemoteEngine(member, own.capabilities) for member in team.members]
+        self._engines: list[InferenceEngine] = [own, *remote]
         self._load = [0] * len(self._engines)
         self._groups: dict[str, tuple[int, int]] = {}
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return self._own.capabilities
 
     async def generate(self, request: GenerateRequest) -> Generation:
         group = request.group or request.request_id
@@ -162,37 +182,43 @@ class EngineTeam:
             version = self.stats().version + 1
         await self._each(lambda engine: engine.update_weights_from_checkpoint(path, version))
 
+    def lend_to(self, lent: Callable[[bool], None]) -> None:
+        """This process's engine lends its cores."""
+        self._own.lend_to(lent)
+
     def stats(self) -> EngineStats:
         return combined([engine.stats() for engine in self._engines])
 
     def close(self) -> None:
         """Close this process's engine; the others end with their processes."""
-        if close := getattr(self.own, "close", None):
-            close()
+        self._own.close()
 
     async def _gather(self, update: WeightUpdate, weights: GatheredWeights) -> None:
-        """Each engine takes the weights that its own trainer gathers."""
+        """Each engine loads the weights that the trainer of its process gathers."""
         weights.check()
-        with self._team.together("engine", "take_weights", update.version, update.kv_policy) as all:
+        with self._team.collective(
+            "engine", "load_gathered_weights", update.version, update.kv_policy
+        ) as call:
             pass
         own = replace(update, buckets=weights.backend.gathered())
         try:
-            await self.own.update_weights(own)
+            await self._own.update_weights(own)
         finally:
             with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(all.wait)
+                await anyio.to_thread.run_sync(call.wait)
 
     async def _send(
         self,
         update: WeightUpdate,
         take: Callable[[InferenceEngine, WeightUpdate], Awaitable[None]],
     ) -> None:
-        """Every engine takes the same buckets, which can be consumed once."""
+        """Send the same buckets to every engine. They are listed first, because an iterator of
+        buckets can be consumed only once."""
         buckets = list(update.buckets)
         await self._each(lambda engine: take(engine, replace(update, buckets=list(buckets))))
 
     async def _each(self, work: Callable[[InferenceEngine], Awaitable[None]]) -> None:
-        """All at the same time; when all are done, the first failure is raised."""
+        """Run `work` on all engines concurrently. Raises the first failure after all are done."""
         failures: list[Exception] = []
 
         async def one(engine: InferenceEngine) -> None:
@@ -209,8 +235,11 @@ class EngineTeam:
 
 
 def combined(stats: Sequence[EngineStats]) -> EngineStats:
-    """Counters of several engines that work at the same time: counts are added up, seconds are
-    their means, so that they make up the time that passed; plans are those of the first one."""
+    """Combine the counters of engines that run concurrently.
+
+    Counts are added. Seconds are averaged, so that they add up to the elapsed time. The plans are
+    the first engine's.
+    """
     first, count = stats[0], len(stats)
     total: dict[str, Any] = {}
     for f in fields(EngineStats):

@@ -1,10 +1,10 @@
-"""What a process does that another one leads: it holds parts, and calls their methods when told.
+"""A host process: it holds parts (trainers, an engine) and calls their methods on command.
 
-Orders are numbered and carried out one after the other, in their order, whatever order they arrive
-in; calls of the engine are begun in theirs and go on side by side, on an event loop of their own,
-and their answers are fetched. Knows no transport (`placement` makes an actor of it) and no parts: a
-function makes them here. Nothing here is a coroutine for Ray: it would run pieces of Python on
-stacks of 128 KB, and what overflows there breaks the heap.
+Commands are numbered. They run one after the other, by number, in whatever order they arrive. Calls
+of the engine start by number, too, and then run concurrently on an event loop of their own; process
+0 fetches their answers. This module knows no transport: `placement` makes a Ray actor of `Host`. It
+knows no parts either: a function from process 0 makes them here. No method is a coroutine: Ray
+would run it on a stack of 128 KB, and an overflow there corrupts the heap.
 """
 
 from __future__ import annotations
@@ -34,41 +34,45 @@ from slipstream.training.protocol import TrainFuture
 Parts = Mapping[str, Any]
 
 Answer = tuple[str, Any, Exception | None, EngineStats]
-"""Of a call of the engine: its name, what it returned or raised, and the engine's counters."""
+"""The answer to one engine call: call id, result, exception, and the engine's counters."""
 
 HOST = "host"
-"""The part that is the host itself."""
+"""Part name of the host itself."""
 
 
 def join(address: str, rank: int, size: int, device: str, timeout_s: float) -> Ranks:
-    """Meet the other processes at `address` (host:port), each with a `rank` of its own."""
-    cuda, patience = device == "cuda", timedelta(seconds=timeout_s)
+    """Join the process group at `address` (host:port) as process `rank` of `size`.
+
+    Collectives fail after `timeout_s` seconds.
+    """
+    cuda, timeout = device == "cuda", timedelta(seconds=timeout_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         init_method=f"tcp://{address}",
         rank=rank,
         world_size=size,
-        timeout=patience,
+        timeout=timeout,
     )
     return Ranks(mesh=init_device_mesh(device, (size,)), objects=dist.new_group(backend="gloo"))
 
 
 class Host:
-    """A process that another one leads."""
+    """Runs the commands of process 0 in another process."""
 
     def __init__(self, folder: str, paths: list[str], threads: int | None) -> None:
-        """It works in `folder` and imports from `paths`, as the first process does."""
+        """Work in `folder` and import from `paths`, like process 0. `threads` limits torch's
+        threads; None leaves torch's default."""
         os.chdir(folder)
         sys.path[:0] = [path for path in paths if path not in sys.path]
         if threads is not None:
             torch.set_num_threads(threads)
-        self._orders = ThreadPoolExecutor(1, thread_name_prefix="orders")
+        self._commands = ThreadPoolExecutor(1, thread_name_prefix="commands")
         self._lock = threading.Lock()
-        self._waiting: dict[int, tuple[Callable[[], Any], Future[Any]]] = {}
+        self._queued: dict[int, tuple[Callable[[], Any], Future[Any]]] = {}
         self._next = 0
         self._parts: Parts = {}
-        self._early: dict[int, Coroutine[Any, Any, None]] = {}
-        self._begun = 0
+        self._unstarted: dict[int, Coroutine[Any, Any, None]] = {}
+        self._next_call = 0
         self._calls: dict[str, asyncio.Future[Any] | None] = {}
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._ranks: Ranks | None = None
@@ -76,25 +80,25 @@ class Host:
         threading.Thread(target=self._loop.run_forever, name="engine", daemon=True).start()
 
     def ready(self) -> None:
-        """It has been made."""
+        """Return once the host has been made."""
 
     def join(self, address: str, rank: int, size: int, device: str, timeout_s: float) -> None:
-        """See `join`."""
-        self._ranks = self._orders.submit(join, address, rank, size, device, timeout_s).result()
+        """Join the process group (function `join`)."""
+        self._ranks = self._commands.submit(join, address, rank, size, device, timeout_s).result()
 
-    def make_parts(self, make: Callable[..., Parts], *given: Any) -> None:
-        """Put what `make(ranks, *given)` returns in the place of the parts."""
+    def make_parts(self, make: Callable[..., Parts], *args: Any) -> None:
+        """Replace the parts by what `make(ranks, *args)` returns."""
         self._parts = {}
-        # Engines and trainers are in cycles, and two of each might not fit.
-        give_back()
-        self._parts = make(self._ranks, *given)
+        # Engines and trainers are in reference cycles, and memory may not hold two of each.
+        free_memory()
+        self._parts = make(self._ranks, *args)
 
-    def order(self, number: int, part: str, method: str, given: tuple[Any, ...]) -> None:
-        """Call a method of a part, or of this host, when all orders of lower numbers are done;
-        returns when this one is."""
+    def command(self, number: int, part: str, method: str, args: tuple[Any, ...]) -> None:
+        """Call a method of a part, or of this host, after all commands of lower numbers. Returns
+        when the method is done."""
 
         def work() -> None:
-            result = getattr(self if part == HOST else self._parts[part], method)(*given)
+            result = getattr(self if part == HOST else self._parts[part], method)(*args)
             if isinstance(result, TrainFuture):
                 result.wait()
             elif inspect.iscoroutine(result):
@@ -102,30 +106,31 @@ class Host:
 
         done: Future[Any] = Future()
         with self._lock:
-            self._waiting[number] = work, done
-            while self._next in self._waiting:
-                self._orders.submit(_settle, *self._waiting.pop(self._next))
+            self._queued[number] = work, done
+            while self._next in self._queued:
+                self._commands.submit(_settle, *self._queued.pop(self._next))
                 self._next += 1
         done.result()
 
-    def engine(self, number: int, call: str, method: str, given: tuple[Any, ...]) -> None:
-        """Call a method of the engine, when all calls of lower numbers have been begun, and without
-        waiting for them: an `abort` is of what was asked for before. See `answers`."""
+    def engine(self, number: int, call: str, method: str, args: tuple[Any, ...]) -> None:
+        """Start a method of the engine after all calls of lower numbers have started, without
+        waiting for their results. So an `abort` reaches the requests before it. `answers` returns
+        the results."""
         with self._lock:
-            self._early[number] = _answer(self, call, method, given)
-            while self._begun in self._early:
-                asyncio.run_coroutine_threadsafe(self._early.pop(self._begun), self._loop)
-                self._begun += 1
+            self._unstarted[number] = _answer(self, call, method, args)
+            while self._next_call in self._unstarted:
+                asyncio.run_coroutine_threadsafe(self._unstarted.pop(self._next_call), self._loop)
+                self._next_call += 1
 
     def withdraw(self, call: str) -> None:
-        """Cancel a call of the engine, which may have come or not: its answer is None."""
+        """Cancel a call of the engine, even one that has not arrived yet. Its answer is None."""
         self._loop.call_soon_threadsafe(self._cancel, call)
 
-    def answers(self, patience_s: float) -> list[Answer]:
-        """Of the calls that have been done since the last time; waits for one, but not for ever."""
+    def answers(self, timeout_s: float) -> list[Answer]:
+        """The answers since the last call. Waits up to `timeout_s` seconds for the first one."""
         found: list[Answer] = []
         with contextlib.suppress(queue.Empty):
-            found.append(self._answers.get(timeout=patience_s))
+            found.append(self._answers.get(timeout=timeout_s))
             while True:
                 found.append(self._answers.get_nowait())
         return found
@@ -136,15 +141,18 @@ class Host:
             work.cancel()
 
 
-async def _answer(host: Host, call: str, method: str, given: tuple[Any, ...]) -> None:
-    """Outside the class: Ray takes a class with one coroutine for a class of coroutines."""
+async def _answer(host: Host, call: str, method: str, args: tuple[Any, ...]) -> None:
+    """Run one engine call and queue its answer.
+
+    A function, not a method: Ray runs all methods of a class as coroutines if one of them is.
+    """
     result, failure, stats = None, None, EngineStats()
     try:
-        # In here, too: a call without an answer would be waited for for ever.
+        # Inside the try: without an answer, process 0 would wait for this call forever.
         own: OwnEngine = host._parts["engine"]
         stats = own.engine.stats()
         if call not in host._calls:
-            result = getattr(own.engine, method)(*given)
+            result = getattr(own.engine, method)(*args)
             if inspect.isawaitable(result):
                 host._calls[call] = work = asyncio.ensure_future(result)
                 result = await work
@@ -157,8 +165,8 @@ async def _answer(host: Host, call: str, method: str, given: tuple[Any, ...]) ->
     host._answers.put((call, result, failure, stats))
 
 
-def give_back() -> None:
-    """Let go of what nobody refers to any more, at once."""
+def free_memory() -> None:
+    """Collect unreachable objects and release cached GPU memory now."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

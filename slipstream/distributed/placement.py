@@ -1,8 +1,8 @@
-"""Where the processes of a run are: a Ray cluster, or this machine alone.
+"""Starts the processes of a run, on a Ray cluster or on this machine.
 
-The run itself is process 0. For each other one there is an actor with a GPU of its own, or with a
-share of the CPU. With GPUs process 0 takes one that Ray counts, too: a placeholder actor on this
-machine holds it. The only module that imports Ray.
+The run itself is process 0. Each other process is a Ray actor with its own GPU, or with one CPU.
+With GPUs, a placeholder actor on this machine reserves process 0's GPU, so that Ray counts it. This
+is the only module that imports Ray.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ from slipstream.threads import DaemonThreads
 from slipstream.training.fsdp2 import Ranks
 
 ADDRESS = "RAY_ADDRESS"
-"""Names the Ray cluster to run on, as everywhere in Ray; without it there is this machine alone."""
+"""Environment variable with the address of the Ray cluster, Ray's own. If unset, the run stays on
+this machine."""
 
 JOIN_SECONDS = 120.0
-"""Processes that have not met after so long do not."""
+"""Seconds that the processes have to start and to join."""
 
-TOLD = ("GLOO_", "NCCL_", "OMP_", "SLIPSTREAM_", "TORCH_")
-"""Beginnings of the names of variables that the other processes get as this one has them."""
+ENV_PREFIXES = ("GLOO_", "NCCL_", "OMP_", "SLIPSTREAM_", "TORCH_")
+"""Environment variables with these prefixes are copied to the other processes."""
 
-MOST_CALLS = 16
-"""At once, of one process: a thread for each. None but orders and `Host.answers` take time."""
+MAX_CALLS = 16
+"""Concurrent calls per host, one thread each. Only commands and `Host.answers` last long."""
 
 FETCH_SECONDS = 1.0
-"""For so long a process waits for an answer before it says that there is none yet."""
+"""Seconds that `Host.answers` waits for a first answer."""
 
 LOCAL_SECONDS = 10.0
-"""The same of places on this machine."""
+"""Seconds to wait for free resources without a cluster."""
 
 
-class _Seat:
-    """Holds the GPU that process 0 works on."""
+class _GPUReservation:
+    """An actor that holds process 0's GPU."""
 
     def gpus(self) -> list[str]:
         import ray
@@ -55,28 +56,29 @@ class _Seat:
 
 
 class _Member:
-    """Calls go there one by one, and answers are fetched together, by a thread."""
+    """A `team.Member` over a Ray actor. Calls are sent one by one; a thread fetches answers in
+    batches."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
         self._lock = threading.Lock()
         self._open: dict[str, Future[Any]] = {}
-        self._asked = 0
-        self._gone: BaseException | None = None
-        self._fetches = False
+        self._next = 0
+        self._failure: BaseException | None = None
+        self._fetching = False
 
-    def engine(self, call: str, method: str, *given: Any) -> Future[Any]:
+    def engine(self, call: str, method: str, *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
-            if self._gone is not None:
-                future.set_exception(self._gone)
+            if self._failure is not None:
+                future.set_exception(self._failure)
                 return future
             self._open[call] = future
-            number, self._asked = self._asked, self._asked + 1
-            if not self._fetches:
-                self._fetches = True
+            number, self._next = self._next, self._next + 1
+            if not self._fetching:
+                self._fetching = True
                 threading.Thread(target=self._fetch, name="answers", daemon=True).start()
-        sent = _future(self._actor.engine.remote(number, call, method, given))
+        sent = _future(self._actor.engine.remote(number, call, method, args))
         sent.add_done_callback(self._sent)
         return future
 
@@ -88,7 +90,7 @@ class _Member:
             self._fail(error)
 
     def _fetch(self) -> None:
-        """Until nobody waits any more."""
+        """Fetch answers until no call is open."""
         import ray
 
         while True:
@@ -108,20 +110,20 @@ class _Member:
                     future.set_exception(failure)
             with self._lock:
                 if not self._open:
-                    self._fetches = False
+                    self._fetching = False
                     return
 
     def _fail(self, error: BaseException) -> None:
-        """Nothing comes from there any more."""
+        """Fail all open calls, and each later one: the actor no longer answers."""
         with self._lock:
-            self._gone = error
+            self._failure = error
             waiting, self._open = list(self._open.values()), {}
         for future in waiting:
             future.set_exception(error)
 
 
 class Cluster:
-    """The processes of a run, from the moment that they have met until `close`."""
+    """The processes of a run, connected until `close`."""
 
     def __init__(
         self,
@@ -132,62 +134,64 @@ class Cluster:
         threads: int | None,
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """`size` processes, process 0 included, that compute on `device` (cpu or cuda) in groups
-        whose collectives end after `timeout_s`. `threads` is how many each of the others uses.
+        """Start `size` processes, including process 0, on `device` ("cpu" or "cuda").
 
-        Raises ConfigError where Ray is not installed, or has not so many places.
+        Collectives fail after `timeout_s` seconds. `threads` limits torch's threads in the other
+        processes. Raises ConfigError if Ray is not installed or has too few resources, and
+        StageTimeoutError if the processes do not join in time.
         """
         try:
             import ray
         except ImportError:
             raise ConfigError(
-                "several processes are placed by Ray, which is not installed; run `pip install "
+                "a run with several processes needs Ray, which is not installed; run `pip install "
                 "'slipstream-rl[ray]'`, or set trainer.nnodes=1 trainer.n_gpus_per_node=1 (0 "
                 "without a GPU)"
             ) from None
         self._ray = ray
         self._group: Any = None
         self.gpu: int | None = None
-        """What process 0 is to compute on, in each of its threads: see `use_gpu`."""
+        """Index of process 0's GPU, None on CPU. Each thread selects it with `use_gpu`."""
         self._actors: list[Any] = []
-        # Only where it is named: Ray would find that of any other run on this machine, too.
+        # Explicit: Ray's own discovery would also find the cluster of another run on this machine.
         self._address = os.environ.get(ADDRESS)
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
             self._connect(size)
         try:
             self._actors = self._place(size, device, threads)
-            self._ranks = self._meet(size, device, timeout_s)
+            self._ranks = self._join(size, device, timeout_s)
         except BaseException:
             self.close()
             raise
         members = [_Member(actor) for actor in self._actors]
-        self.team = Team(self._ranks, members, self._tell, on_failure)
+        self.team = Team(self._ranks, members, self._send, on_failure)
 
     def _connect(self, size: int) -> None:
-        """To the cluster that is named, or one for this process alone. Raises ConfigError."""
-        given: dict[str, Any] = {"address": "local", "include_dashboard": False}
-        given["num_cpus"] = max(size, os.cpu_count() or 1)
+        """Connect to the cluster at RAY_ADDRESS, or start a local one. Raises ConfigError."""
+        options: dict[str, Any] = {"address": "local", "include_dashboard": False}
+        options["num_cpus"] = max(size, os.cpu_count() or 1)
         if self._address:
-            _check_answers(self._address)
-            given = {"address": self._address}
-        ends = signal.getsignal(signal.SIGTERM)
-        # Ray would tell its makers that it runs.
+            _check_reachable(self._address)
+            options = {"address": self._address}
+        handler = signal.getsignal(signal.SIGTERM)
+        # Disable Ray's usage reports.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
-            self._ray.init(**given, log_to_driver=False, logging_level=logging.ERROR)
+            self._ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:
             raise ConfigError(
-                f"Ray cannot be used ({type(error).__name__}: {error}); a run is on one of the "
-                f"cluster's machines, with its version of Ray and its token. Without {ADDRESS} it "
-                "is on this machine alone"
+                f"cannot connect to Ray ({type(error).__name__}: {error}); start the run on a "
+                "machine of the cluster, with the cluster's version of Ray and its token, or unset "
+                f"{ADDRESS} to use this machine alone"
             ) from error
         finally:
-            # Ray ends the process at once; a run ends with a checkpoint.
-            if ends is not None and threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, ends)
+            # Ray's handler ends the process at once; the run's handler saves a checkpoint first.
+            if handler is not None and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler)
 
     def _place(self, size: int, device: str, threads: int | None) -> list[Any]:
+        """Reserve resources and start one `Host` actor per other process. Raises ConfigError."""
         ray = self._ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as Strategy
@@ -196,14 +200,14 @@ class Cluster:
         bundles = [{"CPU": 1.0, **gpu} for _ in range(size)]
         bundles[0][f"node:{ray.util.get_node_ip_address()}"] = 0.001
         self._group = placement_group(bundles, strategy="PACK")
-        # Machines may still be joining a cluster that others have started; this one has all it has.
-        kind, patience = "GPU" if gpu else "CPU", JOIN_SECONDS if self._address else LOCAL_SECONDS
-        if not self._group.wait(patience):
+        # Machines may still be joining a cluster; a local Ray has all its resources at once.
+        kind, timeout = "GPU" if gpu else "CPU", JOIN_SECONDS if self._address else LOCAL_SECONDS
+        if not self._group.wait(timeout):
             have, free = ray.cluster_resources(), ray.available_resources()
             raise ConfigError(
-                f"a run of {size} processes takes {size} {kind}s, one of them on this machine, and "
+                f"a run of {size} processes needs {size} {kind}s, one of them on this machine; "
                 f"{'the Ray cluster' if self._address else 'this machine'} has "
-                f"{have.get(kind, 0):g}, {free.get(kind, 0):g} of them free; "
+                f"{have.get(kind, 0):g} in total and {free.get(kind, 0):g} free; "
                 + (
                     "let more machines join (`ray start --address=...`), or lower trainer.nnodes"
                     if self._address
@@ -217,37 +221,38 @@ class Cluster:
             return {"num_cpus": 1, "num_gpus": len(gpu), "scheduling_strategy": strategy}
 
         if gpu:
-            self._seat = ray.remote(_Seat).options(**options(0)).remote()
-            (name,) = ray.get(self._seat.gpus.remote())
+            self._reservation = ray.remote(_GPUReservation).options(**options(0)).remote()
+            (name,) = ray.get(self._reservation.gpus.remote())
             self.gpu = _own_index(name)
-        given = os.getcwd(), sys.path, threads
-        # As here: what libraries are told there changes numbers, or finds the network.
-        told = {k: v for k, v in os.environ.items() if k.startswith(TOLD)}
+        args = os.getcwd(), sys.path, threads
+        # The same environment everywhere: these variables change numerics or select the network.
+        env = {k: v for k, v in os.environ.items() if k.startswith(ENV_PREFIXES)}
         actors = [
             ray.remote(Host)
-            # Orders, calls and a thread that waits for answers at the same time.
-            .options(max_concurrency=MOST_CALLS, runtime_env={"env_vars": told}, **options(index))
-            .remote(*given)
+            # Commands, calls and the thread that fetches answers run concurrently.
+            .options(max_concurrency=MAX_CALLS, runtime_env={"env_vars": env}, **options(index))
+            .remote(*args)
             for index in range(1, size)
         ]
         self._actors = actors
-        self._all([actor.ready.remote() for actor in actors], "were not ready")
+        self._wait_for([actor.ready.remote() for actor in actors], "were not ready")
         return actors
 
-    def _all(self, references: list[Any], problem: str) -> None:
-        """Wait for all. Raises what one of them raised, and StageTimeoutError."""
+    def _wait_for(self, references: list[Any], problem: str) -> None:
+        """Wait for all references. Raises the first failure, or StageTimeoutError."""
         ray = self._ray
         try:
             ray.get(references, timeout=JOIN_SECONDS)
         except ray.exceptions.GetTimeoutError:
             raise StageTimeoutError(
                 f"the other {len(references)} processes of the run {problem} in "
-                f"{JOIN_SECONDS:g} s; `ray status` says what the cluster waits for"
+                f"{JOIN_SECONDS:g} s; run `ray status` to see what the cluster waits for"
             ) from None
         except ray.exceptions.RayError as error:
             raise _cause(error) from None
 
-    def _meet(self, size: int, device: str, timeout_s: float) -> Ranks:
+    def _join(self, size: int, device: str, timeout_s: float) -> Ranks:
+        """Form the process group of all processes, at a free port of this machine."""
         ray = self._ray
         with socket.socket() as probe:
             probe.bind(("", 0))
@@ -258,28 +263,28 @@ class Cluster:
             for rank, actor in enumerate(self._actors, 1)
         ]
         self.use_gpu()
-        # In a thread: where another process cannot come, it waits for as long as a stage may take.
+        # In a thread: if another process cannot join, this call blocks for `timeout_s`.
         own = DaemonThreads("meeting").submit(lambda: join(address, 0, size, device, timeout_s))
-        self._all(joining, f"have not met at {address}")
+        self._wait_for(joining, f"did not join at {address}")
         ranks = own.result(JOIN_SECONDS)
-        # PyTorch takes the first one for rank 0, and this machine may have given another.
+        # PyTorch selects GPU 0 for rank 0, but Ray may have assigned another one.
         self.use_gpu()
         return ranks
 
-    def _tell(
-        self, number: int, part: str, method: str, given: tuple[Any, ...]
+    def _send(
+        self, number: int, part: str, method: str, args: tuple[Any, ...]
     ) -> list[Future[Any]]:
-        # Put once: a batch may be large, and the others many.
-        shared = self._ray.put(given)
-        return [_future(a.order.remote(number, part, method, shared)) for a in self._actors]
+        # Store the arguments once: a batch may be large, and there may be many processes.
+        shared = self._ray.put(args)
+        return [_future(a.command.remote(number, part, method, shared)) for a in self._actors]
 
     def use_gpu(self) -> None:
-        """Have this thread compute on process 0's GPU: each thread has a choice of its own."""
+        """Select process 0's GPU in the calling thread. CUDA's current device is per thread."""
         if self.gpu is not None:
             torch.cuda.set_device(self.gpu)
 
     def close(self) -> None:
-        """End the other processes."""
+        """End the other processes, and Ray if this object started it."""
         ray = self._ray
         for actor in self._actors:
             ray.kill(actor)
@@ -292,29 +297,34 @@ class Cluster:
 
 
 def _own_index(name: str) -> int:
-    """Which of this process's GPUs Ray means: those that it may see are counted from 0. Raises
-    ConfigError."""
+    """The CUDA index, in this process, of the GPU that Ray calls `name`.
+
+    CUDA counts the GPUs of CUDA_VISIBLE_DEVICES from 0. Raises ConfigError if `name` is not among
+    them.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return int(name)
     names = visible.split(",")
     if name not in names:
         raise ConfigError(
-            f"Ray gives the run's first process GPU {name} of this machine, and it may see "
-            f"CUDA_VISIBLE_DEVICES={visible} alone; start Ray and the run with the same"
+            f"Ray assigned GPU {name} of this machine to the run's first process, which sees only "
+            f"CUDA_VISIBLE_DEVICES={visible}; start Ray and the run with the same "
+            "CUDA_VISIBLE_DEVICES"
         )
     return names.index(name)
 
 
-def _check_answers(address: str) -> None:
-    """Ray itself tries for minutes. Raises ConfigError."""
+def _check_reachable(address: str) -> None:
+    """Raise ConfigError if no cluster answers at `address` within 10 s. Ray itself would try for
+    minutes."""
     host, _, port = address.rpartition(":")
     if address == "auto":
         return
     if "://" in address or not port.isdecimal():
         raise ConfigError(
-            f"{ADDRESS}={address}: a run is on one of the cluster's machines and takes its address "
-            "as HOST:PORT (`ray start --head` prints it), or auto"
+            f"{ADDRESS}={address}: the address must be HOST:PORT (`ray start --head` prints it) or "
+            "auto, and the run must start on a machine of the cluster"
         )
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
@@ -326,7 +336,7 @@ def _check_answers(address: str) -> None:
 
 
 def _future(reference: Any) -> Future[Any]:
-    """That of a result of Ray's, whose failure is what was raised over there."""
+    """A future of a Ray result that fails with the exception raised in the other process."""
     inner: Future[Any] = reference.future()
     outer: Future[Any] = Future()
 
@@ -342,14 +352,15 @@ def _future(reference: Any) -> Future[Any]:
 
 
 def _cause(error: BaseException) -> BaseException:
+    """The exception behind an error of Ray: a TrainingError if the process died."""
     import ray
 
     if isinstance(error, ray.exceptions.RayActorError):
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return TrainingError(
-            f"another process of the run has died: {lines[0].rstrip('.')}. What it said last is in "
-            "Ray's logs (/tmp/ray/session_latest/logs on its machine); the same command goes on "
-            "from the last checkpoint"
+            f"another process of the run has died: {lines[0].rstrip('.')}. Its last messages are "
+            "in Ray's logs (/tmp/ray/session_latest/logs on its machine); run the same command "
+            "again to continue from the last checkpoint"
         )
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, SlipstreamError) else error

@@ -1,7 +1,7 @@
-"""The processes that work together, as the first one sees them: whom to tell, and in which order.
+"""Collective calls: process 0 has all processes call the same method.
 
-What computes together has to be begun in the same order everywhere, so orders are numbered. Knows
-no parts and no transport. Made by `placement`; used by `backend` and `engines`.
+Collective work must start in the same order in every process, so the commands are numbered. This
+module knows no parts and no transport. `placement` makes a `Team`; `backend` and `engines` use it.
 """
 
 from __future__ import annotations
@@ -19,105 +19,111 @@ from slipstream.training.protocol import TrainFuture
 T = TypeVar("T")
 
 GRACE_SECONDS = 10.0
-"""For so long the first process may go on after another one failed: mostly it fails likewise, and
-can say it better."""
+"""Seconds between a failure in another process and its report here. Usually process 0 fails for the
+same reason in this time, with a better message."""
 
 
 class Member(Protocol):
-    """The engine of another process (`host.Host`, elsewhere)."""
+    """The engine of another process (`host.Host` runs there)."""
 
-    def engine(self, call: str, method: str, *given: Any) -> Future[Any]:
-        """Call a method of its engine, now; what it returns, and the engine's counters."""
+    def engine(self, call: str, method: str, *args: Any) -> Future[Any]:
+        """Start a method of the engine; `call` is a unique id. The future's result is the method's
+        result and the engine's counters."""
         ...
 
     def withdraw(self, call: str) -> None:
-        """Cancel a call of the engine: it comes to its end, with nothing."""
+        """Cancel a call of the engine. Its result is then None."""
         ...
 
 
-Tell = Callable[[int, str, str, tuple[Any, ...]], Sequence[Future[Any]]]
-"""Has all others call a method of one of their parts when all orders of lower numbers are done."""
+Send = Callable[[int, str, str, tuple[Any, ...]], Sequence[Future[Any]]]
+"""Has every other process call a method of one of its parts, after all commands of lower numbers.
+Arguments: number, part, method, arguments of the method. Returns one future per process."""
 
 
 class Team:
-    """This process and those that it takes along: none where it is one of those itself.
+    """Process 0 and the processes that it commands. In the other processes a team has no members.
 
-    Work of all is begun by one after the other, and not while weights are on their way to engines:
-    the loops do one thing at a time, and nothing else calls.
+    Collective calls are started one at a time, and none while weights are being sent to engines:
+    only the loops call, and they do one thing at a time.
 
-    `on_failure` is told of what went wrong elsewhere while this process waits for it in vain.
+    `on_failure` is called with another process's failure if this process still waits after
+    `GRACE_SECONDS`.
     """
 
     def __init__(
         self,
         ranks: Ranks,
         members: Sequence[Member] = (),
-        tell: Tell = lambda number, part, method, given: (),
+        send: Send = lambda number, part, method, args: (),
         on_failure: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self.ranks = ranks
         self.members = members
-        self._tell = tell
+        self._send = send
         self._on_failure = on_failure
         self._lock = threading.Lock()
         self._next = 0
 
     @contextlib.contextmanager
-    def together(self, part: str, method: str, *given: Any) -> Iterator[Together]:
-        """The others call `method` of their `part`; the body begins what this process does."""
+    def collective(self, part: str, method: str, *args: Any) -> Iterator[CollectiveCall]:
+        """Have the other processes call `method` of their `part`. The body starts this process's
+        share of the work."""
         with self._lock:
             number, self._next = self._next, self._next + 1
-            begun = Together(self._tell(number, part, method, given), self._on_failure)
+            call = CollectiveCall(self._send(number, part, method, args), self._on_failure)
             try:
-                yield begun
+                yield call
             except BaseException as error:
-                begun.failed(error)
+                call.failed(error)
                 raise
 
 
-class Together:
-    """Work that all processes do at the same time."""
+class CollectiveCall:
+    """One call that all processes make; `remote` are the futures of the other processes."""
 
     def __init__(
-        self, elsewhere: Sequence[Future[Any]], on_failure: Callable[[BaseException], None]
+        self, remote: Sequence[Future[Any]], on_failure: Callable[[BaseException], None]
     ) -> None:
-        self._elsewhere = elsewhere
+        self._remote = remote
         self._on_failure = on_failure
-        self._over = threading.Event()
-        for future in elsewhere:
-            future.add_done_callback(self._look)
+        self._done = threading.Event()
+        for future in remote:
+            future.add_done_callback(self._check)
 
-    def _look(self, future: Future[Any]) -> None:
+    def _check(self, future: Future[Any]) -> None:
         error = future.exception()
         if error is None:
             return
 
-        def still_waiting() -> None:
-            if not self._over.wait(GRACE_SECONDS):
+        def report_if_still_waiting() -> None:
+            if not self._done.wait(GRACE_SECONDS):
                 self._on_failure(error)
 
-        threading.Thread(target=still_waiting, daemon=True).start()
+        threading.Thread(target=report_if_still_waiting, daemon=True).start()
 
     def failed(self, own: BaseException) -> None:
-        """This process's part went wrong. Raises what went wrong elsewhere, where that is why."""
-        self._over.set()
+        """Call this after this process failed with `own`. If another process's failure is the
+        likely cause, raises that one."""
+        self._done.set()
         if isinstance(own, SlipstreamError) or not isinstance(own, Exception):
             return
-        done, _ = wait(self._elsewhere, GRACE_SECONDS, FIRST_EXCEPTION)
+        done, _ = wait(self._remote, GRACE_SECONDS, FIRST_EXCEPTION)
         for future in done:
             if isinstance(error := future.exception(), SlipstreamError):
                 raise error from own
 
     def wait(self) -> None:
-        """Until the others are done, too. Raises what one of them raised."""
-        wait(self._elsewhere)
-        self._over.set()
-        for future in self._elsewhere:
+        """Wait for the other processes. Raises the first of their failures."""
+        wait(self._remote)
+        self._done.set()
+        for future in self._remote:
             future.result()
 
     def joined(self, own: TrainFuture[T]) -> TrainFuture[T]:
-        """This process's result, when all are done; its own failure comes first."""
-        if not self._elsewhere:
+        """A future of this process's result that completes when all processes are done. This
+        process's failure is reported before the failures of others."""
+        if not self._remote:
             return own
         both: Future[T] = Future()
 

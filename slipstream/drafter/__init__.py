@@ -1,1 +1,1 @@
-"""CO-TRAINING: the draft head learns from the hidden states of the policy."""
+"""Training of draft heads on the policy's hidden states, before RL and during it (co-training)."""

@@ -1,9 +1,9 @@
-"""How many drafts in a row would be accepted: measured along responses that are known.
+"""Measures the acceptance of a draft head on known responses, without running an engine.
 
-The engine accepts a draft where it is the token that the policy itself chooses there, from its law
-and the noise of the position (`sampling.choose`). A response that the policy sampled consists of
-these very tokens. So a chain of drafts from any of its slots is compared with the tokens that
-follow, and as far as it agrees, each draft has been made after the same tokens as in the engine.
+The engine accepts a draft token if it equals the token that the policy samples at that position
+with its noise (`sampling.choose`). A response of the policy consists of exactly these tokens. So
+the head drafts a chain after each token of a response, and the chain is compared with the tokens
+that follow. As long as they agree, the head has the same context as in the engine.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from slipstream.drafter.sequences import DraftSequence, PolicyEnds, collate
-from slipstream.models.decoder import takes_sequences_in_a_row
+from slipstream.drafter.sequences import DraftSequence, VocabLayers, collate
+from slipstream.models.decoder import supports_varlen
 from slipstream.models.draft.model import DraftModel
 from slipstream.models.numerics import pad_rows
 from slipstream.sampling.choose import SamplingRows, choose
 from slipstream.sampling.noise import key_words
 from slipstream.types import NoiseKey, SamplingParams
 
-_MUCH_WORSE = 0.1
-"""Share of verifications more with which a head is worse, however few prompts say so."""
+_LARGE_REGRESSION = 0.1
+"""A regression above this share is significant, however few prompts were measured."""
 
 ROWS_AT_ONCE = 1024
-"""Slots whose logits are in memory together."""
+"""Number of slots whose logits are in memory at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """A response with what decided its tokens: the noise of `key`, and `params`.
+    """A response, with the noise key and the sampling parameters that determined its tokens.
 
-    Its mask is 1 from the first token that the policy wrote to the end.
+    Its loss mask is 1 from the first token that the policy wrote to the end.
     """
 
     sequence: DraftSequence
@@ -43,12 +43,12 @@ class HeldOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Walk:
-    """What an engine with a fixed number of drafts would have done over some responses.
+class Replay:
+    """Counters of an engine that would decode given responses with a fixed number of draft tokens.
 
-    `tokens` are those that verifications gave: all but the first of each response. `accepted`
-    counts drafts that brought another token, as `EngineStats` does: one that ends a response does
-    not.
+    `tokens` counts the tokens from verifications: all except the first one of each response.
+    `accepted` counts like `EngineStats`: a draft token that ends a response yields no further token
+    and does not count.
     """
 
     verifications: int
@@ -58,33 +58,36 @@ class Walk:
 
     @property
     def tokens_per_verification(self) -> float:
-        """Accepted drafts and the policy's own token after them; 1 where nothing is accepted."""
+        """Mean accepted length: accepted draft tokens plus the policy's token after them. It is 1
+        if no draft is accepted."""
         return self.tokens / max(self.verifications, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
-    """What one head loses against another: the `share` of verifications that it takes more (below
-    0: fewer), and the `variance` of that. Losses one after the other add up."""
+class Regression:
+    """How much worse one head is than another: the `share` of verifications that it needs in
+    addition (negative if it needs fewer), and the `variance` of the share. Regressions of
+    successive heads add up."""
 
     share: float = 0.0
     variance: float = 0.0
 
-    def __add__(self, later: Loss) -> Loss:
-        return Loss(self.share + later.share, self.variance + later.variance)
+    def __add__(self, later: Regression) -> Regression:
+        return Regression(self.share + later.share, self.variance + later.variance)
 
     @property
-    def beyond_chance(self) -> bool:
-        """Whether it is more than one standard error, or much."""
-        return self.share > min(math.sqrt(self.variance), _MUCH_WORSE)
+    def significant(self) -> bool:
+        """Whether the share exceeds one standard error, or 10 % of the verifications."""
+        return self.share > min(math.sqrt(self.variance), _LARGE_REGRESSION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acceptance:
-    """`lengths[i][s]`: right drafts in a row, at most `depth`, after token s of response i.
+    """`lengths[i][s]` is the number of correct draft tokens after token s of response i.
 
-    There is one number for each token of the response but the last. `prompts[i]` names the prompt
-    of response i; responses that name none in common (empty: none at all) are independent.
+    It is at most `depth`. There is one number for each token of the response except the last.
+    `prompts[i]` identifies the prompt of response i. Responses to different prompts are
+    independent; an empty `prompts` means that all are.
     """
 
     depth: int
@@ -92,15 +95,17 @@ class Acceptance:
     prompts: Sequence[Hashable] = ()
 
     def at_depth(self, k: int) -> float:
-        """Share of chains, of those with k tokens to compare with, whose first k are right."""
+        """Share of chains whose first k draft tokens are all correct, among the chains with at
+        least k tokens left to compare."""
         long_enough = [n for row in self.lengths for n in row[: max(len(row) - k + 1, 0)]]
         return sum(n >= k for n in long_enough) / max(len(long_enough), 1)
 
-    def walk(self, drafts: int) -> Walk:
-        """The responses decoded with `drafts` (at most `depth`) drafts a verification."""
+    def replay(self, drafts: int) -> Replay:
+        """Counters of decoding the responses with `drafts` draft tokens per verification, at most
+        `depth`."""
         verifications = sum(self.verifications(drafts))
         tokens = sum(map(len, self.lengths))
-        return Walk(
+        return Replay(
             verifications=verifications,
             drafted=drafts * verifications,
             accepted=tokens - verifications,
@@ -108,75 +113,78 @@ class Acceptance:
         )
 
     def verifications(self, drafts: int) -> list[int]:
-        """How many each response takes so."""
+        """Number of verifications that each response needs with `drafts` draft tokens."""
         found = []
         for row in self.lengths:
-            place = count = 0
-            while place < len(row):
-                place += min(row[place], drafts, len(row) - place - 1) + 1
+            position = count = 0
+            while position < len(row):
+                position += min(row[position], drafts, len(row) - position - 1) + 1
                 count += 1
             found.append(count)
         return found
 
-    def loss_against(self, other: Acceptance) -> Loss:
-        """What is lost on the same responses, with as many drafts as were measured.
+    def regression_from(self, other: Acceptance) -> Regression:
+        """How much worse this head is than `other` on the same responses, at full depth.
 
-        Responses to one prompt are alike, so the error is that of a ratio between sums over
-        prompts, if in truth nothing is lost or gained: then what a prompt takes more is its
-        residual (cluster-robust; Cochran, Sampling Techniques, 1977, 9A).
+        Responses to one prompt are correlated, so the variance is cluster-robust, with prompts as
+        clusters: it is that of a ratio of sums over prompts under the null hypothesis of equal
+        heads, where a prompt's residual is its difference in verifications (Cochran, Sampling
+        Techniques, 1977, 9A).
         """
         theirs = other.verifications(self.depth)
-        more = Counter[Hashable]()
+        differences = Counter[Hashable]()
         names = self.prompts or range(len(theirs))
         for name, a, b in zip(names, self.verifications(self.depth), theirs, strict=True):
-            more[name] += a - b
+            differences[name] += a - b
         total = max(sum(theirs), 1)
-        squares = sum(d * d for d in more.values())
-        return Loss(more.total() / total, squares / total**2)
+        squares = sum(d * d for d in differences.values())
+        return Regression(differences.total() / total, squares / total**2)
 
 
 @torch.no_grad()
 def measure_acceptance(
     head: DraftModel,
     held_out: Sequence[HeldOut],
-    ends: PolicyEnds,
+    vocab: VocabLayers,
     *,
     depth: int,
     batch_size: int = 32,
 ) -> Acceptance:
-    """Draft `depth` tokens after every token of each response, and see how far they are right.
+    """Draft `depth` tokens after every token of each response, and count the correct ones.
 
-    `ends` are those of the policy that wrote the responses; the head computes in their dtype.
+    `vocab` are the embedding and LM head of the policy that wrote the responses. The head computes
+    in their dtype.
     """
-    packed = head.pack(ends.dtype)
-    padded = not takes_sequences_in_a_row(head.config, ends.dtype, ends.embedding_VD.device)
+    packed = head.pack(vocab.dtype)
+    padded = not supports_varlen(head.config, vocab.dtype, vocab.embedding_VD.device)
     lengths: list[list[int]] = [[] for _ in held_out]
     order = sorted(range(len(held_out)), key=lambda i: len(held_out[i].sequence.tokens))
     for start in range(0, len(order), batch_size):
         part = order[start : start + batch_size]
-        batch = collate([held_out[i].sequence for i in part], ends, padded=padded)
+        batch = collate([held_out[i].sequence for i in part], vocab, padded=padded)
         ids = batch.tokens_BT.flatten()
-        sequence_M, place_M, _ = batch.places()
+        sequence_M, position_M, _ = batch.positions()
         rows = _rows([held_out[i] for i in part], ids.device)
-        right = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
+        correct = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
         unrolled = packed.unroll(
             batch.tokens_BT.roll(-1, -1),
-            batch.given,
-            ends.embedding_VD,
+            batch.head_inputs,
+            vocab.embedding_VD,
             depth,
             lengths=batch.lengths,
         )
         for k, predicted in enumerate(unrolled):
-            states, slots = predicted.flatten(0, 1), batch.drafted(2 + k)
-            # Those whose drafts so far were right.
-            for some in torch.split(slots[right[slots] == k], ROWS_AT_ONCE):
-                logits = packed.logits(pad_rows(states[some]), ends.lm_head)[: len(some)]
-                drafts = choose(logits, place_M[some] + (2 + k), rows.part(sequence_M[some])).tokens
-                right[some] += drafts == ids[some + (2 + k)]
+            states, slots = predicted.flatten(0, 1), batch.slots(2 + k)
+            # Continue only the chains that are correct so far.
+            for some in torch.split(slots[correct[slots] == k], ROWS_AT_ONCE):
+                logits = packed.logits(pad_rows(states[some]), vocab.lm_head)[: len(some)]
+                positions = position_M[some] + (2 + k)
+                drafts = choose(logits, positions, rows.part(sequence_M[some])).tokens
+                correct[some] += drafts == ids[some + (2 + k)]
         for row, index in enumerate(part):
             sequence = held_out[index].sequence
             prompt = next(i for i, m in enumerate(sequence.loss_mask) if m)
-            own = right[sequence_M == row]
+            own = correct[sequence_M == row]
             lengths[index] = own[prompt - 1 : len(sequence.tokens) - 2].tolist()
     prompts = [(h.key.seed, h.key.namespace, h.key.epoch, h.key.uid) for h in held_out]
     return Acceptance(depth=depth, lengths=lengths, prompts=prompts)

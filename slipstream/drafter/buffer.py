@@ -1,7 +1,7 @@
-"""Responses of the last RL steps, with features: what a draft head learns from while RL goes on.
+"""Replay buffer for co-training: responses of the last RL steps, with the policy's features.
 
-Bounded in bytes and in age. Which responses come in is the collector's matter, what is done with
-them the trainer's. Shapes: T tokens, D hidden width.
+The buffer is bounded in bytes and in age. The collector chooses the responses, the trainer trains
+on them. Shapes: T tokens, D hidden width.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from slipstream.types import NoiseKey, PolicyVersion
 
 @dataclass(slots=True, kw_only=True)
 class BufferedSequence:
-    """A response of RL step `step`, whose newest policy was `version`, sampled with the noise of
-    `key`; `uses` is how often it has been trained on."""
+    """A response of RL step `step`, sampled with the noise of `key`.
+
+    `version` is the newest policy version that wrote a part of it. `uses` counts how often it was
+    trained on.
+    """
 
     sequence: DraftSequence
     key: NoiseKey
@@ -29,13 +32,13 @@ class BufferedSequence:
     uses: int = 0
 
     @property
-    def place(self) -> tuple[object, ...]:
-        """Its place among others, whenever they come in."""
+    def sort_key(self) -> tuple[object, ...]:
+        """Orders responses by step, and does not depend on when they arrived."""
         return self.step, astuple(self.key)
 
     @property
     def nbytes(self) -> int:
-        """Of the features: tokens are nothing beside them."""
+        """Size of the features in bytes. The tokens are negligible."""
         return self.sequence.features_TF.nbytes
 
 
@@ -43,11 +46,10 @@ class BufferedSequence:
 class BufferSettings:
     """Limits of a `DraftBuffer`.
 
-    Responses older than `lookback_steps` RL steps are given up, then, where the rest take more than
-    `max_bytes`, the oldest; but the longest ones, up to `long_share` of the bytes, stay until they
-    are too old: few responses are long, and drafts pay most there. No response is trained on more
-    than `max_uses` times: many passes over the same ones overfit. Raises ConfigError for values
-    that cannot be.
+    Responses older than `lookback_steps` RL steps are dropped. If the rest exceed `max_bytes`, the
+    oldest are evicted. The longest responses, up to `long_share` of the bytes, are never evicted:
+    few responses are long, and drafts save most time there. Each response is trained on at most
+    `max_uses` times, to avoid overfitting. Raises ConfigError for impossible values.
     """
 
     max_bytes: int = 1 << 28
@@ -63,7 +65,7 @@ class BufferSettings:
 
 @dataclass(slots=True, kw_only=True)
 class BufferCounts:
-    """What has happened to a buffer so far, in responses."""
+    """Numbers of responses that a buffer received, dropped as too old, and evicted for space."""
 
     received: int = 0
     too_old: int = 0
@@ -71,126 +73,125 @@ class BufferCounts:
 
 
 class DraftBuffer:
-    """The responses, oldest first, and those of one step in an order of their own: a head should
-    not depend on who came in first."""
+    """Buffered responses, oldest first. Within a step they are ordered by noise key, so that
+    training does not depend on the order in which they finished."""
 
     def __init__(self, settings: BufferSettings) -> None:
         self.settings = settings
         self.counts = BufferCounts()
         self.nbytes = 0
         self.newest_used: PolicyVersion | None = None
-        """Newest policy version of what has been trained on; None before anything was."""
-        self._kept: list[BufferedSequence] = []
+        """Newest policy version among the responses trained on; None before the first."""
+        self._entries: list[BufferedSequence] = []
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
-    def add(self, kept: BufferedSequence) -> None:
-        """Take in a response, and give up what is then too much.
+    def add(self, entry: BufferedSequence) -> None:
+        """Add a response; evict others if the buffer then exceeds `max_bytes`.
 
         Raises ConfigError for a response larger than the whole buffer.
         """
-        if kept.nbytes > self.settings.max_bytes:
+        if entry.nbytes > self.settings.max_bytes:
             raise ConfigError(
                 f"speculative.train.buffer_bytes={self.settings.max_bytes} cannot hold one "
-                f"response of {len(kept.sequence.tokens)} tokens ({kept.nbytes} bytes); raise it, "
-                "or lower speculative.train.max_seq_len"
+                f"response of {len(entry.sequence.tokens)} tokens ({entry.nbytes} bytes); raise "
+                "it, or lower speculative.train.max_seq_len"
             )
-        insort(self._kept, kept, key=attrgetter("place"))
-        self.nbytes += kept.nbytes
+        insort(self._entries, entry, key=attrgetter("sort_key"))
+        self.nbytes += entry.nbytes
         self.counts.received += 1
         if self.nbytes > self.settings.max_bytes:
             self._evict()
 
-    def forget_before(self, step: int) -> None:
-        """Give up what RL step `step` does not look back to."""
+    def drop_before(self, step: int) -> None:
+        """Drop the responses that are too old for RL step `step`."""
         first = step - self.settings.lookback_steps + 1
-        fresh = [kept for kept in self._kept if kept.step >= first]
-        self.counts.too_old += len(self._kept) - len(fresh)
+        fresh = [entry for entry in self._entries if entry.step >= first]
+        self.counts.too_old += len(self._entries) - len(fresh)
         self._replace(fresh)
 
     def batches(self, batch_size: int, key: str) -> Iterator[list[DraftSequence]]:
-        """Batches of responses of similar length, those that were trained on least first, and of
-        these the newest; ends when all have been trained on `max_uses` times.
+        """Yield batches of responses of similar length, until all reached `max_uses`.
 
-        A response counts as trained on when its batch is taken. `key` decides the order where
-        nothing else does.
+        The least used responses come first, among these the newest. A response counts as used when
+        its batch is taken. `key` seeds the order of the rest.
         """
         number = 0
         while True:
-            left = [kept for kept in self._kept if kept.uses < self.settings.max_uses]
+            left = [entry for entry in self._entries if entry.uses < self.settings.max_uses]
             if not left:
                 return
-            fewest = min((kept.uses, -kept.step) for kept in left)
-            part = [kept for kept in left if (kept.uses, -kept.step) == fewest]
-            lengths = [len(kept.sequence.tokens) for kept in part]
-            for places in length_buckets(lengths, batch_size, f"{key}/{number}"):
-                chosen = [part[place] for place in places]
-                for kept in chosen:
-                    kept.uses += 1
-                newest = max(kept.version for kept in chosen)
+            first = min((entry.uses, -entry.step) for entry in left)
+            part = [entry for entry in left if (entry.uses, -entry.step) == first]
+            lengths = [len(entry.sequence.tokens) for entry in part]
+            for indices in length_buckets(lengths, batch_size, f"{key}/{number}"):
+                chosen = [part[index] for index in indices]
+                for entry in chosen:
+                    entry.uses += 1
+                newest = max(entry.version for entry in chosen)
                 self.newest_used = max(newest, self.newest_used or 0)
-                yield [kept.sequence for kept in chosen]
+                yield [entry.sequence for entry in chosen]
             number += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as a tree with tensors."""
+        """The whole state, as a tree with tensors."""
         return {
             "counts": asdict(self.counts),
             "newest_used": self.newest_used,
-            "kept": [to_tree(kept) for kept in self._kept],
+            "kept": [to_tree(entry) for entry in self._entries],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`; what is beyond the settings' limits is given up."""
+        """Restore `state_dict()`. Evicts responses if the settings' limits are lower now."""
         self.counts = BufferCounts(**state["counts"])
         self.newest_used = state["newest_used"]
-        self._replace(sorted(map(from_tree, state["kept"]), key=attrgetter("place")))
+        self._replace(sorted(map(from_tree, state["kept"]), key=attrgetter("sort_key")))
         if self.nbytes > self.settings.max_bytes:
             self._evict()
 
-    def _replace(self, kept: list[BufferedSequence]) -> None:
-        self._kept = kept
-        self.nbytes = sum(one.nbytes for one in kept)
+    def _replace(self, entries: list[BufferedSequence]) -> None:
+        self._entries = entries
+        self.nbytes = sum(entry.nbytes for entry in entries)
 
     def _evict(self) -> None:
         protected = self._longest(self.settings.long_share * self.settings.max_bytes)
-        left, over = list[BufferedSequence](), self.nbytes - self.settings.max_bytes
-        for kept in self._kept:
-            if over > 0 and id(kept) not in protected:
-                over -= kept.nbytes
+        left, excess = list[BufferedSequence](), self.nbytes - self.settings.max_bytes
+        for entry in self._entries:
+            if excess > 0 and id(entry) not in protected:
+                excess -= entry.nbytes
                 self.counts.evicted += 1
             else:
-                left.append(kept)
+                left.append(entry)
         self._replace(left)
 
     def _longest(self, nbytes: float) -> set[int]:
-        """The longest responses, newest first among equals, that take at most so many bytes."""
+        """Ids of the longest responses that fit into `nbytes`, newest first among equals."""
         found = set[int]()
-        for kept in sorted(self._kept, key=lambda one: (-one.nbytes, -one.step)):
-            nbytes -= kept.nbytes
+        for entry in sorted(self._entries, key=lambda one: (-one.nbytes, -one.step)):
+            nbytes -= entry.nbytes
             if nbytes < 0:
                 break
-            found.add(id(kept))
+            found.add(id(entry))
         return found
 
 
-def to_tree(kept: BufferedSequence) -> dict[str, Any]:
-    """As `checkpoint.tree` takes it."""
-    sequence = kept.sequence
+def to_tree(entry: BufferedSequence) -> dict[str, Any]:
+    """A tree that `checkpoint.tree` can save."""
+    sequence = entry.sequence
     return {
         "tokens": list(sequence.tokens),
         "features": sequence.features_TF,
         "loss_mask": list(sequence.loss_mask),
-        "key": list(astuple(kept.key)),
-        "step": kept.step,
-        "version": kept.version,
-        "uses": kept.uses,
+        "key": list(astuple(entry.key)),
+        "step": entry.step,
+        "version": entry.version,
+        "uses": entry.uses,
     }
 
 
 def from_tree(tree: Mapping[str, Any]) -> BufferedSequence:
-    """What `to_tree` made."""
+    """The response of a tree that `to_tree` made."""
     return BufferedSequence(
         sequence=DraftSequence(
             tokens=tree["tokens"], features_TF=tree["features"], loss_mask=tree["loss_mask"]

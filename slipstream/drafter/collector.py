@@ -1,9 +1,8 @@
-"""Rows of an RL step with their features, kept for the draft head.
+"""Collects rows of an RL step, with the policy's features, for training the draft head.
 
-A `FeatureSink`: rows are chosen before the trainer's forward pass, which computes the features
-anyway, and their hidden states come with the tokens they belong to; those that an engine has
-handed over while it decoded (`decoded`) are not asked for again. Works on the trainer's compute
-thread.
+A `FeatureSink`: it selects rows before the trainer's forward pass and then receives their hidden
+states, which that pass computes anyway. Features that an engine already computed during decoding
+(`decoded`) are used instead. Runs on the trainer's compute thread.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from slipstream.types import Features, NoiseKey, PolicyVersion, SamplingParams, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectorSettings:
-    """Which rows are kept, and how much of them.
+    """Which rows are collected, and how much of each.
 
-    `held_out` is how many responses are kept to measure acceptance on: one in `held_out_every`,
-    never trained on, the newest ones. `params` is how responses are sampled. What follows after
-    `max_length` tokens is left out. `aux_layers` are the head's (`DraftModel`). Raises ConfigError
-    for counts below 1.
+    One prompt in `held_out_every` is held out: its responses are never trained on, and the newest
+    `held_out` of them measure acceptance. `params` are the sampling parameters of the responses.
+    Rows are cut after `max_length` tokens. `aux_layers` are the head's (`DraftModel`). Raises
+    ConfigError for values that are too small.
     """
 
     params: SamplingParams
@@ -52,11 +51,10 @@ class CollectorSettings:
 
 
 class RowCollector:
-    """`FeatureSink` that makes `BufferedSequence` of the rows of a step, whoever computed their
-    features.
+    """A `FeatureSink` that turns the rows of a step into `BufferedSequence`s.
 
-    Features are those of all tokens but the last, which nothing is predicted from: an engine that
-    stops there does not compute them.
+    Each has the features of all tokens except the last one: nothing is predicted from the last
+    token, and the engine does not compute its features.
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class RowCollector:
         keep: Callable[[BufferedSequence], None],
         decoded: DecodedFeatures | None = None,
     ) -> None:
-        """Every row goes to `keep`; `decoded` has what came from an engine."""
+        """`keep` is called with every row. `decoded` holds features from decoding, if any."""
         self.tap_layers = settings.aux_layers
         self._settings = settings
         self._keep = keep
@@ -73,32 +71,35 @@ class RowCollector:
         self._wanted, self._step, self._version = False, 0, 0
 
     def begin_step(self, step: int, version: PolicyVersion, *, wanted: bool = True) -> None:
-        """RL step `step` is about to be trained on, whose responses were written under policy
-        `version` at the latest; its rows are kept where that is `wanted`."""
+        """Prepare for the rows of RL step `step`, and collect them if `wanted`. `version` is the
+        newest policy version that wrote a part of them."""
         self._wanted, self._step, self._version = wanted, step, version
 
     def select(self, batch: TrainBatch) -> set[int]:
-        """See `FeatureSink`: the rows with something to draft whose noise is known. Those that the
-        engine has handed over are kept here and now."""
+        """The rows whose features are needed from the forward pass: rows with a known noise key and
+        at least one token to draft. Rows with features from decoding are collected here instead."""
         if not self._wanted:
             return set()
         wanted = {
             index
-            for index, row in enumerate(batch.rows)
-            if row.key is not None and any(row.loss_mask[2 : self._settings.max_length])
+            for index, (key, mask) in enumerate(
+                zip(batch.keys, batch.loss_mask.split(batch.lengths), strict=True)
+            )
+            if key is not None and bool(mask[2 : self._settings.max_length].any())
         }
         if self._decoded is None:
             return wanted
         for index in sorted(wanted):
-            row = batch.rows[index]
-            hidden = self._decoded.take(row)
+            key, place = batch.keys[index], batch.slice_of(index)
+            tokens = batch.tokens[place].tolist()
+            hidden = self._decoded.take(key, tokens)
             if hidden is not None:
                 wanted.remove(index)
-                self._add(row.tokens, row.loss_mask, hidden, row.key)
+                self._add(tokens, batch.loss_mask[place].tolist(), hidden, key)
         return wanted
 
     def receive(self, features: Features) -> None:
-        """See `FeatureSink`."""
+        """Collect the features of one selected row."""
         hidden = features.hidden
         if features.aux_layers is not None:
             hidden = torch.cat([features.aux_layers, hidden], -1)
@@ -107,11 +108,11 @@ class RowCollector:
     def _add(
         self, tokens: list[int], loss_mask: list[float], hidden: Tensor, key: NoiseKey | None
     ) -> None:
-        assert key is not None, "selected"
+        assert key is not None, "only rows with a key are selected"
         length = self._settings.max_length
         rows = min(len(tokens) - 1, length)
         if len(hidden) > rows:
-            # A part of them would keep the memory of the whole.
+            # Clone, because a slice would keep the memory of the whole tensor.
             hidden = hidden[:rows].clone()
         self._keep(
             BufferedSequence(
@@ -126,20 +127,20 @@ class RowCollector:
 
 
 class FeatureForwarder(RowCollector):
-    """For who trains elsewhere: the rows of a step, to be taken away."""
+    """Collects the rows of a step for a trainer in another process."""
 
     def __init__(self, settings: CollectorSettings, decoded: DecodedFeatures | None = None) -> None:
-        self._kept: list[BufferedSequence] = []
-        super().__init__(settings, lambda kept: self._kept.append(kept), decoded)
+        self._entries: list[BufferedSequence] = []
+        super().__init__(settings, lambda entry: self._entries.append(entry), decoded)
 
     def take(self) -> list[BufferedSequence]:
-        """What has come since the last call."""
-        taken, self._kept = self._kept, []
-        return taken
+        """Return the rows collected since the last call."""
+        entries, self._entries = self._entries, []
+        return entries
 
 
 class FeatureCollector(RowCollector):
-    """Into a buffer, and beside it into a few responses that are only measured on."""
+    """Collects rows into a training buffer and a small set of held-out responses."""
 
     def __init__(
         self,
@@ -154,37 +155,38 @@ class FeatureCollector(RowCollector):
 
     @property
     def held_out(self) -> list[HeldOut]:
-        """The newest responses that are not trained on."""
+        """The newest held-out responses."""
         params = self.settings.params
-        return [HeldOut(sequence=k.sequence, key=k.key, params=params) for k in self._held_out]
+        return [HeldOut(sequence=e.sequence, key=e.key, params=params) for e in self._held_out]
 
     def begin_step(self, step: int, version: PolicyVersion, *, wanted: bool = True) -> None:
-        """See `RowCollector`. What is too old then is given up."""
+        """Prepare for the rows of a step (`RowCollector`), and drop buffered rows that are too
+        old."""
         super().begin_step(step, version, wanted=wanted)
-        self.buffer.forget_before(step)
+        self.buffer.drop_before(step)
 
-    def keep(self, kept: BufferedSequence) -> None:
-        """Take a response in: to train on, or to measure on."""
-        if not self._is_held_out(kept.key):
-            self.buffer.add(kept)
+    def keep(self, entry: BufferedSequence) -> None:
+        """Add a response to the buffer, or to the held-out set if its prompt is held out."""
+        if not self._is_held_out(entry.key):
+            self.buffer.add(entry)
             return
-        insort(self._held_out, kept, key=attrgetter("place"))
+        insort(self._held_out, entry, key=attrgetter("sort_key"))
         del self._held_out[: -self.settings.held_out]
 
     def state_dict(self) -> dict[str, Any]:
         """Buffer and held-out responses, as a tree with tensors."""
         return {
             "buffer": self.buffer.state_dict(),
-            "held_out": [to_tree(kept) for kept in self._held_out],
+            "held_out": [to_tree(entry) for entry in self._held_out],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`."""
+        """Restore `state_dict()`."""
         self.buffer.load_state_dict(state["buffer"])
         self._held_out = [from_tree(tree) for tree in state["held_out"]][-self.settings.held_out :]
 
     def _is_held_out(self, key: NoiseKey) -> bool:
-        """By all samples of a prompt at once: siblings are alike."""
+        """Whether this prompt is held out. All samples of a prompt are, because they are alike."""
         name = f"{key.seed}/{key.epoch}/{key.uid}".encode()
         number = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "little")
         return number % self.settings.held_out_every == 0

@@ -1,10 +1,10 @@
-"""A draft head that learns while the policy does: slices of training, and what may be published.
+"""Co-training: trains a draft head during RL in slices, and checks each result before it is used.
 
     rows of an RL step -> collector -> buffer -> slice of training -> held-out check -> new version
 
-Nothing here knows engines, clocks or the RL loop: whoever has time to spare (the loop itself every
-few steps, a process beside a rollout) asks for a slice, may stop it between two optimizer steps,
-and hands the head on where the check has let it pass. Blocks; works on the caller's thread.
+This module knows no engines, no clocks and no RL loop. The caller (`interval` every few steps, or
+the worker process of `opportunistic`) runs a slice, may stop it between two optimizer steps, and
+publishes the head if it passed the check. Calls block, and run on the caller's thread.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import PARAM_LIST, AveragedModel
 
-from slipstream.drafter.acceptance import Acceptance, HeldOut, Loss, measure_acceptance
+from slipstream.drafter.acceptance import Acceptance, HeldOut, Regression, measure_acceptance
 from slipstream.drafter.collector import FeatureCollector
-from slipstream.drafter.sequences import DraftSequence, PolicyEnds
+from slipstream.drafter.sequences import DraftSequence, VocabLayers
 from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings, Metrics
 from slipstream.errors import CheckpointError, ConfigError, TrainingError, check_at_least_one
 from slipstream.models.draft.model import DraftModel
@@ -29,9 +29,12 @@ from slipstream.types import PolicyVersion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoTrainSettings:
-    """`updates` optimizer steps on `batch_size` responses each make a slice; acceptance is measured
-    for up to `accept_depth` drafts in a row. Of the averaged weights, each step keeps `ema_decay`,
-    at least 0 and below 1. Raises ConfigError for counts below 1 and for another decay."""
+    """Settings of co-training.
+
+    A slice has `updates` optimizer steps on `batch_size` responses each. Acceptance is measured
+    for chains of `accept_depth` draft tokens. `ema_decay`, in [0, 1), is the decay of the averaged
+    weights. Raises ConfigError for counts below 1 and for other decays.
+    """
 
     train: DraftTrainSettings
     updates: int
@@ -43,16 +46,18 @@ class CoTrainSettings:
         check_at_least_one(self, "updates", "batch_size", "accept_depth", where="co-training: ")
         if not 0 <= self.ema_decay < 1:
             raise ConfigError(
-                f"co-training: ema_decay={self.ema_decay} must be at least 0, where the newest "
-                "weights are taken as they are, and below 1"
+                f"co-training: ema_decay={self.ema_decay} must be at least 0 (no averaging) and "
+                "below 1"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """What came of a slice: its metrics, and whether there is a new version to publish, or a
-    trained head was held back. Neither where nothing was trained, or where training failed:
-    `failure` says why."""
+    """The result of a slice.
+
+    `adopted`: the trained head is the new version to publish. `held_back`: it failed the held-out
+    check. Both are False if nothing was trained. `failure` is the reason if training failed.
+    """
 
     metrics: Metrics
     adopted: bool
@@ -61,60 +66,61 @@ class Slice:
 
 
 class CoTraining:
-    """The head that learns, the average of what it has been, and the head in use.
+    """The head in training, the average of its weights, and the head in use.
 
-    RL goes on, so the learning rate cannot fall, and at a constant one the weights keep jumping
-    about what they are looking for: their exponential moving average is nearer to it (Polyak and
-    Juditsky 1992). It is what is measured and published, and begins as the plain mean, in which the
-    weights before the first step have no part.
+    The policy keeps changing, so the learning rate cannot decay to 0. At a constant rate the
+    weights fluctuate around the optimum, and their exponential moving average is closer to it
+    (Polyak and Juditsky 1992). The average is what is measured and published. It starts as the
+    plain mean of the weights after each step; the initial weights have no part in it.
 
-    `version` counts what was published; a slice whose head accepts less on the held-out responses
-    than the one in use, by more than chance, is held back, and training goes on from it. What each
-    head that is published loses against the one before, within chance, adds up (`lost`) until one
-    makes up for it: many small losses in a row are no chance. (Measuring the best head so far
-    again on each slice's responses would say the same for half as much time again: the head in use
-    is measured on them anyway, and where nothing adds up it is the best one.)
+    `version` counts the published heads. A slice's head is held back if its acceptance on held-out
+    responses is lower than that of the head in use, by more than chance; training then continues
+    from the trained head. Regressions within chance are still published, but they add up
+    (`regression`) until a head makes up for them, because many small losses in a row are not
+    chance. (Measuring the best head so far on the responses of each slice would give the same
+    result at 1.5 times the cost. The head in use is measured anyway, and it is the best one if
+    nothing has added up.)
     """
 
     def __init__(
         self, head: DraftModel, collector: FeatureCollector, settings: CoTrainSettings
     ) -> None:
-        """`head` learns; as it is now it is in use, as version 0."""
+        """Train `head`. A copy of its current weights is in use, as version 0."""
         self.collector = collector
         self.settings = settings
         self.trainer = DraftTrainer(head, settings.train)
         self.average = _average(head, settings.ema_decay)
         self.version = self.hold_backs = self.failures = self.tokens_seen = 0
         self.trained_to: PolicyVersion | None = None
-        """The newest policy whose responses the head in use was trained on; None: of none that is
-        known."""
-        self.lost = Loss()
+        """Newest policy version whose responses the head in use was trained on; None if
+        unknown."""
+        self.regression = Regression()
         self.used = head.blank().to(head.device)
         self.used.load_state_dict(head.state_dict())
 
     def published(self) -> list[tuple[str, Tensor]]:
-        """Copies of the weights of the head in use."""
+        """Copies of the weights of the head in use, by name."""
         return list(_tensors(self.used).items())
 
     def slice(
-        self, ends: PolicyEnds, *, step: int, stop: Callable[[], bool] = lambda: False
+        self, vocab: VocabLayers, *, step: int, stop: Callable[[], bool] = lambda: False
     ) -> Slice:
-        """Train after RL step `step`; `ends` are the policy's as it is now, `stop` ends training
-        between two optimizer steps.
+        """Train for one slice after RL step `step`, and check the result on held-out responses.
 
-        Where loss or gradient is not finite the slice ends, with the head in use as it was: drafts
-        are not worth the end of a run, and the policy's own loss is watched elsewhere. Training
-        goes on from the head in use, with a new optimizer: what led there is not to be trusted.
+        `vocab` are the current policy's embedding and LM head. `stop` ends training between two
+        optimizer steps. If the loss or the gradient is not finite, the slice ends and the head in
+        use stays, but no error is raised: a failing draft head must not end a run. Training then
+        restarts from the head in use with a new optimizer.
         """
         s, held_out = self.settings, self.collector.held_out
         started = time.perf_counter()
         batches = self.collector.buffer.batches(s.batch_size, f"{s.train.seed}/{step}")
-        before = self._accepted(self.used, held_out, ends)
+        before = self._accepted(self.used, held_out, vocab)
         history, failure = list[Metrics](), None
         try:
             history = self.trainer.train(
                 self._counted(batches),
-                ends,
+                vocab,
                 steps=s.updates,
                 stop=stop,
                 after_step=lambda _, __: self.average.update_parameters(self.trainer.head),
@@ -122,15 +128,15 @@ class CoTraining:
         except TrainingError as error:
             failure = str(error)
             self.failures += 1
-            self._begin_anew()
+            self._restart()
         trained = self._averaged
-        after = self._accepted(trained, held_out, ends) if history else before
+        after = self._accepted(trained, held_out, vocab) if history else before
         adopted = False
         if history and before is not None and after is not None:
-            lost = self.lost + after.loss_against(before)
-            adopted = not lost.beyond_chance
+            regression = self.regression + after.regression_from(before)
+            adopted = not regression.significant
             if adopted:
-                self.lost = lost if lost.share > 0 else Loss()
+                self.regression = regression if regression.share > 0 else Regression()
         if adopted:
             self.used.load_state_dict(trained.state_dict())
             self.version += 1
@@ -143,7 +149,7 @@ class CoTraining:
         return Slice(metrics=metrics, adopted=adopted, held_back=held_back, failure=failure)
 
     def counts(self) -> Metrics:
-        """What has happened so far."""
+        """Counters since the start, as metrics."""
         buffer = self.collector.buffer
         return {
             "drafter/updates": self.trainer.step,
@@ -169,18 +175,20 @@ class CoTraining:
             "failures": self.failures,
             "tokens_seen": self.tokens_seen,
             "trained_to": self.trained_to,
-            "lost": [self.lost.share, self.lost.variance],
+            "lost": [self.regression.share, self.regression.variance],
             "collector": self.collector.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`. Raises CheckpointError where it is another version's."""
+        """Restore `state_dict()`. Raises CheckpointError if another version of Slipstream wrote
+        it."""
         missing = self.state_dict().keys() - state.keys()
         if missing:
             raise CheckpointError(
-                f"the state of co-training has no {', '.join(sorted(missing))}: another version "
-                "wrote it; begin anew with its head (trainer.resume_mode=disable and "
-                "speculative.eagle.spec_model_path), or go on with that version"
+                f"the state of co-training has no {', '.join(sorted(missing))}, because another "
+                "version of Slipstream wrote it; start anew from its head "
+                "(trainer.resume_mode=disable and speculative.eagle.spec_model_path), or resume "
+                "with that version"
             )
         self.trainer.head.load_state_dict(state["head"])
         self.trainer.load_state_dict(state["trainer"])
@@ -189,16 +197,16 @@ class CoTraining:
         for name in ("version", "hold_backs", "failures", "tokens_seen"):
             setattr(self, name, int(state[name]))
         self.trained_to = state["trained_to"]
-        self.lost = Loss(*state["lost"])
+        self.regression = Regression(*state["lost"])
         self.collector.load_state_dict(state["collector"])
 
-    def begin_with(
+    def start_from(
         self, weights: Mapping[str, Tensor], version: int, trained_to: PolicyVersion | None
     ) -> None:
-        """Go on from a head in use, of which nothing else is known."""
+        """Start from the weights of a head in use, without optimizer state or buffer."""
         self.used.load_state_dict(weights)
-        self._begin_anew()
-        self.version, self.trained_to, self.lost = version, trained_to, Loss()
+        self._restart()
+        self.version, self.trained_to, self.regression = version, trained_to, Regression()
 
     @property
     def _averaged(self) -> DraftModel:
@@ -206,10 +214,10 @@ class CoTraining:
         assert isinstance(head, DraftModel)
         return head
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         """Train from the head in use, with a new optimizer and a new average."""
         self.trainer.head.load_state_dict(self.used.state_dict())
-        self.trainer.forget_moments()
+        self.trainer.reset_optimizer()
         self.average = _average(self.trainer.head, self.settings.ema_decay)
 
     def _counted(self, batches: Iterator[list[DraftSequence]]) -> Iterator[list[DraftSequence]]:
@@ -218,22 +226,22 @@ class CoTraining:
             yield batch
 
     def _accepted(
-        self, head: DraftModel, held_out: Sequence[HeldOut], ends: PolicyEnds
+        self, head: DraftModel, held_out: Sequence[HeldOut], vocab: VocabLayers
     ) -> Acceptance | None:
-        """None where there is nothing to measure on."""
+        """Acceptance on the held-out responses; None if there are none."""
         if not held_out:
             return None
         s = self.settings
         return measure_acceptance(
-            head, held_out, ends, depth=s.accept_depth, batch_size=s.batch_size
+            head, held_out, vocab, depth=s.accept_depth, batch_size=s.batch_size
         )
 
 
 def _average(head: DraftModel, decay: float) -> AveragedModel:
-    """Of nothing yet: its first update takes the weights as they are."""
+    """An empty moving average: its first update copies the weights."""
 
-    def update(averages: PARAM_LIST, weights: PARAM_LIST, taken: Tensor | int) -> None:
-        keep = min(decay, int(taken) / (int(taken) + 1))
+    def update(averages: PARAM_LIST, weights: PARAM_LIST, count: Tensor | int) -> None:
+        keep = min(decay, int(count) / (int(count) + 1))
         torch._foreach_lerp_(averages, weights, 1 - keep)
 
     return AveragedModel(head, multi_avg_fn=update)
@@ -244,7 +252,7 @@ def _tensors(head: DraftModel) -> dict[str, Tensor]:
 
 
 def _of_training(history: Sequence[Metrics]) -> Metrics:
-    """Means over a slice, under the names of co-training."""
+    """Means over a slice, as metrics of co-training."""
     if not history:
         return {}
     names = {
@@ -264,10 +272,10 @@ def _of_training(history: Sequence[Metrics]) -> Metrics:
 def _of_acceptance(acceptance: Acceptance | None, when: str) -> Metrics:
     if acceptance is None:
         return {}
-    walk = acceptance.walk(acceptance.depth)
+    replay = acceptance.replay(acceptance.depth)
     metrics = {
-        f"drafter/acceptance_rate/{when}": walk.accepted / max(walk.drafted, 1),
-        f"drafter/accept_length/{when}": walk.tokens_per_verification,
+        f"drafter/acceptance_rate/{when}": replay.accepted / max(replay.drafted, 1),
+        f"drafter/accept_length/{when}": replay.tokens_per_verification,
     }
     for depth in range(1, acceptance.depth + 1):
         metrics[f"drafter/acceptance_rate_{depth}/{when}"] = acceptance.at_depth(depth)

@@ -23,7 +23,7 @@ from slipstream.checkpoint.tree import load_tree, tree_writer
 from slipstream.deadlines import Deadlines
 from slipstream.drafter.cotraining import CoTraining, Slice
 from slipstream.drafter.decoded import DecodedFeatures
-from slipstream.drafter.sequences import PolicyEnds
+from slipstream.drafter.sequences import VocabLayers
 from slipstream.models.draft.files import save_draft_head
 from slipstream.models.draft.model import DraftModel
 from slipstream.training.compute_thread import ComputeThread
@@ -31,18 +31,20 @@ from slipstream.types import FeatureSink, PolicyVersion, UpdateKind, WeightUpdat
 
 
 class DraftReceiver(Protocol):
-    """What co-training needs of an engine."""
+    """What co-training needs from an engine."""
 
-    async def update_drafter(self, update: WeightUpdate) -> None: ...
+    async def update_drafter(self, update: WeightUpdate) -> None:
+        """Load the weights of a draft head."""
+        ...
 
 
 class IntervalTraining:
-    """`DrafterTraining` after every `interval`-th RL step, on the trainer's own compute thread."""
+    """`DrafterTraining` after every `interval`-th RL step, on the trainer's compute thread."""
 
     def __init__(
         self,
         training: CoTraining,
-        ends: Callable[[], PolicyEnds],
+        vocab: Callable[[], VocabLayers],
         engines: Sequence[DraftReceiver],
         compute: ComputeThread,
         *,
@@ -51,40 +53,41 @@ class IntervalTraining:
         deadlines: Deadlines,
         decoded: DecodedFeatures | None = None,
     ) -> None:
-        """`ends` copies those of the policy as it is, on `compute`; `decoded` is the
-        collector's."""
+        """`vocab` copies the policy's current embedding and LM head; it is called on `compute`.
+        `decoded` is the one that the collector reads."""
         self.training = training
         self.decoded = decoded
-        self._ends = ends
+        self._vocab = vocab
         self._engines = engines
         self._compute = compute
         self._interval = interval
         self._notify = notify
         self._deadlines = deadlines
-        self._said = False
+        self._reported = False
 
     @property
     def sink(self) -> FeatureSink:
-        """See `DrafterTraining`."""
+        """The sink that collects the rows of a step."""
         return self.training.collector
 
     async def begin(self) -> None:
-        """See `DrafterTraining`."""
+        """Does nothing: there is nothing to start."""
 
     @asynccontextmanager
     async def rollout(self, step: int) -> AsyncIterator[None]:
-        """See `DrafterTraining`."""
+        """A context manager for the rollout of `step`. Collects features from decoding if the step
+        is trained on."""
         if self.decoded is not None:
             self.decoded.begin(wanted=self._wants(step))
         yield
 
     def begin_step(self, step: int, version: PolicyVersion) -> None:
-        """See `DrafterTraining`."""
+        """Tell the collector whether to collect the rows of this step."""
         self.training.collector.begin_step(step, version, wanted=self._wants(step))
 
     async def after_step(self, step: int, version: PolicyVersion) -> dict[str, float]:
-        """See `DrafterTraining`."""
-        metrics = taken(self.decoded)
+        """Train a slice if the interval has passed, publish the head, and return metrics."""
+        metrics = decoded_metrics(self.decoded)
         if step % self._interval:
             metrics |= self.training.counts()
         else:
@@ -92,68 +95,75 @@ class IntervalTraining:
         return metrics | staleness(self.training.trained_to, version)
 
     def _wants(self, step: int) -> bool:
-        """Nothing is kept that would be too old when it is trained on."""
+        """Whether rows of `step` are still recent enough at the next training."""
         return -step % self._interval < self.training.collector.buffer.settings.lookback_steps
 
     async def _train(self, step: int) -> dict[str, float]:
         async with self._deadlines.stage("draft head", "a slice of its training"):
             done = await self._compute.submit(lambda: self._slice(step))
         if done.failure is not None:
-            self._notify(failed(step, done.failure))
+            self._notify(failure_note(step, done.failure))
         if done.adopted:
             await self._publish()
-        elif done.held_back and not self._said:
-            self._said = True
+        elif done.held_back and not self._reported:
+            self._reported = True
             measured = "drafter/acceptance_rate" in done.metrics
-            why = "none were held out yet"
+            why = "there are no held-out responses yet"
             if measured:
-                why = "it accepts less on held-out responses, by more than chance"
+                why = "its acceptance on held-out responses is lower, by more than chance"
             self._notify(
-                f"step {step}: the trained draft head is held back, {why}; the one in use stays. "
-                "Said once, drafter/hold_backs counts"
+                f"step {step}: the trained draft head is held back, because {why}; the head in use "
+                "stays. This is reported once; drafter/hold_backs counts all cases"
             )
         return done.metrics
 
     async def restore(self, checkpoint: Path) -> None:
-        """Go on from an RL checkpoint; the engines get the head that was in use. Without
-        co-training in it, begin with the head that there is."""
+        """Restore co-training from an RL checkpoint and publish the head in use to the engines. If
+        the checkpoint has no co-training, keep the initial head."""
         file = cotraining_file(checkpoint)
         if not file.exists():
-            self._notify(f"{checkpoint} was made without co-training, which begins anew")
+            self._notify(
+                f"{checkpoint} was made without co-training; co-training starts from the initial "
+                "draft head"
+            )
             return
         state = load_tree(file)
         if "trainer" in state:
             await self._compute.submit(lambda: self.training.load_state_dict(state))
         else:
             self._notify(
-                f"{checkpoint} has a draft head that a process beside the run trained; "
-                "its optimizer begins anew"
+                f"{checkpoint} has a draft head from speculative.train.mode=opportunistic, which "
+                "saves no optimizer state; its optimizer starts anew"
             )
             await self._compute.submit(
-                lambda: self.training.begin_with(
+                lambda: self.training.start_from(
                     state["used"], int(state["version"]), state["trained_to"]
                 )
             )
         await self._publish()
 
     def snapshot(self) -> Callable[[Path], None]:
-        """See `SavesItself`: the head in use, and all that a bitwise equal continuation needs."""
+        """A function that writes the head in use and the full state of co-training into a
+        checkpoint. A resumed run continues bitwise equal."""
         training = self.training
         return self._compute.run(lambda: head_writer(training.used, training.state_dict()))
 
     def _slice(self, step: int) -> Slice:
-        return self.training.slice(self._ends(), step=step)
+        return self.training.slice(self._vocab(), step=step)
 
     async def _publish(self) -> None:
-        # Not here: torch would start a second team of threads, which fights with that of the
-        # compute thread for the cores for the rest of the run.
+        # On the compute thread: here torch would start a second thread pool, which would compete
+        # with the compute thread's for the rest of the run.
         weights = dict(await self._compute.submit(self.training.published))
         await publish_head(self._engines, self.training.version, weights)
 
 
 def head_writer(like: DraftModel, state: Mapping[str, Any]) -> Callable[[Path], None]:
-    """Writes the head in use, one `like` this, as `slipstream draft` does, and `state` beside it.
-    Whatever torch has to do for it is done now."""
+    """A function that writes `state` and the head in use, a model like `like`, into a checkpoint.
+
+    The head is written in the format of `slipstream draft`. All torch work is done now, so the
+    function can run on another thread.
+    """
     with torch.device("meta"):
         used = like.blank()
     used.load_state_dict(state["used"], assign=True)
@@ -169,7 +179,7 @@ def head_writer(like: DraftModel, state: Mapping[str, Any]) -> Callable[[Path], 
 async def publish_head(
     engines: Sequence[DraftReceiver], version: int, weights: Mapping[str, Tensor]
 ) -> None:
-    """Give every engine the head, between two of its steps."""
+    """Send the head to every engine. An engine loads it between two of its decode steps."""
     for engine in engines:
         update = WeightUpdate(
             version=version, kind=UpdateKind.DRAFT, buckets=[list(weights.items())]
@@ -177,8 +187,9 @@ async def publish_head(
         await engine.update_drafter(update)
 
 
-def taken(decoded: DecodedFeatures | None) -> dict[str, float]:
-    """How many rows of the step came from the engine, whose features are then no longer wanted."""
+def decoded_metrics(decoded: DecodedFeatures | None) -> dict[str, float]:
+    """The number of rows of the step whose features came from the engine. Ends the collection of
+    features from decoding."""
     if decoded is None:
         return {}
     metrics = {"drafter/decoded_samples": float(decoded.taken)}
@@ -187,13 +198,13 @@ def taken(decoded: DecodedFeatures | None) -> dict[str, float]:
 
 
 def staleness(trained_to: PolicyVersion | None, version: PolicyVersion) -> dict[str, float]:
-    """How far the policy is ahead of the newest responses that the head in use has learned from."""
+    """Policy versions since the newest responses that the head in use was trained on."""
     return {} if trained_to is None else {"drafter/staleness_versions": float(version - trained_to)}
 
 
-def failed(step: int, failure: str) -> str:
-    """What is said of a slice that failed."""
+def failure_note(step: int, failure: str) -> str:
+    """The note to the user about a failed slice."""
     return (
-        f"step {step}: training of the draft head failed and begins anew from the one in use, "
-        f"which stays: {failure}"
+        f"step {step}: training of the draft head failed; it restarts from the head in use, which "
+        f"stays in use: {failure}"
     )

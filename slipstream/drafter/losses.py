@@ -1,7 +1,7 @@
-"""What a draft head is trained on: the policy's own features and distributions.
+"""Losses of a draft head: the distance to the policy's features and token distributions.
 
 Pure functions of packed weights and tensors. Shapes: B sequences, T tokens, D hidden width, F width
-of a feature, M = B * T rows.
+of a feature, V vocabulary, N slots, M = B * T rows.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from slipstream.models.linear import PackedLinear
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSamples:
-    """Sequences to learn from: padded on the right, or with `lengths` one after another, B = 1.
+    """A training batch: sequences padded on the right, or concatenated with `lengths` and B = 1.
 
-    `features_BTF` are the policy's hidden states: those that a head reads, if it does
-    (`DraftModel.aux_layers`), and then the final ones, side by side; `loss_mask_BT` is 1 on tokens
-    that
-    the policy wrote. `embedding_VD` and `lm_head` are the policy's at the time of the features.
+    `features_BTF` are the policy's hidden states: the inputs of the auxiliary layers, if the head
+    reads any (`DraftModel.aux_layers`), concatenated with the final hidden states. `loss_mask_BT`
+    is 1 on tokens that the policy wrote. `embedding_VD` and `lm_head` are those of the policy that
+    computed the features.
     """
 
     tokens_BT: Tensor
@@ -38,43 +38,43 @@ class DraftSamples:
     lengths: Sequence[int] | None = None
 
     @property
-    def given(self) -> Tensor:
-        """What a head is given: auxiliary layers, else the final hidden states."""
+    def head_inputs(self) -> Tensor:
+        """The head's input features: auxiliary layers if it reads any, else the final states."""
         return HiddenStates.split(self.features_BTF, self.embedding_VD.shape[1]).features
 
     @property
     def final(self) -> Tensor:
-        """The final hidden states."""
+        """The final hidden states (B, T, D)."""
         return HiddenStates.split(self.features_BTF, self.embedding_VD.shape[1]).final
 
-    def places(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each row (M,): its sequence, its place there, and how many rows come after it."""
+    def positions(self) -> tuple[Tensor, Tensor, Tensor]:
+        """For each row (M,): index of its sequence, position in it, and number of rows after it."""
         B, T = self.tokens_BT.shape
         device = self.tokens_BT.device
         if self.lengths is None:
-            place = torch.arange(T, device=device).repeat(B)
-            return torch.arange(B, device=device).repeat_interleave(T), place, T - 1 - place
+            position = torch.arange(T, device=device).repeat(B)
+            return torch.arange(B, device=device).repeat_interleave(T), position, T - 1 - position
         each = torch.tensor(self.lengths, device=device)
         sequence = torch.arange(len(each), device=device).repeat_interleave(each)
-        place = torch.arange(T, device=device) - (each.cumsum(0) - each)[sequence]
-        return sequence, place, each[sequence] - 1 - place
+        position = torch.arange(T, device=device) - (each.cumsum(0) - each)[sequence]
+        return sequence, position, each[sequence] - 1 - position
 
-    def drafted(self, by: int) -> Tensor:
-        """Rows `by` tokens before one that the policy wrote, as indices."""
-        _, _, left = self.places()
-        mask = self.loss_mask_BT.flatten().roll(-by)
-        return ((left >= by) & mask.bool()).nonzero()[:, 0]
+    def slots(self, distance: int) -> Tensor:
+        """Indices of the rows that are `distance` tokens before a token that the policy wrote."""
+        _, _, left = self.positions()
+        mask = self.loss_mask_BT.flatten().roll(-distance)
+        return ((left >= distance) & mask.bool()).nonzero()[:, 0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftLoss:
     """`total` = value_weight * `value` + soft_weight * `soft` + acceptance_weight * `acceptance` +
-    topk_mass_weight * `topk_mass`, a mean over slots.
+    topk_mass_weight * `topk_mass`, a mean over slots and a weighted mean over depths.
 
-    `value` (None of a head that predicts no features), `soft`, `acceptance` and `topk_mass` (None
-    where they have no weight) and `accuracy` are those of the first draft, `depth_accuracy` has
-    that of every depth.
-    Accuracy: how often the head's likeliest token is the policy's likeliest one.
+    The single losses and `accuracy` are those of the first draft token. `value` is None for a head
+    that predicts no features; `acceptance` and `topk_mass` are None if their weight is 0. Accuracy
+    is the share of slots where the head's likeliest token is the policy's likeliest token.
+    `slots` is the number of slots of the first depth.
     """
 
     total: Tensor
@@ -84,7 +84,6 @@ class DraftLoss:
     topk_mass: Tensor | None
     accuracy: Tensor
     slots: int
-    depth_accuracy: Sequence[Tensor]
 
 
 def draft_loss(
@@ -100,39 +99,42 @@ def draft_loss(
     depth_decay: float = 1.0,
     noise: Tensor | None = None,
 ) -> DraftLoss:
-    """Cross-entropy to the policy's own distribution over slots whose drafted token the policy
-    wrote; for a head that predicts features also smooth L1 between these and true ones (EAGLE, Li
-    et al. 2024). With `acceptance_weight` also `acceptance_loss`, and with `topk_mass_weight`
-    `topk_mass_loss` of `topk` candidates. Distributions are those of temperature 1.
+    """The training loss of a draft head on a batch.
 
-    Slot t holds the feature of token t and the embedding of token t + 1; its state gives the law of
-    token t + 2. No gradient reaches the policy. With `depth` above 1 the head also drafts from its
-    own states, so many tokens far (`PackedDraft.unroll`), and depth k, from 0, counts
-    `depth_decay`^k in a weighted mean (EAGLE-3's training-time test, Li et al. 2025; HASS, Zhang et
-    al. 2024). `noise` is added to the features that the head is given, not to those that it is
-    to predict.
+    The soft loss is the cross-entropy from the policy's distribution to the head's. It is averaged
+    over the slots whose drafted token the policy wrote. A head that predicts features also gets the
+    value loss, smooth L1 between predicted and true features (EAGLE, Li et al. 2024).
+    `acceptance_weight` adds `acceptance_loss`, `topk_mass_weight` adds `topk_mass_loss` with `topk`
+    candidates. All distributions are at temperature 1. No gradient reaches the policy.
 
-    Of a head with a draft vocabulary, both distributions are those among its tokens, and slots
-    whose likeliest token is none of them count nothing (as in EAGLE-3's published training); what
-    is accepted, and what candidates hold, counts with the policy's whole distribution.
+    Slot t has the feature of token t and the embedding of token t + 1; its output state predicts
+    token t + 2. With `depth` above 1 the head also drafts `depth` tokens from its own states
+    (`PackedDraft.unroll`). Depth k, counted from 0, has weight `depth_decay`^k in a weighted mean
+    (EAGLE-3's training-time test, Li et al. 2025; HASS, Zhang et al. 2024). `noise` is added to the
+    head's input features, not to the features to predict.
 
-    Raises DataError for a batch without a slot to learn from, ValueError where `topk_mass_loss`
-    does.
+    For a head with a draft vocabulary, the soft loss compares distributions over its tokens only,
+    and slots whose likeliest token is outside count as 0 (as in EAGLE-3's published training). The
+    acceptance and top-k mass losses use the policy's full distribution.
+
+    Raises DataError for a batch without slots, ValueError if `topk` is not below the size of the
+    (draft) vocabulary.
     """
-    given = batch.given.detach()
+    inputs = batch.head_inputs.detach()
     final = batch.final.detach().flatten(0, 1)
     unrolled = head.unroll(
         batch.tokens_BT.roll(-1, -1),
-        given if noise is None else given + noise,
+        inputs if noise is None else inputs + noise,
         batch.embedding_VD.detach(),
         depth,
         lengths=batch.lengths,
     )
-    total = torch.zeros((), device=given.device)
-    weights, first, accuracies = 0.0, None, list[Tensor]()
+    total = torch.zeros((), device=inputs.device)
+    weights, first = 0.0, None
     for k, states in enumerate(unrolled):
-        # Slot t drafts token t + 2 + k, and the last ones one beyond the sequence.
-        counted = batch.drafted(2 + k)
+        # Slot t drafts token t + 2 + k. `slots` leaves out the last ones, which draft a token
+        # beyond the sequence.
+        counted = batch.slots(2 + k)
         if not len(counted):
             break
         mine, true = states.flatten(0, 1)[counted], final[counted + 1 + k]
@@ -160,95 +162,103 @@ def draft_loss(
         if topk_mass_weight:
             topk_mass = topk_mass_loss(log_p, log_q, topk)
             weighted = weighted + topk_mass_weight * topk_mass
-        drafted = log_q.argmax(-1)
-        if head.tokens is not None:
-            drafted = head.tokens[drafted]
         weight = depth_decay**k
         total = total + weight * weighted
         weights += weight
-        accuracies.append((drafted == likeliest).float().mean())
         if first is None:
-            some = _shown(acceptance), _shown(topk_mass)
-            first = (_shown(value), soft.detach(), *some, len(counted))
+            drafted = log_q.argmax(-1)
+            if head.tokens is not None:
+                drafted = head.tokens[drafted]
+            accuracy = (drafted == likeliest).float().mean()
+            optional = _detached(acceptance), _detached(topk_mass)
+            first = (_detached(value), soft.detach(), *optional, len(counted), accuracy)
     if first is None:
-        raise DataError("no token of the batch can be drafted: the policy wrote none past the 2nd")
+        raise DataError(
+            "no token of the batch can be drafted: the policy wrote no token after the 2nd one of "
+            "a sequence"
+        )
     return DraftLoss(
         total=total / weights,
         value=first[0],
         soft=first[1],
         acceptance=first[2],
         topk_mass=first[3],
-        accuracy=accuracies[0],
+        accuracy=first[5],
         slots=first[4],
-        depth_accuracy=accuracies,
     )
 
 
-def _shown(loss: Tensor | None) -> Tensor | None:
+def _detached(loss: Tensor | None) -> Tensor | None:
     return None if loss is None else loss.detach()
 
 
 def acceptance_loss(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Mean over rows of -log sum_v min(p(v), q(v)), in nats, of log-probabilities (N, V), which
-    may be those of some tokens only.
+    """Mean over rows of -log sum_v min(p(v), q(v)), in nats.
 
-    The sum, 1 - TV(p, q), is how often speculative sampling (Leviathan et al. 2023) keeps a draft
-    from q where the policy's distribution is p; drafts by shared noise are kept in at least
-    (1 - TV) / (1 + TV) of the cases. Its logarithm has a gradient however rarely that is (the
-    alpha form of LK losses, Samarin et al. 2026, arXiv 2602.23881).
+    `log_p` (policy) and `log_q` (head) are log-probs (N, V); V may be a part of the vocabulary. The
+    sum is 1 - TV(p, q), the probability that speculative sampling (Leviathan et al. 2023) accepts a
+    draft token from q under the policy p. Drafts with shared Gumbel noise are accepted with
+    probability at least (1 - TV) / (1 + TV). The logarithm keeps the gradient large even if
+    acceptance is rare (the alpha form of LK losses, Samarin et al. 2026, arXiv 2602.23881).
     """
     return -torch.logsumexp(torch.minimum(log_p, log_q), -1).mean()
 
 
 def topk_mass_loss(log_p: Tensor, log_q: Tensor, topk: int) -> Tensor:
-    """Mean over rows of -log sum_v p(v) m(v), in nats, of log-probabilities (N, V) as in
-    `acceptance_loss`; m(v) is how likely v is among the head's `topk` candidates, the best of
-    log q + G with Gumbel noise G.
+    """Mean over rows of -log sum_v p(v) m(v), in nats, for log-probs (N, V) as in
+    `acceptance_loss`.
 
-    The policy's mass on the head's best tokens is what a tree's level finds, and has no gradient:
-    the set of them changes by jumps. Given the level c that the last candidate passes, v is one of
-    them with 1 - exp(-q(v) / c) (Kool et al. 2019, arXiv 1903.06059, section 3.3); here c is what
-    makes these add up to `topk`. Of a head whose best tokens are far apart, the sum is the mass.
+    m(v) is the probability that v is among the head's `topk` candidates: the tokens with the
+    highest log q + G, with Gumbel noise G. The loss is a smooth version of the policy's probability
+    mass on the head's best `topk` tokens, the acceptance probability of one level of a draft tree.
+    That mass itself has no gradient, because the set of best tokens changes in jumps.
 
-    Raises ValueError where no token is left beside `topk`.
+    Given the threshold c that the last candidate passes, v is among the candidates with probability
+    1 - exp(-q(v) / c) (Kool et al. 2019, arXiv 1903.06059, section 3.3). Here c is chosen so that
+    these probabilities add up to `topk`. If the head's best tokens are far apart, the sum equals
+    the mass.
+
+    Raises ValueError if `topk` is not below V.
     """
     if topk >= log_q.shape[-1]:
-        raise ValueError(f"{topk} candidates of {log_q.shape[-1]} tokens leave none out")
-    log_m = _log_among(log_q - _log_level(log_q, topk))
+        raise ValueError(f"topk={topk} must be below the vocabulary's {log_q.shape[-1]} tokens")
+    log_m = _log_membership(log_q - _log_threshold(log_q, topk))
     return -torch.logsumexp(log_p + log_m, -1).mean()
 
 
-_SURE = 10.0
-"""exp(-exp(10)) is no longer a number."""
+_MAX_LOG = 10.0
+"""exp(-exp(x)) underflows to 0 above this."""
 
 _SMALL = 1e-3
+"""Below this, log(1 - exp(-x)) is computed by its series."""
 
 _HALVINGS = 16
-"""Newton's step squares what they leave of the distance."""
+"""Bisection steps before one Newton step, which squares the remaining relative error."""
 
 
-def _log_level(log_q: Tensor, topk: int) -> Tensor:
+def _log_threshold(log_q: Tensor, topk: int) -> Tensor:
     """log c (N, 1) with sum_v (1 - exp(-q(v) / c)) = `topk`, differentiable."""
     with torch.no_grad():
-        # 1 - exp(-x) is at most x, and topk + 1 tokens that are as likely would be enough.
+        # Bounds: 1 - exp(-x) <= x gives the upper one. For the lower one, topk + 1 tokens with at
+        # least the probability of the (topk + 1)-th best already add up to topk.
         high = torch.full_like(log_q[:, :1], -math.log(topk))
         next_best = log_q.topk(topk + 1, -1).values[:, topk:]
         low = next_best - math.log(math.log(topk + 1))
         for _ in range(_HALVINGS):
-            level = (low + high) / 2
-            more = -torch.expm1(-torch.exp(log_q - level)).sum(-1, keepdim=True) > topk
-            low, high = torch.where(more, level, low), torch.where(more, high, level)
-    # One step of Newton's, which also has the gradient of the implicit function.
-    x = (log_q - low).clamp(max=_SURE).exp()
-    among = -torch.expm1(-x).sum(-1, keepdim=True)
+            threshold = (low + high) / 2
+            more = -torch.expm1(-torch.exp(log_q - threshold)).sum(-1, keepdim=True) > topk
+            low, high = torch.where(more, threshold, low), torch.where(more, high, threshold)
+    # One Newton step, which also gives the gradient of the implicit function.
+    x = (log_q - low).clamp(max=_MAX_LOG).exp()
+    members = -torch.expm1(-x).sum(-1, keepdim=True)
     slope = (x * torch.exp(-x)).detach().sum(-1, keepdim=True)
-    return low + (among - topk) / slope
+    return low + (members - topk) / slope
 
 
-def _log_among(beyond: Tensor) -> Tensor:
-    """log(1 - exp(-exp(beyond)))."""
-    beyond = beyond.clamp(max=_SURE)
-    x = beyond.exp()
+def _log_membership(log_ratio: Tensor) -> Tensor:
+    """log(1 - exp(-exp(log_ratio))), stable for small and large arguments."""
+    log_ratio = log_ratio.clamp(max=_MAX_LOG)
+    x = log_ratio.exp()
     return torch.where(
-        x < _SMALL, beyond - x / 2, torch.log(-torch.expm1(-x.clamp(min=_SMALL / 2)))
+        x < _SMALL, log_ratio - x / 2, torch.log(-torch.expm1(-x.clamp(min=_SMALL / 2)))
     )

@@ -1,7 +1,8 @@
-"""Co-training of the draft head in a process beside the run, whenever a core is idle.
+"""Opportunistic co-training: a separate process trains the draft head whenever a core is idle.
 
-The process is `drafter.worker`; here is what the RL loop does with it: rows and the policy's ends
-go there after each step, and heads come back and go to the engines. Made by `build.cotraining`.
+`drafter.worker` is the process. This module connects it to the RL loop: after each step it sends
+the rows and the policy's embedding and LM head to the worker, and publishes the trained heads to
+the engines. `build.cotraining` makes it.
 """
 
 from __future__ import annotations
@@ -24,56 +25,56 @@ from slipstream.drafter.collector import FeatureForwarder
 from slipstream.drafter.decoded import DecodedFeatures
 from slipstream.drafter.interval import (
     DraftReceiver,
-    failed,
+    decoded_metrics,
+    failure_note,
     head_writer,
     publish_head,
     staleness,
-    taken,
 )
-from slipstream.drafter.sequences import PolicyEnds
-from slipstream.drafter.worker import DraftWorker, Learned, WorkerSetup
+from slipstream.drafter.sequences import VocabLayers
+from slipstream.drafter.worker import DraftWorker, SliceResult, WorkerSetup
 from slipstream.errors import TrainingError
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.types import FeatureSink, PolicyVersion
 
-_PATIENT = 10
-"""RL steps after which it is said that no core has been lent."""
+_NO_CORE_STEPS = 10
+"""RL steps after which the user is told that no core has been lent yet."""
 
 _POLL_SECONDS = 0.25
-"""Between two looks, while responses are generated, for a head that has been trained."""
+"""Seconds between two checks for a newly trained head during a rollout."""
 
-_REST_SECONDS = 10.0
-"""Between two heads for running requests: each of them is drafted for worse, until the new head has
-read some twenty tokens."""
+_PUBLISH_SECONDS = 10.0
+"""Least seconds between two publications during a rollout. After each one the drafts of running
+requests are worse, until the new head has processed some twenty tokens."""
 
 
-_PATIENCE_SECONDS = 60.0
-"""Until a process that does not begin, or an engine that does not take a head, is waited for no
-longer: the run goes on without."""
+_TIMEOUT_SECONDS = 60.0
+"""Seconds to wait for the worker to start, or for an engine to load a head. Then the run continues
+without it."""
 
 
 class CoreLender(Protocol):
-    """An engine that decodes the last responses on one thread."""
+    """An engine that decodes the last responses of a rollout on one thread."""
 
     def lend_to(self, lent: Callable[[bool], None]) -> None:
-        """See `EmbeddedEngine`."""
+        """Call `lent(True)` when a core becomes free, and `lent(False)` when the engine needs it
+        again."""
         ...
 
 
 class OpportunisticTraining:
-    """`DrafterTraining` by a process that runs only while a core is idle.
+    """`DrafterTraining` in a worker process that runs only while a core is idle.
 
-    It is given the rows of every step, trains until there is nothing left in them or the next
-    update begins, and its heads are published during the rollout, or after the step, in which they
-    arrive. When it ends by itself or is killed, the run says so and starts another one from the
-    head in use. Where there are lenders, for the run computes on all cores, it stands still
-    (stopped by signal) but while one lends a core.
+    The worker gets the rows of every step. It trains until they are used up or the next update
+    starts. Its heads are published during the rollout, or after the step. If the worker dies, the
+    run reports it and starts another one from the head in use. If the run itself uses all cores,
+    there are lenders: the worker is then suspended by SIGSTOP except while an engine lends a core.
     """
 
     def __init__(
         self,
         setup: WorkerSetup,
-        ends: Callable[[], PolicyEnds],
+        vocab: Callable[[], VocabLayers],
         engines: Sequence[DraftReceiver],
         compute: ComputeThread,
         *,
@@ -82,13 +83,13 @@ class OpportunisticTraining:
         deadlines: Deadlines,
         decoded: DecodedFeatures | None = None,
     ) -> None:
-        """`ends` copies those of the policy as it is, on `compute`; `decoded` has features of the
-        engines' decoding, where they are to be taken from there."""
+        """`vocab` copies the policy's current embedding and LM head; it is called on `compute`.
+        `decoded` holds features from the engines' decoding, if these are to be used."""
         self._setup = setup
-        self._lenders, self._lent_now, self._times_lent, self._said = lenders, 0, 0, False
+        self._lenders, self._lent_now, self._times_lent, self._warned = lenders, 0, 0, False
         for lender in lenders:
             lender.lend_to(self._lent)
-        self._ends = ends
+        self._vocab = vocab
         self._engines = engines
         self._compute = compute
         self._notify = notify
@@ -99,29 +100,30 @@ class OpportunisticTraining:
         self._restarts = self._hold_backs = self._failures = 0
         self._seconds = self._seconds_in_rollout = 0.0
         self._metrics: dict[str, float] = {}
-        self._published_at = -_REST_SECONDS
+        self._published_at = -_PUBLISH_SECONDS
         self._publications = self._in_rollouts = 0
         self.training = HeadInUse(setup)
 
     @property
     def sink(self) -> FeatureSink:
-        """See `DrafterTraining`."""
+        """The sink that collects the rows of a step."""
         return self._forwarder
 
     async def begin(self) -> None:
-        """See `DrafterTraining`."""
+        """Start the worker process, and wait until it is ready."""
         async with self._deadlines.stage("draft head", "the start of the process that trains it"):
-            begun = await run_in_daemon(lambda: self._started().wait_until_ready(_PATIENCE_SECONDS))
-        if not begun:
+            ready = await run_in_daemon(lambda: self._started().wait_until_ready(_TIMEOUT_SECONDS))
+        if not ready:
             self._notify(
-                "the process that trains the draft head has not begun within "
-                f"{_PATIENCE_SECONDS:.0f} s; the run goes on without waiting for it"
+                "the process that trains the draft head has not started within "
+                f"{_TIMEOUT_SECONDS:.0f} s; the run continues without waiting for it"
             )
 
     @asynccontextmanager
     async def rollout(self, step: int) -> AsyncIterator[None]:
-        """See `DrafterTraining`. Heads that arrive meanwhile go to the engines at once."""
-        # Another one may have taken its place.
+        """A context manager for the rollout of `step`. Heads that arrive during it are published at
+        once."""
+        # The worker may have been replaced since the last step.
         await self.begin()
         if self.decoded is not None:
             self.decoded.begin(wanted=True)
@@ -137,14 +139,14 @@ class OpportunisticTraining:
             finally:
                 tasks.cancel_scope.cancel()
         if failures:
-            raise failures[0]  # as itself, not in a group
+            raise failures[0]  # itself, not an ExceptionGroup
         self._seconds_in_rollout = 0.0
         if worker is not None and worker is self._worker:
-            # It may have ended.
+            # `cpu_seconds` is 0 if the process has ended.
             self._seconds_in_rollout = max(0.0, worker.cpu_seconds - before)
 
     def begin_step(self, step: int, version: PolicyVersion) -> None:
-        """See `DrafterTraining`. The update needs all cores."""
+        """Stop the worker's slice before the update, which needs all cores."""
         self._forwarder.begin_step(step, version)
         if self._worker is not None:
             try:
@@ -153,25 +155,24 @@ class OpportunisticTraining:
                 self._lost(self._worker, error)
 
     async def after_step(self, step: int, version: PolicyVersion) -> dict[str, float]:
-        """See `DrafterTraining`."""
+        """Publish a trained head, send the rows of the step to the worker, and return metrics."""
         self._receive()
         await self._publish()
         metrics, self._metrics = self._metrics, {}
-        metrics |= taken(self.decoded) | staleness(self.training.trained_to, version)
-        if self._lenders and not self._times_lent and step >= _PATIENT and not self._said:
-            self._said = True
+        metrics |= decoded_metrics(self.decoded) | staleness(self.training.trained_to, version)
+        if self._lenders and not self._times_lent and step >= _NO_CORE_STEPS and not self._warned:
+            self._warned = True
             self._notify(
-                f"step {step}: the draft head has had no time to learn yet: no rollout has ended "
-                "with so few responses that a core was free; raise "
-                "actor_rollout_ref.rollout.one_thread_below, or set "
+                f"step {step}: the draft head has not been trained yet, because no rollout has "
+                "freed a core; raise actor_rollout_ref.rollout.one_thread_below, or set "
                 "speculative.train.mode=interval"
             )
-        ends = await self._compute.submit(self._ends)
-        kept = self._forwarder.take()
+        vocab = await self._compute.submit(self._vocab)
+        entries = self._forwarder.take()
         async with self._deadlines.stage(
             "draft head", "handing rows to the process that trains it"
         ):
-            await run_in_daemon(lambda: self._hand_on(kept, ends, step))
+            await run_in_daemon(lambda: self._send_rows(entries, vocab, step))
         return metrics | {
             "drafter/version": self.training.version,
             "drafter/publishes": self._publications,
@@ -184,41 +185,45 @@ class OpportunisticTraining:
         }
 
     async def restore(self, checkpoint: Path) -> None:
-        """Go on with the head that was in use, and a new optimizer; the engines get it, too."""
+        """Restore the head in use from an RL checkpoint and publish it to the engines. The
+        optimizer starts anew."""
         file = cotraining_file(checkpoint)
         if not file.exists():
-            self._notify(f"{checkpoint} was made without co-training, which begins anew")
+            self._notify(
+                f"{checkpoint} was made without co-training; co-training starts from the initial "
+                "draft head"
+            )
             return
         self.training.load_state_dict(load_tree(file))
         await publish_head(self._engines, self.training.version, self.training.weights)
 
     def snapshot(self) -> Callable[[Path], None]:
-        """See `SavesItself`: the head in use. What else training knows is given up with its
-        process."""
+        """A function that writes the head in use into a checkpoint. The worker's optimizer and
+        buffer are not saved."""
         training = self.training
         return self._compute.run(lambda: head_writer(training.setup.blank, training.state_dict()))
 
     def close(self) -> None:
-        """End the process."""
+        """End the worker process."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
 
     def _receive(self) -> None:
-        """Take in what was learned since, and the metrics of the last slice that learned."""
-        for learned in self._results():
-            self._seconds += learned.cpu_seconds
-            self._hold_backs += learned.held_back
-            if learned.failure is not None:
+        """Process new results of the worker; keep the metrics of the last slice that trained."""
+        for result in self._results():
+            self._seconds += result.cpu_seconds
+            self._hold_backs += result.held_back
+            if result.failure is not None:
                 self._failures += 1
-                self._notify(failed(learned.step, learned.failure))
-            if learned.weights is not None:
-                self.training.take(learned)
-            if "drafter/loss" in learned.metrics:
-                self._metrics = dict(learned.metrics)
+                self._notify(failure_note(result.step, result.failure))
+            if result.weights is not None:
+                self.training.update(result)
+            if "drafter/loss" in result.metrics:
+                self._metrics = dict(result.metrics)
 
     async def _publish(self) -> None:
-        """Give the engines the newest head that they have not got."""
+        """Send the newest head to the engines if they do not have it yet."""
         if self.training.fresh:
             self._published_at = time.monotonic()
             await publish_head(self._engines, self.training.version, self.training.weights)
@@ -230,30 +235,30 @@ class OpportunisticTraining:
             while True:
                 await anyio.sleep(_POLL_SECONDS)
                 self._receive()
-                rested = time.monotonic() - self._published_at >= _REST_SECONDS
-                if self.training.fresh and rested:
-                    # All engines get it, also where the last response ends in the meantime; one
-                    # that is stuck is not waited for: who waits for its responses will say so.
-                    with anyio.move_on_after(_PATIENCE_SECONDS, shield=True) as waited:
+                due = time.monotonic() - self._published_at >= _PUBLISH_SECONDS
+                if self.training.fresh and due:
+                    # Shielded: all engines get the head even if the rollout ends now. The timeout
+                    # is for a stuck engine; the rollout's own deadline reports it.
+                    with anyio.move_on_after(_TIMEOUT_SECONDS, shield=True) as waited:
                         await self._publish()
                         self._in_rollouts += 1
                     if waited.cancelled_caught:
                         self._notify(
-                            f"an engine has not taken a draft head within {_PATIENCE_SECONDS:.0f} "
-                            "s; it is tried again"
+                            f"an engine has not loaded a draft head within {_TIMEOUT_SECONDS:.0f} "
+                            "s; the run will try again"
                         )
         except Exception as error:
             failures.append(error)
 
     def _lent(self, free: bool) -> None:
-        """An engine lends a core, or takes it back; called on its compute thread."""
+        """An engine lends a core or needs it again. Called on the engine's compute thread."""
         self._lent_now += 1 if free else -1
         self._times_lent += free
         worker = self._worker
         if worker is not None:
-            worker.go_on(self._lent_now > 0)
+            worker.set_running(self._lent_now > 0)
 
-    def _results(self) -> list[Learned]:
+    def _results(self) -> list[SliceResult]:
         if self._worker is None:
             return []
         try:
@@ -262,38 +267,40 @@ class OpportunisticTraining:
             self._lost(self._worker, error)
             return []
 
-    def _hand_on(self, kept: Sequence[BufferedSequence], ends: PolicyEnds, step: int) -> None:
+    def _send_rows(
+        self, entries: Sequence[BufferedSequence], vocab: VocabLayers, step: int
+    ) -> None:
         worker = self._started()
         try:
-            worker.learn(kept, ends, step)
+            worker.learn(entries, vocab, step)
         except TrainingError as error:
             self._lost(worker, error)
 
     def _started(self) -> DraftWorker:
         if self._worker is None:
-            # There, for the process ends with the thread that starts it.
+            # On the compute thread: the process ends with the thread that starts it.
             self._worker = self._compute.run(lambda: DraftWorker(self.training.setup))
         return self._worker
 
     def _lost(self, worker: DraftWorker, error: TrainingError) -> None:
-        # First: engines lend and take back from another thread.
+        # First: engines call `_lent` from another thread.
         self._worker = None
         worker.close()
         self._restarts += 1
-        self._notify(f"{error}; another one begins from the head in use, and the run goes on")
+        self._notify(f"{error}; a new process starts from the head in use, and the run continues")
 
 
 class HeadInUse:
-    """The head that engines have, where another process trains: what a checkpoint keeps of it."""
+    """The draft head that the engines have, and its state in a checkpoint."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
         self.fresh = False
-        """Whether the engines have yet to get it."""
+        """Whether the engines do not have it yet."""
 
     @property
     def setup(self) -> WorkerSetup:
-        """What a process that begins now begins with."""
+        """The setup for a worker that starts now."""
         return self._setup
 
     @property
@@ -306,22 +313,22 @@ class HeadInUse:
 
     @property
     def trained_to(self) -> PolicyVersion | None:
-        """See `CoTraining`."""
+        """Newest policy version whose responses the head was trained on; None if unknown."""
         return self._setup.trained_to
 
-    def take(self, learned: Learned) -> None:
-        """A new version of it."""
-        assert learned.weights is not None, "it has been let pass"
-        self._set(learned.version, learned.weights, learned.trained_to)
+    def update(self, result: SliceResult) -> None:
+        """Replace the head by a newly trained one."""
+        assert result.weights is not None, "only adopted heads have weights"
+        self._set(result.version, result.weights, result.trained_to)
         self.fresh = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Head and version, and what it was trained to."""
+        """The head's weights, its version and `trained_to`."""
         used = dict(self.weights)
         return {"used": used, "version": self.version, "trained_to": self.trained_to}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`, or from that of `CoTraining`."""
+        """Restore `state_dict()` of this class or of `CoTraining`."""
         self._set(int(state["version"]), state["used"], state["trained_to"])
         self.fresh = False
 

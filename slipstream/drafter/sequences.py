@@ -1,7 +1,7 @@
-"""Sequences that a draft head learns from, and how they become batches.
+"""Training sequences of a draft head, and batches of them.
 
-Knows tokens and features, not where they come from. Shapes: T tokens, D hidden width, F that
-of what a sequence keeps of each token, V vocabulary.
+This module knows tokens and features, not their source. Shapes: T tokens, D hidden width, F width
+of a token's features, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from torch import Tensor
 
 from slipstream.drafter.losses import DraftSamples
 from slipstream.errors import DataError
-from slipstream.models.decoder import Decoder, PackedDecoder, takes_sequences_in_a_row
+from slipstream.models.decoder import Decoder, PackedDecoder, supports_varlen
 from slipstream.models.linear import PackedLinear
 from slipstream.models.numerics import activation_dtype, round_up
 from slipstream.models.sharded import full
+from slipstream.training.columns import train_batch
 from slipstream.training.packing import LENGTH_MULTIPLE, build_micro_batch, plan_micro_batches
-from slipstream.types import TrainBatch, TrainRow
+from slipstream.types import TrainRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSequence:
-    """Tokens, what the policy's hidden states were over them, and which ones it wrote.
+    """Tokens, the policy's hidden states at each token, and a mask of the tokens that it wrote.
 
-    `features_TF` are the inputs of the auxiliary layers, if the head reads any, and then the final
-    hidden states, side by side. The last token's row may be missing: an engine that stops there
-    does not compute it. Raises DataError if lengths disagree.
+    `features_TF` are the inputs of the auxiliary layers, if the head reads any, concatenated with
+    the final hidden states. The last token's row may be missing, because an engine does not compute
+    it. Raises DataError if the lengths disagree.
     """
 
     tokens: Sequence[int]
@@ -47,24 +48,25 @@ class DraftSequence:
 
     @property
     def slots(self) -> int:
-        """Tokens that can be drafted: the policy wrote them, and a slot comes two before."""
+        """Number of tokens that can be drafted: written by the policy, from the third token on.
+        Slot t drafts token t + 2."""
         return sum(map(bool, self.loss_mask[2:]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyEnds:
-    """The policy's embedding and LM head, which a draft head works between."""
+class VocabLayers:
+    """Embedding and LM head of a policy. A draft head has none of its own and uses these."""
 
     embedding_VD: Tensor
     lm_head: PackedLinear
     dtype: torch.dtype
-    """What is computed in."""
+    """The dtype that the head computes in."""
 
     @classmethod
     @torch.no_grad()
-    def of(cls, policy: Decoder, dtype: torch.dtype) -> PolicyEnds:
-        """A copy, which stays what it is while the policy goes on learning; collective where it is
-        spread over processes."""
+    def of(cls, policy: Decoder, dtype: torch.dtype) -> VocabLayers:
+        """Copy the embedding and LM head of `policy`, so that later updates do not change them.
+        Collective if the policy is sharded over processes."""
         head = full(policy.lm_head_weight.detach()).to(dtype, copy=True)
         rows = activation_dtype(dtype, policy.device)
         embedding = full(policy.model.embed_tokens.weight.detach()).to(rows, copy=True)
@@ -72,12 +74,12 @@ class PolicyEnds:
 
 
 def collate(
-    sequences: Sequence[DraftSequence], ends: PolicyEnds, *, padded: bool = True
+    sequences: Sequence[DraftSequence], vocab: VocabLayers, *, padded: bool = True
 ) -> DraftSamples:
-    """One batch, padded on the right or one sequence after another, on the device and in the dtype
-    of `ends`."""
+    """Make one batch on the device and in the dtype of `vocab`. It is padded on the right, or
+    concatenated if `padded` is False."""
     lengths = [len(s.tokens) for s in sequences]
-    like, width = ends.embedding_VD, sequences[0].features_TF.shape[1]
+    like, width = vocab.embedding_VD, sequences[0].features_TF.shape[1]
     if not padded:
         together = like.new_zeros(1, sum(lengths), width)
         for start, sequence in zip(accumulate(lengths, initial=0), sequences, strict=False):
@@ -90,7 +92,7 @@ def collate(
                 [[m for s in sequences for m in s.loss_mask]], device=like.device
             ),
             embedding_VD=like,
-            lm_head=ends.lm_head,
+            lm_head=vocab.lm_head,
             lengths=lengths,
         )
     longest = round_up(max(lengths), LENGTH_MULTIPLE)
@@ -107,14 +109,14 @@ def collate(
         features_BTF=features,
         loss_mask_BT=mask.to(like.device),
         embedding_VD=like,
-        lm_head=ends.lm_head,
+        lm_head=vocab.lm_head,
     )
 
 
 def length_buckets(lengths: Sequence[int], batch_size: int, key: str) -> list[list[int]]:
-    """One pass over sequences in batches of similar length, in an order that `key` shuffles.
+    """Split sequences into batches of similar length; returns indices.
 
-    A last batch may be smaller. Which sequences of equal length meet is shuffled, too.
+    `key` seeds the order of the batches and of sequences of equal length. One batch may be smaller.
     """
     draw = random.Random(key)
     order = list(range(len(lengths)))
@@ -128,7 +130,7 @@ def length_buckets(lengths: Sequence[int], batch_size: int, key: str) -> list[li
 def passes(
     sequences: Sequence[DraftSequence], batch_size: int, key: str
 ) -> Iterator[list[DraftSequence]]:
-    """Batches without end, pass after pass, each in an order of its own."""
+    """Yield batches of `sequences` forever, pass after pass, each pass in another order."""
     lengths = [len(s.tokens) for s in sequences]
     number = 0
     while True:
@@ -145,10 +147,10 @@ def policy_features(
     aux_layers: Sequence[int] = (),
     max_tokens: int = 8192,
 ) -> list[Tensor]:
-    """The policy's hidden states over each text as in `DraftSequence`, (T, F), by its forward pass.
+    """The policy's features (T, F) of each text, as in `DraftSequence`, by its forward pass.
 
-    At most `max_tokens` tokens, with padding where there is any, go through at once. Raises
-    DataError for a text of more, or of more than the policy takes.
+    A forward pass has at most `max_tokens` tokens, including padding. Raises DataError for a text
+    that is longer than that, or longer than the policy's context.
     """
     limit = policy.config.context_limit
     longest = max(map(len, texts), default=0)
@@ -160,9 +162,9 @@ def policy_features(
     found: list[Tensor] = [torch.empty(0)] * len(texts)
     device = policy.embedding.device
     lengths = {index: len(text) for index, text in enumerate(texts)}
-    padded = not takes_sequences_in_a_row(policy.config, policy.compute_dtype, device)
-    batch = TrainBatch(
-        rows=[TrainRow(tokens=list(text), loss_mask=[1.0] * len(text)) for text in texts]
+    padded = not supports_varlen(policy.config, policy.compute_dtype, device)
+    batch = train_batch(
+        [TrainRow(tokens=list(text), loss_mask=[1.0] * len(text)) for text in texts]
     )
     for indices in plan_micro_batches(lengths, max_tokens=max_tokens, padded=padded):
         micro = build_micro_batch(

@@ -1,8 +1,8 @@
-"""Training of a draft head: batches in, optimizer steps, state that resumes exactly.
+"""Trains a draft head: optimizer steps on batches of sequences, with exact resume.
 
-Knows neither where sequences come from nor the policy: its embedding and LM head are given to each
-call, as they are then. A call ends between two steps as soon as it is asked to. The fp32 parameters
-of the head are the masters; the forward pass is in the dtype of what is passed in.
+The trainer knows neither the source of the sequences nor the policy: each call gets the policy's
+current embedding and LM head. A call can be stopped between two steps. The head's parameters are
+fp32 master weights; the forward pass computes in the dtype of the embedding and LM head.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from slipstream.drafter.losses import DraftLoss, DraftSamples, draft_loss
-from slipstream.drafter.sequences import DraftSequence, PolicyEnds, collate
+from slipstream.drafter.sequences import DraftSequence, VocabLayers, collate
 from slipstream.errors import CheckpointError, ConfigError, TrainingError, check_at_least_one
-from slipstream.models.decoder import takes_sequences_in_a_row
+from slipstream.models.decoder import supports_varlen
 from slipstream.models.draft.model import DraftModel
 from slipstream.training.optim import OptimSettings, PolicyOptimizer
 
@@ -29,12 +29,12 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTrainSettings:
-    """What one optimizer step does; see `draft_loss` for the weights and depths.
+    """Settings of an optimizer step. `draft_loss` explains the loss weights and depths.
 
-    `compute_dtype` is what the run computes in. `grad_clip` bounds the norm of the gradient, None
-    leaves it. `topk` is how many candidates `topk_mass_weight` is about. `feature_noise` is the
-    width of the uniform noise on given features, a function of `seed` and the step (EAGLE's is
-    0.2 * 512 / length). Raises ConfigError for values that cannot be.
+    `compute_dtype` is the run's dtype. `grad_clip` is the maximum norm of the gradient, None for no
+    limit. `topk` is the number of candidates in the top-k mass loss. `feature_noise` is the width
+    of the uniform noise on the head's input features, which depends on `seed` and the step (EAGLE
+    uses 0.2 * 512 / length). Raises ConfigError for impossible values.
     """
 
     optim: OptimSettings
@@ -59,23 +59,23 @@ class DraftTrainSettings:
                 raise ConfigError(f"draft head: {name}={value} must be a finite number >= 0")
         if not any(getattr(self, name) for name in losses):
             raise ConfigError(
-                f"draft head: {'=0, '.join(losses)}=0 leave nothing to learn; raise one"
+                f"draft head: {'=0, '.join(losses)}=0 leave nothing to learn; set one above 0"
             )
         if self.grad_clip is not None and not self.grad_clip > 0:
             raise ConfigError(f"draft head: grad_clip={self.grad_clip} must be > 0, or null")
 
 
 class DraftTrainer:
-    """An optimizer over the parameters of `head`, and how many steps it has taken."""
+    """Trains `head`; `step` counts the optimizer steps so far."""
 
     def __init__(self, head: DraftModel, settings: DraftTrainSettings) -> None:
         self.head = head
         self.settings = settings
         self.step = 0
-        self.forget_moments()
+        self.reset_optimizer()
 
-    def forget_moments(self) -> None:
-        """Go on with a new optimizer, at the same step of its schedule."""
+    def reset_optimizer(self) -> None:
+        """Start a new optimizer, at the same step of the learning rate schedule."""
         self._optimizer = PolicyOptimizer(
             self.head.named_parameters(),
             self.settings.optim,
@@ -85,17 +85,17 @@ class DraftTrainer:
     def train(
         self,
         batches: Iterable[Sequence[DraftSequence]],
-        ends: PolicyEnds,
+        vocab: VocabLayers,
         *,
         steps: int | None = None,
         stop: Callable[[], bool] = lambda: False,
         after_step: Callable[[int, Metrics], None] | None = None,
     ) -> list[Metrics]:
-        """At most `steps` optimizer steps, one per batch; the metrics of each.
+        """Take one optimizer step per batch, at most `steps`, and return the metrics of each.
 
-        `stop` is asked before each step and ends the call; no batch is taken then. `after_step`
-        gets the number of the finished step and its metrics. Raises TrainingError where loss or
-        gradient is not finite, with the head as it was before that step.
+        `stop` is called before each step, before a batch is taken; True ends the call. `after_step`
+        gets the number of the finished step and its metrics. Raises TrainingError if the loss or
+        the gradient is not finite; the head is then unchanged by that step.
         """
         history: list[Metrics] = []
         source = iter(batches)
@@ -103,42 +103,43 @@ class DraftTrainer:
             sequences = next(source, None)
             if sequences is None:
                 break
-            history.append(self._train_on(sequences, ends))
+            history.append(self._train_on(sequences, vocab))
             if after_step is not None:
                 after_step(self.step, history[-1])
         return history
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps and optimizer state, copies. The head's parameters are saved beside it."""
+        """Copies of the step count and the optimizer state. The caller saves the head's
+        parameters."""
         return {"step": self.step, "optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`; the head must have the parameters of that moment.
+        """Restore `state_dict()`. The head must already have the parameters of that moment.
 
-        Raises CheckpointError where the state is another head's.
+        Raises CheckpointError if the state belongs to another head.
         """
         try:
             step, optimizer = int(state["step"]), state["optimizer"]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"the state of the draft head's training cannot be read ({error!r}); resume from "
-                "another checkpoint"
+                f"the draft head's training state cannot be read ({error!r}); resume from another "
+                "checkpoint"
             ) from error
         try:
             self._optimizer.load_state_dict(optimizer)
         except CheckpointError as error:
-            raise CheckpointError(f"of the draft head: {error}") from error
+            raise CheckpointError(f"draft head: {error}") from error
         self.step = step
 
-    def _train_on(self, sequences: Sequence[DraftSequence], ends: PolicyEnds) -> Metrics:
+    def _train_on(self, sequences: Sequence[DraftSequence], vocab: VocabLayers) -> Metrics:
         started = time.perf_counter()
         s = self.settings
-        like = ends.embedding_VD
-        padded = not takes_sequences_in_a_row(self.head.config, ends.dtype, like.device)
-        batch = collate(sequences, ends, padded=padded)
+        like = vocab.embedding_VD
+        padded = not supports_varlen(self.head.config, vocab.dtype, like.device)
+        batch = collate(sequences, vocab, padded=padded)
         self._optimizer.zero_grad()
         loss = draft_loss(
-            self.head.pack(ends.dtype),
+            self.head.pack(vocab.dtype),
             batch,
             value_weight=s.value_weight,
             soft_weight=s.soft_weight,
@@ -157,9 +158,9 @@ class DraftTrainer:
         if not (math.isfinite(total) and math.isfinite(norm)):
             self._optimizer.zero_grad()
             raise TrainingError(
-                f"draft head, step {self.step + 1}: loss {total} and gradient norm {norm} are not "
-                "both finite; lower the learning rates of speculative.draft.optim (during RL: "
-                "speculative.train.optim), or look for NaN in the features"
+                f"draft head, step {self.step + 1}: loss {total} or gradient norm {norm} is not "
+                "finite; lower the learning rates of speculative.draft.optim (during RL: "
+                "speculative.train.optim), or check the features for NaN"
             )
         rates = self._optimizer.learning_rates(self.step)
         self._optimizer.step(self.step)
@@ -173,7 +174,8 @@ class DraftTrainer:
         }
 
     def _noise(self, batch: DraftSamples) -> Tensor | None:
-        width, like = self.settings.feature_noise, batch.given
+        """Noise like the head's inputs, a function of seed and step; None if it is off."""
+        width, like = self.settings.feature_noise, batch.head_inputs
         if not width:
             return None
         key = hashlib.blake2b(f"{self.settings.seed}/{self.step}".encode(), digest_size=8).digest()
@@ -183,12 +185,12 @@ class DraftTrainer:
 
 
 def _metrics(loss: DraftLoss, total: float) -> Metrics:
-    some = {
+    optional = {
         "draft/value_loss": loss.value,
         "draft/acceptance_loss": loss.acceptance,
         "draft/topk_mass_loss": loss.topk_mass,
     }
-    return {name: float(part) for name, part in some.items() if part is not None} | {
+    return {name: float(part) for name, part in optional.items() if part is not None} | {
         "draft/loss": total,
         "draft/soft_loss": float(loss.soft),
         "draft/accuracy": float(loss.accuracy),

@@ -1,13 +1,13 @@
-"""Co-training in a process of its own, in processor time that nobody else wants.
+"""Co-training in a separate process that uses idle CPU time.
 
     parent                                    worker: one thread, scheduled when a core is idle
-      learn(rows, ends, step)          ->     slices of training, while there is something to learn
-      stop()                           ->     the slice ends after the optimizer step under way
-      results()                        <-     what each slice came to, with weights to publish
+      learn(entries, vocab, step)      ->     trains in slices until the rows are used up
+      stop()                           ->     ends the slice after the current optimizer step
+      results()                        <-     result of each slice, with weights to publish
 
-Lines of JSON say what is to be done and what was; tensors lie in files of a folder that only the
-two know, so that neither waits for the other to read. The worker ends when its parent does, and
-removes the folder. `python -m slipstream.drafter.worker_process FOLDER` is what the parent starts.
+The parent starts `python -m slipstream.drafter.worker_process FOLDER`. Commands and results are
+lines of JSON over pipes. Tensors are passed as files in a private folder, so that neither process
+waits for the other to read. The worker ends when its parent ends, and removes the folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch import Tensor
 from slipstream.drafter.buffer import BufferedSequence, BufferSettings, DraftBuffer
 from slipstream.drafter.collector import CollectorSettings, FeatureCollector
 from slipstream.drafter.cotraining import CoTraining, CoTrainSettings
-from slipstream.drafter.sequences import PolicyEnds
+from slipstream.drafter.sequences import VocabLayers
 from slipstream.drafter.trainer import Metrics
 from slipstream.drafter.worker_process import AWARE
 from slipstream.errors import TrainingError
@@ -50,9 +50,12 @@ _CLOSING_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSetup:
-    """What a worker begins with: the head in use (`weights`, of a head like `blank`) as `version`,
-    `trained_to` a version of the policy (see `CoTraining`), and how it is to learn. With
-    `stands_still` it stops, once it has begun, until it is told to `go_on`."""
+    """What a worker needs at its start.
+
+    `weights` are those of the head in use, a model like `blank`; `version` is its number.
+    `trained_to` is as in `CoTraining`. `start_stopped`: the worker pauses after its start until
+    `set_running(True)`. The rest are settings of the training.
+    """
 
     blank: DraftModel
     weights: Mapping[str, Tensor]
@@ -61,14 +64,16 @@ class WorkerSetup:
     buffer: BufferSettings
     train: CoTrainSettings
     trained_to: PolicyVersion | None = None
-    stands_still: bool = False
+    start_stopped: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Learned:
-    """What a slice came to (`cotraining.Slice`): `weights` of a head to publish as `version`, None
-    where it is held back or nothing was learned; `trained_to` as in `WorkerSetup`; `cpu_seconds`
-    that the slice took."""
+class SliceResult:
+    """The result of one slice (`cotraining.Slice`), sent to the parent.
+
+    `weights` are those of a head to publish as `version`, or None if it was held back or nothing
+    was trained. `trained_to` is as in `CoTraining`. `cpu_seconds` is the CPU time of the slice.
+    """
 
     step: int
     metrics: Metrics
@@ -81,33 +86,33 @@ class Learned:
 
 
 class DraftWorker:
-    """The parent's end of a worker process."""
+    """Starts a worker process and communicates with it; used in the parent."""
 
     def __init__(self, setup: WorkerSetup) -> None:
-        """Starts the process; it answers when it has read what it begins with. To be made on a
-        thread that lives as long as this: Linux takes the end of that thread for the parent's."""
+        """Start the process. Must be called on a thread that outlives this object: for Linux, the
+        parent of the process ends when this thread ends."""
         self._folder = tempfile.TemporaryDirectory(prefix="slipstream-drafter-")
         self._path, self._numbers = Path(self._folder.name), itertools.count()
         self._lookback = setup.buffer.lookback_steps
         self._unread: dict[int, int] = {}
-        """Numbers of the files of rows that may still be there, and their steps."""
+        """Number -> RL step of the row files that the worker may not have read yet."""
         _write(self._path / _SETUP, setup)
-        # Blocked in the child from the beginning: one that comes while it begins is kept for it.
+        # The child inherits the mask, so a SIGCONT during its start stays pending.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCONT})
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "slipstream.drafter.worker_process", str(self._path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                # A Ctrl-C is the parent's to handle. Not a session of its own: Linux shares cores
-                # out among sessions first (autogroup), whatever the classes of their threads.
+                # A new group, so that only the parent gets Ctrl-C. Not a new session: Linux divides
+                # CPU time between sessions first (autogroup), and ignores SCHED_IDLE across them.
                 process_group=0,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.set_blocking(self._in.fileno(), False)
         self._lines = _Lines(self._out.fileno())
-        # It must not be stopped before. Python starts in hundredths of a second.
+        # The process must not be stopped before this file exists. Python starts in about 0.01 s.
         while not (self._path / AWARE).exists() and self._process.poll() is None:
             time.sleep(0.001)
 
@@ -117,7 +122,7 @@ class DraftWorker:
 
     @property
     def cpu_seconds(self) -> float:
-        """What the process has computed so far; 0 where it has ended."""
+        """CPU time of the process so far, in seconds; 0 if it has ended."""
         try:
             times = psutil.Process(self.pid).cpu_times()
         except psutil.Error:
@@ -125,52 +130,57 @@ class DraftWorker:
         return float(times.user + times.system)
 
     def wait_until_ready(self, seconds: float) -> bool:
-        """Until it has begun, which takes seconds and memory traffic, or has ended, which whoever
-        speaks to it next is told. Whether that was so within so many seconds."""
-        late = time.monotonic() + seconds
+        """Wait up to `seconds` until the process is set up. Returns False on timeout.
+
+        Also returns True if the process has ended; the next call of another method raises then.
+        """
+        deadline = time.monotonic() + seconds
         while not (self._path / _READY).exists() and self._process.poll() is None:
-            if time.monotonic() > late:
+            if time.monotonic() > deadline:
                 return False
             time.sleep(0.01)
         return True
 
-    def learn(self, kept: Sequence[BufferedSequence], ends: PolicyEnds, step: int) -> None:
-        """Train on these rows of RL step `step` and on those of the steps before, between the ends
-        of the policy as it is now. Writes a file: not for an event loop. Raises TrainingError where
-        the process has ended."""
-        self._take_back(step - self._lookback)
+    def learn(self, entries: Sequence[BufferedSequence], vocab: VocabLayers, step: int) -> None:
+        """Train on these responses of RL step `step`, and on those of earlier steps that are still
+        buffered. `vocab` are the current policy's.
+
+        Writes a file, so it must not be called on an event loop. Raises TrainingError if the
+        process has ended.
+        """
+        self._withdraw_rows(step - self._lookback)
         number = next(self._numbers)
         self._unread[number] = step
-        _write(_rows_file(self._path, number), (kept, ends))
-        # All that is unread, for orders may get lost: see `_say`.
-        self._say(op="learn", first=min(self._unread), last=number, step=step)
+        _write(_rows_file(self._path, number), (entries, vocab))
+        # The command names all unread files, because a command can get lost (`_send`).
+        self._send(op="learn", first=min(self._unread), last=number, step=step)
 
     def stop(self) -> None:
-        """End the slice under way after its present optimizer step. Does not wait for it. Raises
-        TrainingError where the process has ended."""
-        self._say(op="stop")
+        """End the current slice after its current optimizer step, without waiting for it. Raises
+        TrainingError if the process has ended."""
+        self._send(op="stop")
 
-    def go_on(self, wanted: bool) -> None:
-        """Let the process compute, or have it stand still where it is, at once."""
-        self._process.send_signal(signal.SIGCONT if wanted else signal.SIGSTOP)
+    def set_running(self, running: bool) -> None:
+        """Let the process run, or suspend it at once (SIGCONT, SIGSTOP)."""
+        self._process.send_signal(signal.SIGCONT if running else signal.SIGSTOP)
 
-    def results(self) -> list[Learned]:
-        """What has come since the last call. Raises TrainingError where the process has ended."""
-        lines = list(self._lines.waiting())
+    def results(self) -> list[SliceResult]:
+        """The results since the last call. Raises TrainingError if the process has ended."""
+        lines = list(self._lines.available())
         if self._lines.ended:
-            raise self._gone()
+            raise self._ended()
         found = []
         for line in lines:
             file = self._path / line["file"]
-            found.append(cast(Learned, _read(file)))
+            found.append(cast(SliceResult, _read(file)))
             file.unlink()
         return found
 
     def close(self) -> None:
-        """End the process, and remove its files."""
+        """End the process and remove its files."""
         with contextlib.suppress(OSError):
             self._in.close()
-        self.go_on(True)
+        self.set_running(True)
         try:
             self._process.wait(_CLOSING_SECONDS)
         except subprocess.TimeoutExpired:
@@ -179,9 +189,9 @@ class DraftWorker:
         self._out.close()
         self._folder.cleanup()
 
-    def _take_back(self, last_step: int) -> None:
-        """Rows up to those of `last_step` that the worker has had no time to read: files would pile
-        up where no core is ever idle."""
+    def _withdraw_rows(self, last_step: int) -> None:
+        """Delete unread row files of steps up to `last_step`. Without this, files would accumulate
+        if no core is ever idle."""
         for number, step in list(self._unread.items()):
             path = _rows_file(self._path, number)
             if step <= last_step:
@@ -199,16 +209,16 @@ class DraftWorker:
         assert self._process.stdout is not None
         return self._process.stdout
 
-    def _say(self, **words: object) -> None:
+    def _send(self, **command: object) -> None:
         try:
-            os.write(self._in.fileno(), json.dumps(words).encode() + b"\n")
+            os.write(self._in.fileno(), json.dumps(command).encode() + b"\n")
         except BlockingIOError:
-            # Full of orders that it has had no time to read; the next one names these rows, too.
+            # The pipe is full of unread commands. The next command names these rows again.
             return
         except OSError as error:
-            raise self._gone() from error
+            raise self._ended() from error
 
-    def _gone(self) -> TrainingError:
+    def _ended(self) -> TrainingError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_CLOSING_SECONDS)
         return TrainingError(
@@ -217,25 +227,25 @@ class DraftWorker:
 
 
 class _Lines:
-    """Lines of JSON from a file descriptor, without waiting for more than is there."""
+    """Reads lines of JSON from a file descriptor without blocking."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._rest = fd, b""
         self.ended = False
 
     def ready(self, seconds: float | None = 0.0) -> bool:
-        """Whether there is something to read, or the other side has ended, within `seconds` (None:
-        however long it takes)."""
+        """Wait up to `seconds` (None: without limit). True if there is something to read or the
+        other side has ended."""
         return self.ended or bool(select.select([self._fd], [], [], seconds)[0])
 
-    def ended_meanwhile(self) -> bool:
-        """Whether the other side has ended, though nothing that it said has been read."""
+    def hung_up(self) -> bool:
+        """Whether the other side has closed the pipe, even if there are unread lines."""
         poll = select.poll()
         poll.register(self._fd, select.POLLHUP)
         return bool(poll.poll(0))
 
-    def waiting(self) -> Iterator[dict[str, Any]]:
-        """The whole lines that are there."""
+    def available(self) -> Iterator[dict[str, Any]]:
+        """Yield the complete lines that have arrived."""
         while not self.ended and self.ready():
             more = os.read(self._fd, 1 << 16)
             self.ended = not more
@@ -248,17 +258,17 @@ def _rows_file(folder: Path, number: int) -> Path:
 
 
 def _write(path: Path, value: object) -> None:
-    """For the other side alone, which looks once it is told."""
+    """Pickle `value` into a file for the other process, which reads it after the next line."""
     path.write_bytes(pickle.dumps(value))
 
 
 def _read(path: Path) -> object:
-    return pickle.loads(path.read_bytes())  # our own process wrote it
+    return pickle.loads(path.read_bytes())  # Safe: written by our own process.
 
 
 def _take(path: Path) -> object | None:
-    """What is in a file, which is then nobody else's; None where there is no such file (any
-    more)."""
+    """Read and delete a file. Returns None if it does not exist (any more). The rename first makes
+    sure that only one process takes it."""
     taken = path.with_suffix(".taken")
     try:
         path.rename(taken)
@@ -270,7 +280,7 @@ def _take(path: Path) -> object | None:
 
 
 def run_when_idle() -> None:
-    """From here on this thread runs only while a core has nothing else to do."""
+    """Run this thread only while a core is idle (SCHED_IDLE, else nice 19)."""
     if hasattr(os, "SCHED_IDLE"):
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -279,13 +289,13 @@ def run_when_idle() -> None:
 
 
 def run_worker(folder: Path) -> None:
-    """The worker: until the other side ends."""
+    """Run the worker until the parent ends."""
     torch.set_num_threads(1)
-    # Whatever prints must not be taken for an answer.
+    # Redirect prints to stderr, because stdout carries the results.
     answer = os.dup(1)
     os.dup2(2, 1)
     _work(folder, _Lines(0), answer)
-    # The parent would do it, where it is there to.
+    # Usually the parent removes the folder, but it may have been killed.
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -293,52 +303,53 @@ def _work(folder: Path, lines: _Lines, answer: int) -> None:
     setup = cast(WorkerSetup, _read(folder / _SETUP))
     training = _training(setup)
     (folder / _READY).touch()
-    # Not before: the parent waits for this.
+    # Only now: the parent waits for the setup, which idle priority would delay.
     run_when_idle()
-    if setup.stands_still:
-        # Not by stopping itself, for which nobody would be there if the parent has ended since.
+    if setup.start_stopped:
+        # Wait for SIGCONT instead of SIGSTOP: a stopped process would stay forever if the parent
+        # has already ended.
         while signal.sigtimedwait({signal.SIGCONT}, 1.0) is None:
-            if lines.ended_meanwhile():
+            if lines.hung_up():
                 return
     while lines.ready(None) and not lines.ended:
-        # Of several orders the newest one counts, and the rows of all that were not taken back.
-        order: dict[str, Any] | None = None
-        ends: PolicyEnds | None = None
-        for line in lines.waiting():
-            order = line if line["op"] == "learn" else None
-            if order is None:
+        # Obey the newest command only, but read the rows of all of them.
+        command: dict[str, Any] | None = None
+        vocab: VocabLayers | None = None
+        for line in lines.available():
+            command = line if line["op"] == "learn" else None
+            if command is None:
                 continue
-            training.collector.buffer.forget_before(order["step"])
-            for number in range(order["first"], order["last"] + 1):
+            training.collector.buffer.drop_before(command["step"])
+            for number in range(command["first"], command["last"] + 1):
                 taken = _take(_rows_file(folder, number))
                 if taken is not None:
-                    kept, ends = cast(tuple[list[BufferedSequence], PolicyEnds], taken)
-                    for one in kept:
-                        training.collector.keep(one)
-        if order is None or ends is None:
+                    entries, vocab = cast(tuple[list[BufferedSequence], VocabLayers], taken)
+                    for entry in entries:
+                        training.collector.keep(entry)
+        if command is None or vocab is None:
             continue
         while not lines.ready():
-            learned = _slice(training, ends, order["step"], lines)
+            result = _slice(training, vocab, command["step"], lines)
             name = f"learned-{time.monotonic_ns()}.pickle"
-            _write(folder / name, learned)
+            _write(folder / name, result)
             with contextlib.suppress(BrokenPipeError):
                 os.write(answer, json.dumps({"file": name}).encode() + b"\n")
-            if "drafter/loss" not in learned.metrics:
-                break  # Nothing is left to learn from.
+            if "drafter/loss" not in result.metrics:
+                break  # All rows are used up.
 
 
 def _training(setup: WorkerSetup) -> CoTraining:
     head = setup.blank.blank()
     collector = FeatureCollector(DraftBuffer(setup.buffer), setup.collector)
     training = CoTraining(head, collector, setup.train)
-    training.begin_with(setup.weights, setup.version, setup.trained_to)
+    training.start_from(setup.weights, setup.version, setup.trained_to)
     return training
 
 
-def _slice(training: CoTraining, ends: PolicyEnds, step: int, lines: _Lines) -> Learned:
+def _slice(training: CoTraining, vocab: VocabLayers, step: int, lines: _Lines) -> SliceResult:
     started = time.process_time()
-    done = training.slice(ends, step=step, stop=lines.ready)
-    return Learned(
+    done = training.slice(vocab, step=step, stop=lines.ready)
+    return SliceResult(
         step=step,
         metrics=done.metrics,
         version=training.version,

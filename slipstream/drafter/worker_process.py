@@ -1,9 +1,9 @@
-"""What a `DraftWorker` starts: `python -m slipstream.drafter.worker_process FOLDER`.
+"""Entry point of the worker process: `python -m slipstream.drafter.worker_process FOLDER`.
 
-A process that is stopped reads nothing, so that its parent's end does not end it. Linux wakes
-those whose process group nobody can reach any more, but not where whoever adopts orphans (a login
-manager, the first process of a container) shares their session. So this one asks to be woken,
-before anything that takes time is imported: until then it must not be stopped.
+A suspended process reads nothing, so it does not notice when its parent ends. Linux resumes the
+processes of an orphaned process group, but not if the process that adopts orphans (a login manager,
+the first process of a container) is in the same session. So this process asks Linux for a SIGCONT
+when its parent ends. It does so before slow imports, because it must not be suspended until then.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ import sys
 from pathlib import Path
 
 AWARE = "aware"
-"""A file of the folder that is there once the process learns of its parent's end even while it is
-stopped."""
+"""Name of the file that the process creates once it will notice the end of its parent even while
+suspended."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def wake_at_parents_end() -> None:
-    """Have Linux send SIGCONT when the thread that started this process ends. A worker finds then
-    that nobody writes to it any more, as it does where it is not stopped. (A parent that has ended
-    already cannot stop it.)"""
+    """Have Linux send SIGCONT to this process when the thread that started it ends.
+
+    The worker then finds its input pipe closed, and ends. (A parent that has already ended cannot
+    suspend it.)
+    """
     if sys.platform == "linux":
-        # Without it a worker is ended by what there is elsewhere: see above.
+        # Other systems resume orphaned process groups (module docstring).
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
 
 

@@ -1,6 +1,7 @@
 """INFERENCE: engines behind one protocol: `embedded` (ours), `hf` (transformers), `fake`."""
 
+from slipstream.config.engines import register_engine
 from slipstream.inference.protocol import EngineStats, InferenceEngine
 from slipstream.inference.sync import sync_weights_to_engines
 
-__all__ = ["EngineStats", "InferenceEngine", "sync_weights_to_engines"]
+__all__ = ["EngineStats", "InferenceEngine", "register_engine", "sync_weights_to_engines"]

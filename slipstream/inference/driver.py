@@ -28,6 +28,7 @@ from slipstream.inference.protocol import EngineStats
 from slipstream.models.hf_io import read_tensors
 from slipstream.threads import arrival
 from slipstream.types import (
+    EngineCapabilities,
     GenerateRequest,
     Generation,
     PolicyVersion,
@@ -83,6 +84,7 @@ class AsyncEngine:
         core: EngineCore,
         *,
         name: str,
+        capabilities: EngineCapabilities,
         executor: ThreadPoolExecutor | None = None,
         slice_seconds: float = 0.1,
     ) -> None:
@@ -90,6 +92,7 @@ class AsyncEngine:
         `slice_seconds` bounds how long steps run before the event loop is asked for news."""
         self.core = core
         self._name = name
+        self._capabilities = capabilities
         self._slice = slice_seconds
         self._thread = executor or ThreadPoolExecutor(1, thread_name_prefix=f"engine-{name}")
         self._owns_thread = executor is None
@@ -100,6 +103,10 @@ class AsyncEngine:
         self._paused = False
         self._interrupts = 0
         self._closed = False
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return self._capabilities
 
     async def generate(self, request: GenerateRequest) -> Generation:
         name = request.request_id
@@ -149,6 +156,11 @@ class AsyncEngine:
     async def update_weights(self, update: WeightUpdate) -> None:
         if update.kind is not UpdateKind.FULL:
             raise EngineError(f"engine {self._name} takes full weights, got {update.kind.value}")
+        if update.transport not in self._capabilities.transports:
+            known = ", ".join(sorted(self._capabilities.transports))
+            raise EngineError(
+                f"engine {self._name} takes weights by {known}, got {update.transport.value}"
+            )
         async with self._between_steps():
             await self._call(lambda: self.core.update_weights(update))
 
@@ -165,6 +177,9 @@ class AsyncEngine:
 
     def stats(self) -> EngineStats:
         return self.core.stats()
+
+    def lend_to(self, lent: Callable[[bool], None]) -> None:
+        """This engine lends no cores."""
 
     def close(self) -> None:
         """Give up all work, and end the thread if it is the engine's own.

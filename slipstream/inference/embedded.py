@@ -9,6 +9,7 @@ from pathlib import Path
 
 import anyio.to_thread
 
+from slipstream.config.engines import EMBEDDED
 from slipstream.errors import EngineError
 from slipstream.inference.driver import AsyncEngine
 from slipstream.inference.engine import Engine, EngineSettings
@@ -50,7 +51,7 @@ class EmbeddedEngine(AsyncEngine):
         embedded = Engine(
             decoder, settings, decode=decode, proposer=proposer, plan=plan, selector=selector
         )
-        super().__init__(embedded, name="embedded", executor=executor)
+        super().__init__(embedded, name="embedded", capabilities=EMBEDDED, executor=executor)
         self._embedded = embedded
         self._decoder = decoder
         self._config = decoder.config
@@ -65,8 +66,7 @@ class EmbeddedEngine(AsyncEngine):
             await self._call(lambda: self._embedded.update_drafter(update))
 
     def lend_to(self, lent: Callable[[bool], None]) -> None:
-        """`lent` is called with True when this engine decodes on one thread from now on, so that
-        other cores are free, and with False when no longer, on its compute thread: see
+        """Call `lent` on the compute thread whenever cores become free or are needed again: see
         `EngineSettings.one_thread_below`."""
         self._embedded.lent = lent
 

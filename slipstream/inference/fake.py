@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 
+from slipstream.config.engines import FAKE
 from slipstream.errors import EngineError, RequestError
 from slipstream.inference.driver import AsyncEngine
 from slipstream.inference.engine.request import Decode, Running
@@ -115,4 +116,4 @@ class FakeEngine(AsyncEngine):
     """`InferenceEngine` that answers from a script."""
 
     def __init__(self, core: ScriptedCore) -> None:
-        super().__init__(core, name="fake", slice_seconds=0.001)
+        super().__init__(core, name="fake", capabilities=FAKE, slice_seconds=0.001)

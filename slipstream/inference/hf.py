@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.config.engines import HF, engines_with
 from slipstream.errors import EngineError, RequestError
 from slipstream.inference.driver import AsyncEngine
 from slipstream.inference.engine.batch_sampling import sampling_rows
@@ -68,8 +69,8 @@ class HFCore:
             raise RequestError(f"request {name!r}: stop strings need an engine with a tokenizer")
         if request.return_hidden_states:
             raise RequestError(
-                f"request {name!r}: hidden states come from the embedded engine only; set "
-                "actor_rollout_ref.rollout.name=embedded"
+                f"request {name!r}: the hf engine has no hidden states; set "
+                f"{engines_with(lambda engine: engine.hidden_states)}"
             )
         self._requests[name] = Running(
             request=request,
@@ -198,4 +199,4 @@ class HFEngine(AsyncEngine):
     """`InferenceEngine` on transformers."""
 
     def __init__(self, core: HFCore, *, executor: ThreadPoolExecutor | None = None) -> None:
-        super().__init__(core, name="hf", executor=executor)
+        super().__init__(core, name="hf", capabilities=HF, executor=executor)

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.errors import RequestError
-from slipstream.types import GenerateRequest, Generation, PolicyVersion, WeightUpdate
+from slipstream.types import (
+    EngineCapabilities,
+    GenerateRequest,
+    Generation,
+    PolicyVersion,
+    WeightUpdate,
+)
 
 MIN_TEMPERATURE = 1e-5
 """Below it logits / temperature may overflow in float32."""
@@ -131,6 +137,11 @@ class InferenceEngine(Protocol):
     a thread was scheduled.
     """
 
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """What engines of this kind can do, as registered (`config.engines`)."""
+        ...
+
     async def generate(self, request: GenerateRequest) -> Generation:
         """Generate one response; returns when it ends. Many calls run at once.
 
@@ -160,7 +171,8 @@ class InferenceEngine(Protocol):
         """Take new policy weights between two steps.
 
         Names, shapes and values are checked first: on EngineError the old weights stay. Tokens
-        sampled from then on carry the new version in their spans.
+        sampled from then on carry the new version in their spans. EngineError also if
+        `capabilities.transports` lacks the update's transport.
         """
         ...
 
@@ -180,6 +192,19 @@ class InferenceEngine(Protocol):
 
     def stats(self) -> EngineStats:
         """Counters so far."""
+        ...
+
+    def lend_to(self, lent: Callable[[bool], None]) -> None:
+        """Say when cores of this process become free.
+
+        From now on the engine calls `lent(True)` on its compute thread when it begins to decode on
+        one thread, and `lent(False)` before it uses all threads again. An engine without
+        `capabilities.one_thread_tail` never calls it.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop all work and release what the engine holds. Later calls raise EngineError."""
         ...
 
 

@@ -1,12 +1,27 @@
-"""Compiled CPU kernels (Numba) for the layers of a decoder: in fp32 and bf16.
+"""Compiled CPU kernels (Numba) for the layers of a decoder, in fp32 and bf16.
 
-A decode step of a few rows spends most of its time calling small tensor operations; here each row
-is done in one go. Exact mode holds by construction: a row is computed by the same loop over the
-same number of elements, whatever else is in the batch. Files: `product` and `product_amx`
-(matrix products) over `tile`, `tile_bf16` and `tile_amx`, `rows` (norm, gate), `attend` and
-`attend_bf16` (rotation, attention), `draw` (a token with its noise); all of these in a row are
-`layers` (a forward pass) and `chain` (a whole draft). Below them `numeric` (exponential, sums,
-rounding), `memory` (addresses in compiled code), `team` (sharing work out among threads),
-`compiling` and `processor` (what this one can do). Knows addresses and sizes, not tensors or
-models; what calls it, in `models` and `sampling`, answers for both.
+A decode step of a few rows (tokens) spends most of its time on the overhead of small tensor
+operations. These kernels compute each row in one call. Exact mode holds by construction: the same
+loop over the same number of elements computes a row, whatever else is in the batch.
+
+Files:
+
+    product, product_amx      matrix products, over the tiles in tile, tile_bf16 and tile_amx
+    rows                      norm and gate
+    attend, attend_bf16       rotation and attention
+    attend_backward(_amx)     gradients of attention
+    tree_paths, move          tokens of draft trees in attention and in the KV cache
+    draw, draw_top            tokens with the largest score plus keyed noise
+    layers                    all of these for a forward pass, in one call
+    draft                     a whole draft of a draft head, in one call
+    dots, numeric, avx512     sums, exponential, rounding
+    memory                    arrays at addresses, in compiled code
+    team                      sharing work among threads
+    compiling, processor      compilation and its cache; features of this CPU
+
+The kernels get addresses and sizes, not tensors or models. Nothing checks them: the callers in
+`models` and `sampling` are responsible for both.
+
+Shapes: M rows, D hidden width, Q query heads, H key-value heads, G = Q / H, K head width (or the
+number of inputs of a product), W inner width of the MLP, V vocabulary.
 """

@@ -1,10 +1,12 @@
-"""Rotation and causal attention: kernels over the joined projections of query, key and value.
+"""Rotation and causal attention in fp32, over the joined projections of query, key and value.
 
-Every argument is an address, a size or an offset in elements; fp32. M rows (tokens), Q query heads,
-H key-value heads, K head width. Keys of a head lie one after another in slots of K numbers; a row's
-keys begin `first[m]` elements from the start of the keys, its own key goes to `own[m]` (-1: it is
-not kept), other heads follow `head_stride` elements apart; values likewise. Row m sees `seen[m]`
-slots, the first ones, or those on its path (`kernels.tree_paths`).
+All arguments are addresses, sizes or offsets in elements. M rows (tokens), Q query heads, H
+key-value heads, G = Q / H query heads per key-value head, K head width.
+
+The keys of a head are contiguous slots of K numbers. The keys that row m sees start `first[m]`
+elements after the start of the keys, and its own key goes to `own[m]` (-1: it is not stored). Heads
+are `head_stride` elements apart. Values have the same layout. Row m sees the first `seen[m]` slots,
+or those on its path through a draft tree (`kernels.tree_paths`).
 """
 
 from __future__ import annotations
@@ -15,21 +17,21 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.dots import dots
-from slipstream.kernels.memory import LINE, ask_for, floats_at, hold, ints_at
+from slipstream.kernels.memory import LINE, floats_at, hold, ints_at, prefetch_at
 from slipstream.kernels.numeric import ONE, ZERO, F, exp, largest, squares, total, triple
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL, tile_1, tile_1x2, tile_2x2, tiles
-from slipstream.kernels.tree_paths import bends, path_of, stem_of
+from slipstream.kernels.tree_paths import is_out_of_order, path_slots, stem_length
 
 
 @kernel
-def turn(x, norm, tiny, cos, sin, times, out, K):
-    """One head of K numbers: normed (unless `norm` is 0), rotated and multiplied by `times`."""
+def rotate(x, norm, eps, cos, sin, times, out, K):
+    """Apply norm (unless `norm` is 0), rotation and the factor `times` to a head of K numbers."""
     half = K // 2
     a, o = carray(floats_at(x), (K,)), carray(floats_at(out), (K,))
     c, s = carray(floats_at(cos), (K,)), carray(floats_at(sin), (K,))
     if norm:
-        scale = ONE / np.sqrt(squares(x, K) / F(K) + tiny)
+        scale = ONE / np.sqrt(squares(x, K) / F(K) + eps)
         w = carray(floats_at(norm), (K,))
         for i in range(half):
             left = a[i] * scale * w[i]
@@ -46,14 +48,16 @@ def turn(x, norm, tiny, cos, sin, times, out, K):
 
 @kernel
 def by_heads(H, parts):
-    """Whether each thread has key-value heads of its own, from placing to mixing: then none waits
-    in between, and no two write to one line of memory."""
+    """Return whether each thread processes its own key-value heads, from `place` to `attend`.
+
+    Then no thread waits in between, and no two threads write to the same cache line.
+    """
     return H % parts == 0
 
 
 @kernel
 def heads_of(H, part, parts):
-    """The first of the key-value heads that a part places, and the one after its last."""
+    """Return the begin and the end of the key-value heads that a part places."""
     if by_heads(H, parts):
         return H // parts * part, H // parts * (part + 1)
     return 0, H
@@ -61,7 +65,7 @@ def heads_of(H, part, parts):
 
 @kernel
 def rows_of(M, H, part, parts):
-    """The first of the rows whose keys a part places, and the one after its last."""
+    """Return the begin and the end of the rows whose keys a part places."""
     if by_heads(H, parts):
         return 0, M
     return M * part // parts, M * (part + 1) // parts
@@ -71,9 +75,10 @@ def rows_of(M, H, part, parts):
 def place_part(
     qkv, norms, eps, cos, sin, positions, q, keys, values, own, head_stride, M, Q, H, K, part, parts
 ):
+    """Compute one of `parts` parts of `place`."""
     at = carray(ints_at(positions), (M,))
     place = carray(ints_at(own), (M,))
-    tiny = carray(floats_at(eps), (1,))[0]
+    epsilon = carray(floats_at(eps), (1,))[0]
     root = ONE / np.sqrt(F(K))
     own_h, end_h = heads_of(H, part, parts)
     begin, end = rows_of(M, H, part, parts)
@@ -84,12 +89,12 @@ def place_part(
         for h in range(own_h, end_h):
             for g in range(h * G, (h + 1) * G):
                 norm = norms + g * K * 4 if norms else 0
-                turn(row + g * K * 4, norm, tiny, c, s, root, q + (m * Q + g) * K * 4, K)
+                rotate(row + g * K * 4, norm, epsilon, c, s, root, q + (m * Q + g) * K * 4, K)
             if place[m] < 0:
                 continue
             norm = norms + (Q + h) * K * 4 if norms else 0
             spot = (place[m] + h * head_stride) * 4
-            turn(row + (Q + h) * K * 4, norm, tiny, c, s, ONE, keys + spot, K)
+            rotate(row + (Q + h) * K * 4, norm, epsilon, c, s, ONE, keys + spot, K)
             x = carray(floats_at(row + (Q + H + h) * K * 4), (K,))
             out = carray(floats_at(values + spot), (K,))
             for i in range(K):
@@ -118,9 +123,11 @@ def place(
     H: int,
     K: int,
 ) -> None:
-    """Norm (unless `norms`, (Q + H, K), is 0), rotation by row `positions[m]` of the tables, and
-    scaling of the queries by 1 / sqrt(K), from `qkv` (M, Q + 2H, K) to `q` (M, Q, K), to the keys
-    and to the values."""
+    """Write `qkv` (M, Q + 2H, K) to the queries `q` (M, Q, K), to the keys and to the values.
+
+    Queries and keys are normed (unless `norms`, (Q + H, K), is 0) and rotated by row `positions[m]`
+    of the tables. Queries are also scaled by 1 / sqrt(K).
+    """
     arguments = (
         qkv, norms, eps, cos, sin, positions, q, keys, values, own, head_stride, M, Q, H, K
     )  # fmt: skip
@@ -131,8 +138,9 @@ def place(
 def _place_backward(
     qkv, norms, eps, cos, sin, positions, dq, dk, dqkv, dnorms, M, Q, H, K, part, parts
 ):
+    """Compute one of `parts` parts of `place_backward`."""
     at = carray(ints_at(positions), (M,))
-    tiny = carray(floats_at(eps), (1,))[0]
+    epsilon = carray(floats_at(eps), (1,))[0]
     half = K // 2
     root = ONE / np.sqrt(F(K))
     d = np.empty(K, np.float32)
@@ -162,7 +170,7 @@ def _place_backward(
                 w = carray(floats_at(norms + h * K * 4), (K,))
                 dw = carray(floats_at(dnorms + (part * (Q + H) + h) * K * 4), (K,))
                 along = triple(d.ctypes.data, norms + h * K * 4, qkv + row + h * K * 4, K)
-                scale = ONE / np.sqrt(squares(qkv + row + h * K * 4, K) / F(K) + tiny)
+                scale = ONE / np.sqrt(squares(qkv + row + h * K * 4, K) / F(K) + epsilon)
                 back = along * scale * scale * scale / F(K)
                 for i in range(K):
                     out[i] = d[i] * w[i] * scale - x[i] * back
@@ -194,9 +202,11 @@ def place_backward(
     H: int,
     K: int,
 ) -> None:
-    """From the gradients of `place`'s queries (M, Q, K) and keys (M, H, K), those of the first
-    Q + H heads of `qkv` and of the norms: `dnorms` has (Q + H, K) for each thread that torch has,
-    zeroed."""
+    """Compute the gradients of `place` from those of its queries (M, Q, K) and keys (M, H, K).
+
+    The results are the gradient of the first Q + H heads of `qkv`, and of the norms. `dnorms` has
+    (Q + H, K) numbers, initially zero, for each of torch's threads; the caller adds them.
+    """
     arguments = (
         qkv, norms, eps, cos, sin, positions, dq, dk, dqkv, dnorms, M, Q, H, K
     )  # fmt: skip
@@ -204,27 +214,29 @@ def place_backward(
 
 
 _KEYS = 32
-"""Keys between two times of asking for values."""
+"""Number of keys between two prefetches of values."""
 
 
 @kernel
-def _score(query, keys, K, n, scores, ask, end):
-    """Scores of `n` keys, while memory is asked at an even pace for what lies from `ask` to `end`.
-    Returns the first address that was not asked for."""
-    j, first = 0, ask
+def _score(query, keys, K, n, scores, ahead, end):
+    """Compute the scores of `n` keys and prefetch the memory from `ahead` to `end` meanwhile.
+
+    Returns the first address that was not prefetched.
+    """
+    j, first = 0, ahead
     while j < n:
         few = min(_KEYS, n - j)
         dots(query, keys + j * K * 4, K, few, scores + j * 4)
         j += few
-        while ask < first + (end - first) * j // n:
-            ask_for(ask)
-            ask += LINE
-    return ask
+        while ahead < first + (end - first) * j // n:
+            prefetch_at(ahead)
+            ahead += LINE
+    return ahead
 
 
 @kernel
 def _softmax(scores, n):
-    """In place; the logarithm of the denominator."""
+    """Compute the softmax in place. Return the logarithm of the denominator."""
     p = carray(floats_at(scores), (n,))
     top = largest(scores, n)
     for j in range(n):
@@ -236,35 +248,37 @@ def _softmax(scores, n):
 
 
 @kernel
-def _mix(weights, step, values, n, K, G, zeros, out, ask):
-    """Sums of `n` values by the weights of G heads, `step` bytes apart; a share of what is asked
-    for goes with each panel of values."""
+def _mix(weights, step, values, n, K, G, zeros, out, ahead):
+    """Compute the weighted sums of `n` values for G heads, whose weights are `step` bytes apart.
+
+    Each panel of values prefetches a share of the memory from `ahead` on.
+    """
     i = 0
-    # Two panels at a time where rows are few: more chains of additions run side by side.
+    # For few rows two panels at a time, so that more chains of additions run in parallel.
     while G <= 2 and i + 2 * PANEL <= K:
         w, to = values + i * 4, out + i * 4
         if G == 1:
-            tile_1x2(weights, 0, w, K * 4, 4 * PANEL, n, zeros, to, K * 4, ask, 2 * LINE)
+            tile_1x2(weights, 0, w, K * 4, 4 * PANEL, n, zeros, to, K * 4, ahead, 2 * LINE)
         else:
-            tile_2x2(weights, step, w, K * 4, 4 * PANEL, n, zeros, to, K * 4, ask, 2 * LINE)
-        ask += 2 * LINE * n
+            tile_2x2(weights, step, w, K * 4, 4 * PANEL, n, zeros, to, K * 4, ahead, 2 * LINE)
+        ahead += 2 * LINE * n
         i += 2 * PANEL
     while i + PANEL <= K:
         w, to = values + i * 4, out + i * 4
-        tiles(weights, step, w, K * 4, n, zeros, to, K * 4, G, ask, LINE)
-        ask += LINE * n
+        tiles(weights, step, w, K * 4, n, zeros, to, K * 4, G, ahead, LINE)
+        ahead += LINE * n
         i += PANEL
     for g in range(G):
         if K % PANEL:
             last = carray(floats_at(out + g * K * 4), (K,))
             for i in range(K - K % PANEL, K):
                 last[i] = ZERO
-            _rest(weights + g * step, values, n, K, out + g * K * 4)
+            _mix_remainder(weights + g * step, values, n, K, out + g * K * 4)
 
 
 @kernel
-def _rest(weights, values, count, K, out):
-    """Add to what of a result fills no panel `count` values by their weights."""
+def _mix_remainder(weights, values, count, K, out):
+    """Add `count` weighted values to the last numbers of a head, which do not fill a panel."""
     p, v = carray(floats_at(weights), (count,)), carray(floats_at(values), (count * K,))
     o = carray(floats_at(out), (K,))
     for i in range(K - K % PANEL, K):
@@ -275,8 +289,8 @@ def _rest(weights, values, count, K, out):
 
 
 @kernel
-def _go_on_along(weights, step, values, path, count, K, out, G):
-    """Add to the results of G heads, whose weights are `step` bytes apart, the values on a path."""
+def _mix_path(weights, step, values, path, count, K, out, G):
+    """Add `count` weighted values on a path to G heads, whose weights are `step` bytes apart."""
     for j in range(count):
         v = values + path[j] * K * 4
         for g in range(G):
@@ -284,7 +298,7 @@ def _go_on_along(weights, step, values, path, count, K, out, G):
             for i in range(0, K - K % PANEL, PANEL):
                 at, to = v + 4 * i, o + 4 * i
                 tile_1(w, 0, at, 4 * K, 0, 1, to, to, 0, at, 0)
-            _rest(w, v, 1, K, o)
+            _mix_remainder(w, v, 1, K, o)
 
 
 @kernel
@@ -292,6 +306,7 @@ def attend_part(
     q, keys, values, first, seen, paths, path_step, head_stride, longest, out, logs, M, Q, H, K,
     part, parts,
 ):  # fmt: skip
+    """Compute one of `parts` parts of `attend`."""
     row = carray(ints_at(first), (M,))
     count = carray(ints_at(seen), (M,))
     G = Q // H
@@ -299,8 +314,8 @@ def attend_part(
     start = scores.ctypes.data
     nothing = np.zeros(2 * PANEL, np.float32)
     zeros = nothing.ctypes.data
-    # Every task is one key-value head of one row. Where threads have no heads of their own,
-    # neighbours go to different ones, for later rows see more keys.
+    # A task is one key-value head of one row. If threads do not have their own heads, neighboring
+    # tasks go to different threads, because later rows see more keys.
     own_h, end_h = heads_of(H, part, parts)
     heads, begin, step = end_h - own_h, part, parts
     if by_heads(H, parts):
@@ -308,31 +323,31 @@ def attend_part(
     for task in range(begin, M * heads, step):
         m, h = task // heads, own_h + task % heads
         sees = count[m]
-        # Slots that are where their positions are, and those after them.
-        bent = bends(paths, path_step, m, sees)
-        n = stem_of(paths, path_step, m) if bent else sees
+        # The first n tokens are in the slots of their positions. The others follow the path.
+        on_path = is_out_of_order(paths, path_step, m, sees)
+        n = stem_length(paths, path_step, m) if on_path else sees
         k_start = keys + (row[m] + h * head_stride) * 4
         v_start = values + (row[m] + h * head_stride) * 4
-        ask = v_start
+        ahead = v_start
         for g in range(G):
             weights, end = start + g * sees * 4, v_start + (g + 1) * n * K * 4 // G
             query = q + (m * Q + h * G + g) * K * 4
-            ask = _score(query, k_start, K, n, weights, ask, end)
-            if bent:
-                path = path_of(paths, path_step, m)
+            ahead = _score(query, k_start, K, n, weights, ahead, end)
+            if on_path:
+                path = path_slots(paths, path_step, m)
                 for j in range(sees - n):
                     dots(query, k_start + path[j] * K * 4, K, 1, weights + (n + j) * 4)
             mass = _softmax(weights, sees)
             if logs:
                 carray(floats_at(logs + (m * Q + h * G + g) * 4), (1,))[0] = mass
         o = out + (m * Q + h * G) * K * 4
-        # The keys of this thread's next task.
+        # Prefetch the keys of this thread's next task.
         after = min(task + step, M * heads - 1)
-        ask = keys + (row[after // heads] + (own_h + after % heads) * head_stride) * 4
-        _mix(start, sees * 4, v_start, n, K, G, zeros, o, ask)
-        if bent:
-            path = path_of(paths, path_step, m)
-            _go_on_along(start + n * 4, sees * 4, v_start, path, sees - n, K, o, G)
+        ahead = keys + (row[after // heads] + (own_h + after % heads) * head_stride) * 4
+        _mix(start, sees * 4, v_start, n, K, G, zeros, o, ahead)
+        if on_path:
+            path = path_slots(paths, path_step, m)
+            _mix_path(start + n * 4, sees * 4, v_start, path, sees - n, K, o, G)
     hold(scores)
     hold(nothing)
 
@@ -359,9 +374,12 @@ def attend(
     H: int,
     K: int,
 ) -> None:
-    """softmax(q k^T) v to `out` (M, Q * K), and to `logs` (M, Q), unless 0, the logarithms of the
-    denominators. No row sees a slot beyond the first `longest` ones. `paths`, `path_step`: see
-    `kernels.tree_paths`; 0: row m sees slots 0 to `seen[m]` - 1."""
+    """Write softmax(q k^T) v to `out` (M, Q * K).
+
+    The logarithms of the softmax denominators go to `logs` (M, Q), unless it is 0. No row sees more
+    than `longest` slots. `paths` and `path_step` are as in `kernels.tree_paths`; with `paths` 0,
+    row m sees slots 0 to `seen[m]` - 1.
+    """
     arguments = (
         q, keys, values, first, seen, paths, path_step, head_stride, longest, out, logs, M, Q, H, K
     )  # fmt: skip

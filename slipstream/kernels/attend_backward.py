@@ -1,10 +1,12 @@
 """The backward pass of causal attention over each sequence's own keys, in fp32.
 
-The weights are computed anew from the logarithms of the denominators (Dao et al. 2022,
-FlashAttention), head by head, so that what belongs to a head stays in a cache; what lies in the
-future is left out. A head's five products run through `tile`. Every argument is an address or a
-size. Where everything may be rounded to bf16 the matrix unit does it (`attend_backward_amx`). B
-sequences of M tokens in all, of T in each, Q query heads, H key-value heads, K head width.
+The softmax weights are recomputed from the logarithms of the denominators (Dao et al. 2022,
+FlashAttention), head by head, so that a head's data stays in the CPU cache. Future keys are
+skipped. A head's five products use `tile`. If bf16 rounding is allowed and the CPU has AMX,
+`attend_backward_amx` computes the same. All arguments are addresses or sizes.
+
+Shapes: B sequences, M tokens in total, T tokens of one sequence, S key slots, Q query heads, H
+key-value heads, G = Q / H, K head width.
 """
 
 from __future__ import annotations
@@ -20,23 +22,23 @@ from slipstream.kernels.dots import dots
 from slipstream.kernels.memory import floats_at, hold, ints_at
 from slipstream.kernels.numeric import ZERO, F, exp
 from slipstream.kernels.product import pack_part
-from slipstream.kernels.product_amx import BY_MATRIX_UNIT
+from slipstream.kernels.product_amx import USE_AMX
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL, tiles
 
 _BLOCK = PANEL
-"""Queries whose scores are computed at once, over the keys up to the last of them, in whole panels;
-larger blocks compute more that lies in the future, which short responses feel."""
+"""Number of queries whose scores are computed at once, over the keys up to the last of them, in
+whole panels. Larger blocks compute more future scores, which slows down short responses."""
 
-_NOTHING = F(-60.0)
-"""Logarithm of weights below which nothing is given back. What they would give is far from any sum
-that it is added to, but in columns of keys that nobody looks at such products make numbers so small
-that a processor takes a hundred times as long for each."""
+_NEGLIGIBLE = F(-60.0)
+"""Softmax weights whose logarithm is below this count as zero. Their gradients are far too small to
+change any sum. But for keys that no query attends to, they would be subnormal numbers, for which a
+CPU takes a hundred times as long."""
 
 
 @kernel
 def _copy(source, source_step, out, out_step, T, K):
-    """T rows of K numbers; each row `source_step` and `out_step` bytes from the next."""
+    """Copy T rows of K numbers. Rows are `source_step` and `out_step` bytes apart."""
     for t in range(T):
         a = carray(floats_at(source + t * source_step), (K,))
         o = carray(floats_at(out + t * out_step), (K,))
@@ -45,8 +47,8 @@ def _copy(source, source_step, out, out_step, T, K):
 
 
 @kernel
-def _turned(rows, row_step, out, T, Tp, K):
-    """T rows of K numbers to (K, Tp)."""
+def _transpose(rows, row_step, out, T, Tp, K):
+    """Transpose T rows of K numbers to (K, Tp)."""
     o = carray(floats_at(out), (K * Tp,))
     for t in range(T):
         a = carray(floats_at(rows + t * row_step), (K,))
@@ -55,8 +57,11 @@ def _turned(rows, row_step, out, T, Tp, K):
 
 
 @kernel
-def _add_turned(columns, out, out_step, T, Tp, K, first):
-    """(K, Tp) to T rows of K, `out_step` bytes apart: written by the `first`, added by others."""
+def _add_transposed(columns, out, out_step, T, Tp, K, first):
+    """Add the transpose of (K, Tp) to T rows of K numbers, `out_step` bytes apart.
+
+    If `first`, the rows are overwritten instead.
+    """
     a = carray(floats_at(columns), (K * Tp,))
     for t in range(T):
         o = carray(floats_at(out + t * out_step), (K,))
@@ -69,10 +74,13 @@ def _add_turned(columns, out, out_step, T, Tp, K, first):
 
 
 @kernel
-def _weigh(scores, dweights, step, logs, along, row_step, T):
-    """Scores and gradients of the weights, rows `step` bytes apart, to weights and gradients of the
-    scores; zeros for keys in the future, up to the end of a block. Of `logs` and `along` rows are
-    `row_step` bytes apart."""
+def _softmax_backward(scores, dweights, step, logs, along, row_step, T):
+    """Turn scores into weights, and gradients of weights into gradients of scores, in place.
+
+    Rows are `step` bytes apart. Future keys get zeros up to the end of a block. Rows of `logs` (the
+    logarithms of the denominators) are `row_step` bytes apart. `along` has the dot product of each
+    row's gradient and result.
+    """
     for i in range(T):
         width = (i // _BLOCK + 1) * _BLOCK
         s = carray(floats_at(scores + i * step), (width,))
@@ -83,7 +91,7 @@ def _weigh(scores, dweights, step, logs, along, row_step, T):
             log = s[j] - mass
             weight = exp(log)
             # NaN stays NaN.
-            s[j] = ZERO if log < _NOTHING else weight
+            s[j] = ZERO if log < _NEGLIGIBLE else weight
         for j in range(i + 1):
             d[j] = s[j] * (d[j] - less)
         for j in range(i + 1, width):
@@ -93,7 +101,7 @@ def _weigh(scores, dweights, step, logs, along, row_step, T):
 
 @kernel
 def _scores(rows, row_step, panels, K, out, step, zeros, T):
-    """Products of every row with the keys up to the end of its block; `panels` as weights."""
+    """Multiply every row by the keys up to the end of its block. `panels` are the packed keys."""
     for block in range(0, T, _BLOCK):
         x, some = rows + block * row_step, min(_BLOCK, T - block)
         for p in range((block + _BLOCK) // PANEL):
@@ -103,11 +111,11 @@ def _scores(rows, row_step, panels, K, out, step, zeros, T):
 
 
 @kernel
-def _over_rows(turned, weights, step, K, out, zeros, T, Tp):
-    """(K, Tp) = sum over the rows from each panel of keys on: what the keys get from later rows."""
+def _sum_over_rows(transposed, weights, step, K, out, zeros, T, Tp):
+    """Compute the gradients (K, Tp) of keys or values: the weighted sums over all later rows."""
     for j in range(0, T, PANEL):
         w = weights + j * step + j * 4
-        tiles(turned + j * 4, Tp * 4, w, step, T - j, zeros, out + j * 4, Tp * 4, K, w, 0)
+        tiles(transposed + j * 4, Tp * 4, w, step, T - j, zeros, out + j * 4, Tp * 4, K, w, 0)
 
 
 @kernel
@@ -115,24 +123,25 @@ def _backward_part(
     q, keys, values, grad, out, logs, dq, dk, dv, dv_step, starts, slots, B, S, longest, Q, H, K,
     part, parts
 ):  # fmt: skip
+    """Compute one of `parts` parts of `attend_backward`."""
     G = Q // H
     first, place = carray(ints_at(starts), (B + 1,)), carray(ints_at(slots), (B,))
     Tp = (longest + _BLOCK - 1) // _BLOCK * _BLOCK
     W = (K + PANEL - 1) // PANEL * PANEL
-    # Not a power of two: lines of a column would share few places of the cache.
+    # Not a power of two, because the lines of a column would then share few sets of the CPU cache.
     step = (Tp + PANEL) * 4
     scores, dweights = np.empty(Tp * step // 4, np.float32), np.empty(Tp * step // 4, np.float32)
     s, d = scores.ctypes.data, dweights.ctypes.data
     size = Tp * W * 4
-    # Zeros: columns beyond K stay.
+    # Zeros, because columns beyond K are read but never written.
     room = np.zeros(5 * Tp * W + Tp + PANEL, np.float32)
     k_rows = room.ctypes.data
     k_panels, v_panels = k_rows + size, k_rows + 2 * size
-    turned, result = k_rows + 3 * size, k_rows + 4 * size
+    transposed, result = k_rows + 3 * size, k_rows + 4 * size
     along = k_rows + 5 * size
     zeros = along + Tp * 4
     q_step, k_step = Q * K * 4, H * K * 4
-    # Neighbours go to different threads, for sequences may come in order of length.
+    # Neighboring tasks go to different threads, because sequences may be sorted by length.
     for task in range(part, B * H, parts):
         b, h = task // H, task % H
         begin, T = first[b], first[b + 1] - first[b]
@@ -147,19 +156,19 @@ def _backward_part(
                 dots(grads + t * q_step, outs + t * q_step, K, 1, along + t * 4)
             _scores(rows, q_step, k_panels, K, s, step, zeros, T)
             _scores(grads, q_step, v_panels, K, d, step, zeros, T)
-            _weigh(s, d, step, logs + head * 4, along, Q * 4, T)
+            _softmax_backward(s, d, step, logs + head * 4, along, Q * 4, T)
             for block in range(0, T, _BLOCK):
                 x, n, some = d + block * step, min(block + _BLOCK, T), min(_BLOCK, T - block)
                 for i in range(0, W, PANEL):
                     w, to = k_rows + i * 4, result + (block * W + i) * 4
                     tiles(x, step, w, W * 4, n, zeros, to, W * 4, some, w, 0)
             _copy(result, W * 4, dq + head * K * 4, q_step, T, K)
-            _turned(rows, q_step, turned, T, Tp, K)
-            _over_rows(turned, d, step, K, result, zeros, T, Tp)
-            _add_turned(result, dk + (begin * H + h) * K * 4, k_step, T, Tp, K, g == 0)
-            _turned(grads, q_step, turned, T, Tp, K)
-            _over_rows(turned, s, step, K, result, zeros, T, Tp)
-            _add_turned(result, dv + begin * dv_step + h * K * 4, dv_step, T, Tp, K, g == 0)
+            _transpose(rows, q_step, transposed, T, Tp, K)
+            _sum_over_rows(transposed, d, step, K, result, zeros, T, Tp)
+            _add_transposed(result, dk + (begin * H + h) * K * 4, k_step, T, Tp, K, g == 0)
+            _transpose(grads, q_step, transposed, T, Tp, K)
+            _sum_over_rows(transposed, s, step, K, result, zeros, T, Tp)
+            _add_transposed(result, dv + begin * dv_step + h * K * 4, dv_step, T, Tp, K, g == 0)
     hold(scores)
     hold(dweights)
     hold(room)
@@ -172,8 +181,8 @@ def _backward_shared(p):
 
 @for_team
 def _backward_amx_shared(p):
-    # Compiled on import: where there is no such unit, there are no instructions for it either.
-    if BY_MATRIX_UNIT:
+    # Without AMX, the compiler must not see AMX instructions.
+    if USE_AMX:
         backward_amx_part(*to_fixed_tuple(carray(p, (18,)), 18), part_number(), part_count())
 
 
@@ -198,18 +207,23 @@ def attend_backward(
     K: int,
     *,
     work: int,
-    narrow: bool = False,
+    bf16: bool = False,
 ) -> None:
-    """From the gradient (M, Q, K) of `out`, those of the queries `dq` (M, Q, K), the keys `dk`
-    (M, H, K) and the values, whose rows of (H, K) lie `dv_step` bytes apart. Queries (M, Q, K) are
-    scaled, keys and values (H, S, K), `logs` (M, Q) the logarithms of the denominators. `starts`
-    (B + 1,) has the first row of each sequence and then M, `slots` (B,) its first key, of S in all.
-    Of T, up to `longest`, 8 T T bytes are taken beside them for each thread, or by the matrix unit
-    22 T K + 400 T; `work` is as in `team.run`. With `narrow` all may be rounded to bf16."""
+    """Compute the gradients of attention from the gradient `grad` (M, Q, K) of `out`.
+
+    The results are `dq` (M, Q, K), `dk` (M, H, K) and `dv`, whose rows of (H, K) are `dv_step`
+    bytes apart. Queries (M, Q, K) are scaled; keys and values are (H, S, K). `logs` (M, Q) are the
+    logarithms of the softmax denominators. `starts` (B + 1,) has the first row of each sequence,
+    followed by M. `slots` (B,) has the first of the S key slots of each sequence. `longest` is the
+    largest T. With `bf16`, the factors of products may be rounded to bf16. `work` is as in
+    `team.run`.
+
+    Each thread allocates 8 T^2 bytes for the longest sequence, or 22 T K + 400 T with AMX.
+    """
     arguments = (
         q, keys, values, grad, out, logs, dq, dk, dv, dv_step, starts, slots, B, S, longest, Q, H, K
     )  # fmt: skip
-    if narrow and BY_MATRIX_UNIT and K % WIDTH_AMX == 0:
+    if bf16 and USE_AMX and K % WIDTH_AMX == 0:
         run(backward_amx_part, _backward_amx_shared, arguments, work)
     else:
         run(_backward_part, _backward_shared, arguments, work)

@@ -1,10 +1,12 @@
-"""The backward pass of causal attention by the matrix unit, of what is rounded to bf16.
+"""The backward pass of causal attention by AMX, with factors rounded to bf16.
 
-`attend_backward` is the same in fp32, and takes this where it can. Scores are computed twice, once
-with queries as rows, for the gradients of queries, and once with keys as rows, for those of keys
-and values: to turn them round would take longer. Sums are fp32; queries, keys, values and the
-gradient are rounded to bf16, and so are weights and their gradients. T is taken in blocks of 32
-rows, and K is a multiple of 32.
+`attend_backward` is the fp32 version and calls this one if it can. Scores are computed twice: with
+queries as rows for the gradients of queries, and with keys as rows for the gradients of keys and
+values. Transposing them would take longer. Queries, keys, values, the incoming gradient, the
+softmax weights and their gradients are rounded to bf16; sums are fp32. A sequence is processed in
+blocks of 32 rows. K must be a multiple of 32.
+
+Shapes as in `attend_backward`; Tp is T rounded up to a multiple of 32.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import numpy as np
 from numba import carray, types
 from numba.extending import intrinsic
 
-from slipstream.kernels.avx512 import exp, keep_narrow, load
+from slipstream.kernels.avx512 import exp, load, store_bf16
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.dots import dots
 from slipstream.kernels.memory import (
@@ -34,24 +36,24 @@ from slipstream.kernels.tile_amx import (
     PAIRS,
     configure,
     release,
-    round_in_sixteens,
+    round_16_lanes,
     two_panels_amx,
 )
 
 ROWS = MOST_ROWS
-"""Rows of a block; widths of heads are multiples of it."""
+"""Number of rows of a block. Head widths must be multiples of it."""
 
 _NEVER = np.float32(1e30)
-"""The logarithm of the denominator of a row that is none: its weights are next to zero."""
+"""The logarithm of the denominator for a padding row, which makes its weights zero."""
 
-_U, _SIXTEEN = np.uint32, np.uint32(16)
+_U, _16 = np.uint32, np.uint32(16)
 
 
 @kernel
-def _narrow(source, step, rows, T, Tp, K):
-    """T rows, `step` bytes apart, to bf16 one after another, and zeros up to Tp rows."""
+def _to_bf16(source, step, rows, T, Tp, K):
+    """Round T rows, `step` bytes apart, to contiguous rows of bf16, with zeros up to Tp rows."""
     for t in range(T):
-        round_in_sixteens(source + t * step, rows + 2 * K * t, K)
+        round_16_lanes(source + t * step, rows + 2 * K * t, K)
     rest = carray(halves_at(rows + 2 * K * T), ((Tp - T) * K,))
     for i in range((Tp - T) * K):
         rest[i] = 0
@@ -59,7 +61,7 @@ def _narrow(source, step, rows, T, Tp, K):
 
 @kernel
 def _as_outputs(rows, out, Tp, K):
-    """Rows as the weights of sixteen outputs each: [block][pair of places][row][2]."""
+    """Lay out rows as the weights of 16 outputs per panel: [panel][pair of numbers][row][2]."""
     half = K // 2
     for block in range(Tp // PANEL):
         at = 2 * block * PANEL * K
@@ -71,19 +73,19 @@ def _as_outputs(rows, out, Tp, K):
 
 @kernel
 def _as_inputs(rows, out, Tp, K):
-    """Rows as inputs that are summed over: [pair of rows][place][2]."""
+    """Lay out rows as inputs to sum over: [pair of rows][number][2]."""
     for pair in range(Tp // 2):
         at = 4 * pair * K
         a, b = carray(halves_at(rows + at), (K,)), carray(halves_at(rows + at + 2 * K), (K,))
         o = carray(words_at(out + at), (K,))
         for i in range(K):
-            o[i] = _U(_U(a[i]) | _U(_U(b[i]) << _SIXTEEN))
+            o[i] = _U(_U(a[i]) | _U(_U(b[i]) << _16))
 
 
 @kernel
 def _lay_out(source, step, rows, outs, ins, T, Tp, K):
-    """T rows, `step` bytes apart, in all three ways; `ins` 0: but the last."""
-    _narrow(source, step, rows, T, Tp, K)
+    """Round T rows, `step` bytes apart, to bf16 in all three layouts; without the last if 0."""
+    _to_bf16(source, step, rows, T, Tp, K)
     _as_outputs(rows, outs, Tp, K)
     if ins:
         _as_inputs(rows, ins, Tp, K)
@@ -91,7 +93,7 @@ def _lay_out(source, step, rows, outs, ins, T, Tp, K):
 
 @kernel
 def _numbers_of(grads, outs, row_step, logs, log_step, mass, along, T, Tp, K):
-    """Logarithms of the denominators, and the products of gradients and results, of T rows."""
+    """Compute the dot products of gradients and results of T rows, and copy `logs` to `mass`."""
     m, a = carray(floats_at(mass), (Tp,)), carray(floats_at(along), (Tp,))
     for t in range(T):
         dots(grads + t * row_step, outs + t * row_step, K, 1, along + 4 * t)
@@ -103,7 +105,7 @@ def _numbers_of(grads, outs, row_step, logs, log_step, mass, along, T, Tp, K):
 
 @kernel
 def _products(rows, weights, first, count, K, out, step):
-    """Of a block of rows with `count` panels of weights from panel `first` on, an even number."""
+    """Multiply a block of rows by `count` panels from panel `first` on; `count` is even."""
     for p in range(0, count, 2):
         two_panels_amx(
             ROWS, rows, 2 * K, weights + 2 * PANEL * K * (first + p), 4 * PANEL, 2 * PANEL * K,
@@ -113,7 +115,7 @@ def _products(rows, weights, first, count, K, out, step):
 
 @kernel
 def _sums(weights, step, values, count, K, out):
-    """Of `count` rows of values by a block of rows of weights: (32, K)."""
+    """Compute the sums (32, K) of `count` rows of values, weighted by a block of rows."""
     for i in range(0, K, 2 * PANEL):
         two_panels_amx(
             ROWS, weights, step, values + 4 * i, 4 * K, 4 * PANEL, count // 2,
@@ -122,17 +124,19 @@ def _sums(weights, step, values, count, K, out):
 
 
 @intrinsic
-def _weigh_sixteen(
-    typingctx: Any, scores: Any, dweights: Any, mass: Any, less: Any, weights: Any, narrow: Any
+def _softmax_backward_16_lanes(
+    typingctx: Any, scores: Any, dweights: Any, mass: Any, along: Any, weights: Any, dscores: Any
 ) -> Any:
-    """Sixteen weights exp(scores - mass) and gradients weight * (dweights - less), to bf16; of six
-    addresses."""
+    """Compute 16 weights exp(scores - mass) and gradients weight * (dweights - along), in bf16.
+
+    All arguments are addresses.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        scores, dweights, mass, less = (load(builder, address) for address in args[:4])
+        scores, dweights, mass, along = (load(builder, address) for address in args[:4])
         weight = exp(builder, builder.fsub(scores, mass))
-        keep_narrow(builder, weight, args[4])
-        keep_narrow(builder, builder.fmul(weight, builder.fsub(dweights, less)), args[5])
+        store_bf16(builder, weight, args[4])
+        store_bf16(builder, builder.fmul(weight, builder.fsub(dweights, along)), args[5])
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), generate
@@ -140,6 +144,7 @@ def _weigh_sixteen(
 
 @kernel
 def _zero(out, count):
+    """Set `count` bf16 numbers to zero."""
     o = carray(halves_at(out), (count,))
     for j in range(count):
         o[j] = 0
@@ -147,6 +152,7 @@ def _zero(out, count):
 
 @kernel
 def _repeat(number, out):
+    """Write the number at an address 16 times."""
     value = carray(floats_at(number), (1,))[0]
     o = carray(floats_at(out), (PANEL,))
     for j in range(PANEL):
@@ -154,39 +160,44 @@ def _repeat(number, out):
 
 
 @kernel
-def _over_keys(scores, dweights, step, weights, narrow, first, n, logs, along, room):
-    """Gradients of the scores, in bf16, of a block of queries from `first` on over n keys; the
-    weights, too, which are not needed. `room`: for 32 numbers."""
+def _over_keys(scores, dweights, step, weights, dscores, first, n, logs, along, room):
+    """Compute gradients of the scores, in bf16, of a block of queries over n keys.
+
+    `first` is the first query. The weights are computed, too, but not used. `room` is a buffer for
+    32 numbers.
+    """
     for r in range(ROWS):
         seen, at, to = first + r + 1, r * step, r * step // 2
         _repeat(logs + 4 * (first + r), room)
         _repeat(along + 4 * (first + r), room + 4 * PANEL)
         for j in range(0, seen, PANEL):
-            _weigh_sixteen(
+            _softmax_backward_16_lanes(
                 scores + at + 4 * j, dweights + at + 4 * j, room, room + 4 * PANEL,
-                weights + to + 2 * j, narrow + to + 2 * j,
+                weights + to + 2 * j, dscores + to + 2 * j,
             )  # fmt: skip
-        _zero(narrow + to + 2 * seen, n - seen)
+        _zero(dscores + to + 2 * seen, n - seen)
 
 
 @kernel
-def _over_queries(scores, dweights, step, weights, narrow, n, logs, along):
-    """Weights and gradients of the scores, both in bf16, of a block of keys over n queries from the
-    same place on."""
+def _over_queries(scores, dweights, step, weights, dscores, n, logs, along):
+    """Compute weights and gradients of the scores, in bf16, of a block of keys over n queries.
+
+    The first query has the position of the first key.
+    """
     for r in range(ROWS):
         at, to = r * step, r * step // 2
         for j in range(r // PANEL * PANEL, n, PANEL):
-            _weigh_sixteen(
+            _softmax_backward_16_lanes(
                 scores + at + 4 * j, dweights + at + 4 * j, logs + 4 * j, along + 4 * j,
-                weights + to + 2 * j, narrow + to + 2 * j,
+                weights + to + 2 * j, dscores + to + 2 * j,
             )  # fmt: skip
         _zero(weights + to, r)
-        _zero(narrow + to, r)
+        _zero(dscores + to, r)
 
 
 @kernel
-def _take(block, out, step, rows, K, first):
-    """Rows of a block to `out`, `step` bytes apart: written by the `first`, added by others."""
+def _accumulate(block, out, step, rows, K, first):
+    """Add the rows of a block to `out`, `step` bytes apart. If `first`, overwrite it instead."""
     for t in range(rows):
         a = carray(floats_at(block + 4 * K * t), (K,))
         o = carray(floats_at(out + step * t), (K,))
@@ -203,12 +214,12 @@ def backward_amx_part(
     q, keys, values, grad, out, logs, dq, dk, dv, dv_step, starts, slots, B, S, longest, Q, H, K,
     part, parts
 ):  # fmt: skip
-    """See `attend_backward.attend_backward`; one of `parts` parts."""
+    """Compute one of `parts` parts of `attend_backward.attend_backward`."""
     G = Q // H
     first, place = carray(ints_at(starts), (B + 1,)), carray(ints_at(slots), (B,))
     most = (longest + ROWS - 1) // ROWS * ROWS
     size = 2 * most * K
-    # Each of the four as rows, as outputs and, but for the values, as inputs.
+    # Queries, gradients, keys and values: each as rows, as outputs and (not values) as inputs.
     room = np.empty(LINE + 11 * size, np.uint8)
     q_rows = aligned(room.ctypes.data)
     g_rows, k_rows, v_rows = q_rows + size, q_rows + 2 * size, q_rows + 3 * size
@@ -216,19 +227,19 @@ def backward_amx_part(
         q_rows + 4 * size, q_rows + 5 * size, q_rows + 6 * size, q_rows + 7 * size
     )  # fmt: skip
     q_ins, g_ins, k_ins = q_rows + 8 * size, q_rows + 9 * size, q_rows + 10 * size
-    # Not a power of two: lines of a column would share few places of the cache.
+    # Not a power of two, because the lines of a column would then share few sets of the CPU cache.
     step = 4 * (most + PANEL)
     block_room = np.empty(LINE + 3 * ROWS * step + 4 * ROWS * K, np.uint8)
     scores = aligned(block_room.ctypes.data)
     dweights = scores + ROWS * step
-    s_narrow, d_narrow = dweights + ROWS * step, dweights + ROWS * step + ROWS * step // 2
-    sums = d_narrow + ROWS * step // 2
+    weights, dscores = dweights + ROWS * step, dweights + ROWS * step + ROWS * step // 2
+    sums = dscores + ROWS * step // 2
     numbers = np.empty(2 * most + 2 * PANEL, np.float32)
     mass, along = numbers.ctypes.data, numbers.ctypes.data + 4 * most
     repeated = along + 4 * most
     q_step, k_step = Q * K * 4, H * K * 4
     configure(PAIRS)
-    # Neighbours go to different threads, for sequences may come in order of length.
+    # Neighboring tasks go to different threads, because sequences may be sorted by length.
     for task in range(part, B * H, parts):
         b, h = task // H, task % H
         begin, T = first[b], first[b + 1] - first[b]
@@ -247,19 +258,19 @@ def backward_amx_part(
                 n = i + ROWS
                 _products(q_rows + at, k_outs, 0, n // PANEL, K, scores, step)
                 _products(g_rows + at, v_outs, 0, n // PANEL, K, dweights, step)
-                _over_keys(scores, dweights, step, s_narrow, d_narrow, i, n, mass, along, repeated)
-                _sums(d_narrow, step // 2, k_ins, n, K, sums)
-                _take(sums, dq + (head * K + i * Q * K) * 4, q_step, some, K, True)
+                _over_keys(scores, dweights, step, weights, dscores, i, n, mass, along, repeated)
+                _sums(dscores, step // 2, k_ins, n, K, sums)
+                _accumulate(sums, dq + (head * K + i * Q * K) * 4, q_step, some, K, True)
                 n = Tp - i
                 _products(k_rows + at, q_outs, i // PANEL, n // PANEL, K, scores, step)
                 _products(v_rows + at, g_outs, i // PANEL, n // PANEL, K, dweights, step)
                 _over_queries(
-                    scores, dweights, step, s_narrow, d_narrow, n, mass + 4 * i, along + 4 * i
+                    scores, dweights, step, weights, dscores, n, mass + 4 * i, along + 4 * i
                 )
-                _sums(d_narrow, step // 2, q_ins + at, n, K, sums)
-                _take(sums, dk + ((begin + i) * H + h) * K * 4, k_step, some, K, g == 0)
-                _sums(s_narrow, step // 2, g_ins + at, n, K, sums)
-                _take(sums, dv + (begin + i) * dv_step + h * K * 4, dv_step, some, K, g == 0)
+                _sums(dscores, step // 2, q_ins + at, n, K, sums)
+                _accumulate(sums, dk + ((begin + i) * H + h) * K * 4, k_step, some, K, g == 0)
+                _sums(weights, step // 2, g_ins + at, n, K, sums)
+                _accumulate(sums, dv + (begin + i) * dv_step + h * K * 4, dv_step, some, K, g == 0)
     release()
     hold(room)
     hold(block_room)

@@ -1,19 +1,19 @@
-"""Rotation and causal attention over keys and values in bf16; `attend` is the form in fp32.
+"""Rotation and causal attention with keys and values in bf16. `attend` is the fp32 version.
 
-The products are those of `tile_bf16` or, where there is one, of the matrix unit (`tile_amx`): all
-queries that look at the same keys (the heads of a group, the tokens of a draft or a prompt) form
-the rows of a tile. Keys and values lie as its weights do:
+`tile_amx` computes the products on CPUs with AMX, and `tile_bf16` on others. All queries that see
+the same keys form the rows of a tile: the heads of a group, and the tokens of a draft or a prompt.
+Keys and values have the layout of a tile's weights:
 
-    keys of a head    [block of 16 slots][pair of places][slot][2]
-    values of a head  [pair of slots][place][2]
+    keys of a head    [block of 16 slots][pair of numbers][slot][2]
+    values of a head  [pair of slots][number][2]
 
-so that the first n slots, n a multiple of 16, are the first n K numbers; a store has 32 slots or a
-multiple of that. Queries are rounded to bf16, and so are the weights of values before they are
-divided by their sum; scores, sums and results are fp32. What a slot beyond those that a row sees
-holds has weight zero and has to be finite. Arguments as in `attend`, but for:
+So the first n slots, n a multiple of 16, are the first n * K numbers. A cache has a multiple of 32
+slots. Queries are rounded to bf16. The weights of values are rounded to bf16 before the division by
+their sum. Scores, sums and results are fp32. Slots beyond those that a row sees get weight zero,
+and their contents must be finite. Arguments are as in `attend`, except:
 
     q (H, M, G, K) bf16, G = Q / H: the query heads of a key-value head side by side;
-    K a multiple of 16.
+    K must be a multiple of 16.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import numpy as np
 from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from slipstream.kernels.attend import by_heads, heads_of, rows_of, turn
-from slipstream.kernels.avx512 import softmax_row, turn_row
+from slipstream.kernels.attend import by_heads, heads_of, rotate, rows_of
+from slipstream.kernels.avx512 import rotate_row, softmax_row
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import LINE, aligned, floats_at, halves_at, hold, ints_at, words_at
 from slipstream.kernels.numeric import ONE, F, exp, largest, round_to_bf16, total, widen
-from slipstream.kernels.product_amx import BY_MATRIX_UNIT
+from slipstream.kernels.product_amx import USE_AMX
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL
 from slipstream.kernels.tile_amx import MOST_ROWS as MOST_ROWS_AMX
@@ -35,34 +35,40 @@ from slipstream.kernels.tile_amx import (
     PAIRS,
     ROWS,
     configure,
-    more_of_two_panels_amx,
+    continue_two_panels_amx,
     release,
-    round_in_sixteens,
+    round_16_lanes,
     two_panels_amx,
 )
 from slipstream.kernels.tile_bf16 import MOST_ROWS, WIDE_FROM, panels_bf16
-from slipstream.kernels.tree_paths import bends, path_of, reach_of, stem_of
+from slipstream.kernels.tree_paths import (
+    is_out_of_order,
+    path_slots,
+    slots_spanned,
+    stem_length,
+)
 
 BLOCK = 2 * PANEL
-"""Slots come in so many: two panels of keys."""
+"""The number of slots of a cache is a multiple of this: two panels of keys."""
 
-_MOST_ROWS = MOST_ROWS_AMX if BY_MATRIX_UNIT else MOST_ROWS
+_MOST_ROWS = MOST_ROWS_AMX if USE_AMX else MOST_ROWS
 
 
 @kernel
-def _turn(x, norm, eps, cos, sin, times, wide, out, K):
-    """`attend.turn` to bf16, by way of `wide`."""
-    if BY_MATRIX_UNIT and K % (2 * PANEL) == 0:
-        turn_row(x, norm, eps, cos, sin, times, out, K // 2)
+def _rotate(x, norm, eps, cos, sin, times, fp32, out, K):
+    """Compute `attend.rotate` of a head and round it to bf16. `fp32` is a buffer for K numbers."""
+    if USE_AMX and K % (2 * PANEL) == 0:
+        rotate_row(x, norm, eps, cos, sin, times, out, K // 2)
     else:
-        turn(x, norm, carray(floats_at(eps), (1,))[0], cos, sin, times, wide, K)
-        round_to_bf16(wide, out, K)
+        rotate(x, norm, carray(floats_at(eps), (1,))[0], cos, sin, times, fp32, K)
+        round_to_bf16(fp32, out, K)
 
 
 @kernel
-def _narrow(x, out, K):
-    if BY_MATRIX_UNIT:
-        round_in_sixteens(x, out, K)
+def _to_bf16(x, out, K):
+    """Round K fp32 numbers to bf16."""
+    if USE_AMX:
+        round_16_lanes(x, out, K)
     else:
         round_to_bf16(x, out, K)
 
@@ -71,42 +77,43 @@ def _narrow(x, out, K):
 def place_bf16_part(
     qkv, norms, eps, cos, sin, positions, q, keys, values, own, head_stride, M, Q, H, K, part, parts
 ):
+    """Compute one of `parts` parts of `place_bf16`."""
     at = carray(ints_at(positions), (M,))
     place = carray(ints_at(own), (M,))
     G = Q // H
     root = ONE / np.sqrt(F(K))
-    turned, narrow = np.empty(K, np.float32), np.empty(K, np.uint16)
-    wide_at, narrow_at = turned.ctypes.data, narrow.ctypes.data
-    halves, words = carray(halves_at(narrow_at), (K,)), carray(words_at(narrow_at), (K // 2,))
+    rotated, bf16 = np.empty(K, np.float32), np.empty(K, np.uint16)
+    fp32_at, bf16_at = rotated.ctypes.data, bf16.ctypes.data
+    halves, words = carray(halves_at(bf16_at), (K,)), carray(words_at(bf16_at), (K // 2,))
     own_h, end_h = heads_of(H, part, parts)
     begin, end = rows_of(M, H, part, parts)
     for m in range(begin, end):
         c, s = cos + at[m] * K * 4, sin + at[m] * K * 4
         row = qkv + m * (Q + 2 * H) * K * 4
-        kept = place[m] >= 0
-        slot = place[m] % head_stride // K if kept else 0
+        stored = place[m] >= 0
+        slot = place[m] % head_stride // K if stored else 0
         start = place[m] - slot * K
         for h in range(own_h, end_h):
             for g in range(G):
                 i = h * G + g
                 norm = norms + i * K * 4 if norms else 0
                 out = q + 2 * K * ((h * M + m) * G + g)
-                _turn(row + i * K * 4, norm, eps, c, s, root, wide_at, out, K)
-            if not kept:
+                _rotate(row + i * K * 4, norm, eps, c, s, root, fp32_at, out, K)
+            if not stored:
                 continue
             head = start + h * head_stride
             norm = norms + (Q + h) * K * 4 if norms else 0
-            _turn(row + (Q + h) * K * 4, norm, eps, c, s, ONE, wide_at, narrow_at, K)
+            _rotate(row + (Q + h) * K * 4, norm, eps, c, s, ONE, fp32_at, bf16_at, K)
             block = keys + 2 * (head + slot // PANEL * PANEL * K) + 4 * (slot % PANEL)
             pairs = carray(words_at(block), (K // 2 * PANEL,))
             for i in range(K // 2):
                 pairs[i * PANEL] = words[i]
-            _narrow(row + (Q + H + h) * K * 4, narrow_at, K)
+            _to_bf16(row + (Q + H + h) * K * 4, bf16_at, K)
             out2 = carray(halves_at(values + 2 * (head + slot // 2 * 2 * K)), (K, 2))
             for i in range(K):
                 out2[i, slot % 2] = halves[i]
-    hold(turned)
-    hold(narrow)
+    hold(rotated)
+    hold(bf16)
 
 
 @for_team
@@ -115,23 +122,27 @@ def _place_shared(p):
 
 
 def place_bf16(*arguments: int) -> None:
-    """As `attend.place`."""
+    """Do what `attend.place` does, with queries, keys and values in bf16. Same arguments."""
     M, Q, H, K = arguments[-4:]
     run(place_bf16_part, _place_shared, arguments, M * (Q + 2 * H) * K)
 
 
 @kernel
 def _copy(halves, out, count):
+    """Copy `count` bf16 numbers."""
     a, o = carray(halves_at(halves), (count,)), carray(halves_at(out), (count,))
     for i in range(count):
         o[i] = a[i]
 
 
 @kernel
-def _weigh(scores, weights, sees, pairs, wide):
-    """What values are multiplied with, from the scores of a row that sees so many slots: bf16, to
-    `weights` or, if `wide`, as fp32 in the place of the scores. The largest score and the sum."""
-    if BY_MATRIX_UNIT:
+def _softmax_weights(scores, weights, sees, pairs, wide):
+    """Compute the unnormalized softmax weights, rounded to bf16, of a row that sees `sees` slots.
+
+    They go to `weights` as bf16, followed by zeros up to 2 * `pairs`. If `wide`, they also replace
+    the scores, as fp32. Returns the largest score and the sum of the weights before rounding.
+    """
+    if USE_AMX:
         return softmax_row(scores, weights, sees, 2 * pairs)
     s = carray(floats_at(scores), (2 * pairs,))
     top = largest(scores, sees)
@@ -147,10 +158,13 @@ def _weigh(scores, weights, sees, pairs, wide):
 
 
 @kernel
-def _look(q, rows, keys, slots, K, ahead, wide, queries, zeros, scores, score_step):
-    """Scores of some rows of queries, of which `queries` becomes a copy, over so many slots."""
-    if BY_MATRIX_UNIT:
-        # A copy, for rows beyond the last one are read, too.
+def _scores(q, rows, keys, slots, K, ahead, wide, queries, zeros, scores, score_step):
+    """Compute the scores of `rows` rows of queries over `slots` slots.
+
+    `queries` is a buffer for a copy of the queries.
+    """
+    if USE_AMX:
+        # A copy, because the product reads rows past the last one.
         _copy(q, queries, rows * K)
         if K // 2 % PAIRS:
             configure(K // 2)
@@ -172,16 +186,19 @@ def _look(q, rows, keys, slots, K, ahead, wide, queries, zeros, scores, score_st
 
 @kernel
 def _mix(weights, step, rows, values, pairs, K, ahead, wide, zeros, mixed, mixed_step):
-    """Sums of values by weights, `step` bytes from row to row, of so many pairs of slots."""
+    """Compute the weighted sums of values over `pairs` pairs of slots.
+
+    Rows of `weights` are `step` bytes apart.
+    """
     panels = K // PANEL
-    if BY_MATRIX_UNIT:
+    if USE_AMX:
         if K // 2 % PAIRS:
             configure(pairs)
-        p, beside = 0, 4 * PANEL if panels > 1 else 0
+        p, second = 0, 4 * PANEL if panels > 1 else 0
         while p < panels:
             at = 4 * PANEL * max(min(p, panels - 2), 0)
             two_panels_amx(
-                rows, weights, step, values + at, 4 * K, beside, pairs,
+                rows, weights, step, values + at, 4 * K, second, pairs,
                 mixed + at, mixed_step, 4 * PANEL, ahead,
             )  # fmt: skip
             p += 2
@@ -193,15 +210,18 @@ def _mix(weights, step, rows, values, pairs, K, ahead, wide, zeros, mixed, mixed
 
 
 @kernel
-def _go_on(weights, step, rows, values, pairs, K, wide, sums, mixed, mixed_step):
-    """`_mix` of what comes after `sums`, which lie as `mixed` will: what both would be in one."""
+def _continue_mix(weights, step, rows, values, pairs, K, wide, sums, mixed, mixed_step):
+    """Continue `_mix` from `sums`, which have the layout of `mixed`.
+
+    The results equal those of a single `_mix` over all slots.
+    """
     panels = K // PANEL
-    if BY_MATRIX_UNIT:
-        p, beside = 0, 4 * PANEL if panels > 1 else 0
+    if USE_AMX:
+        p, second = 0, 4 * PANEL if panels > 1 else 0
         while p < panels:
             at = 4 * PANEL * max(min(p, panels - 2), 0)
-            more_of_two_panels_amx(
-                rows, weights, step, values + at, 4 * K, beside, pairs,
+            continue_two_panels_amx(
+                rows, weights, step, values + at, 4 * K, second, pairs,
                 sums + at, mixed + at, mixed_step, 4 * PANEL,
             )  # fmt: skip
             p += 2
@@ -214,26 +234,26 @@ def _go_on(weights, step, rows, values, pairs, K, wide, sums, mixed, mixed_step)
 
 
 @kernel
-def value_to(values, slot, tail, place, K):
-    """Copy the values of a slot to another place of other values."""
+def copy_value(values, slot, target_values, target, K):
+    """Copy the value of a slot to the slot `target` of other values."""
     x = carray(halves_at(values + 4 * K * (slot // 2)), (K, 2))
-    o = carray(halves_at(tail + 4 * K * (place // 2)), (K, 2))
+    o = carray(halves_at(target_values + 4 * K * (target // 2)), (K, 2))
     for i in range(K):
-        o[i, place % 2] = x[i, slot % 2]
+        o[i, target % 2] = x[i, slot % 2]
 
 
 @kernel
-def _straighten(scores, paths, step, m, sees):
-    """Scores of the slots on a row's path to the places of their positions."""
-    stem = stem_of(paths, step, m)
-    s, path = carray(floats_at(scores), (reach_of(paths, step, m, sees),)), path_of(paths, step, m)
+def _scores_in_order(scores, paths, step, m, sees):
+    """Move the scores of the slots on a row's path to the order of their positions."""
+    stem, spanned = stem_length(paths, step, m), slots_spanned(paths, step, m, sees)
+    s, path = carray(floats_at(scores), (spanned,)), path_slots(paths, step, m)
     for j in range(sees - stem):
         s[stem + j] = s[path[j]]
 
 
 @kernel
-def _put(mixed, mass, out, K):
-    """One head's result from its sums."""
+def _normalize(mixed, mass, out, K):
+    """Divide the weighted sums of a head by the sum of the weights."""
     o, x = carray(floats_at(out), (K,)), carray(floats_at(mixed), (K,))
     over = ONE / mass
     for j in range(K):
@@ -245,9 +265,12 @@ def _mix_paths(
     weights, step, some, G, values, K, wide, zeros, mixed, mixed_step, result, tail, masses, paths,
     path_step, count, r0, stem, out, out_step,
 ):  # fmt: skip
-    """Mixed values of rows of one sequence that stand on paths, to `out`. Products of whole tiles
-    depend on the place of a slot in them: those before the last of the stem are the same for all;
-    from there on each row goes on with values that are put where their positions are."""
+    """Compute the mixed values of rows of one sequence that are on tree paths.
+
+    The result of a tile depends on the place of a slot in it. So the whole tiles of the stem are
+    computed for all rows together. From the first tile that the stem does not fill, each row
+    continues with a copy of the values in the order of positions (`tail`).
+    """
     first = stem // BLOCK * BLOCK
     most = 0
     for i in range(some):
@@ -263,43 +286,43 @@ def _mix_paths(
         for i in range(some * G * mixed_step // 4):
             nothing[i] = 0
     for slot in range(first, stem):
-        value_to(values, slot, tail, slot - first, K)
-    if BY_MATRIX_UNIT and K // 2 % PAIRS:
+        copy_value(values, slot, tail, slot - first, K)
+    if USE_AMX and K // 2 % PAIRS:
         configure(BLOCK // 2)
     size = 4 if wide else 2
-    # What lies in the places after the stem.
-    there = np.full(most, -1)
+    # The slots whose values `tail` currently holds after the stem.
+    copied = np.full(most, -1)
     for i in range(some):
         r, row = r0 + i, i * G
         sees = count[r]
-        path = path_of(paths, path_step, r)
+        path = path_slots(paths, path_step, r)
         for j in range(sees - stem):
-            if there[j] != path[j]:
-                there[j] = path[j]
-                value_to(values, path[j], tail, stem + j - first, K)
-        pairs = slots // 2 if BY_MATRIX_UNIT else max((sees - first + 1) // 2, 1)
-        _go_on(
+            if copied[j] != path[j]:
+                copied[j] = path[j]
+                copy_value(values, path[j], tail, stem + j - first, K)
+        pairs = slots // 2 if USE_AMX else max((sees - first + 1) // 2, 1)
+        _continue_mix(
             weights + row * step + size * first, step, G, tail, pairs, K, wide,
             mixed + row * mixed_step, result, mixed_step,
         )  # fmt: skip
         for g in range(G):
             o = out + i * out_step + 4 * g * K
-            _put(result + g * mixed_step, masses[row + g], o, K)
+            _normalize(result + g * mixed_step, masses[row + g], o, K)
 
 
 @kernel
-def _reach(paths, path_step, count, first, some):
-    """The slots that some rows see, up to the last one, and whether one of them bends."""
-    n, bent = 0, False
+def _span(paths, path_step, count, first, some):
+    """Return the number of slots that some rows span, and whether any row is out of order."""
+    n, on_path = 0, False
     for r in range(first, first + some):
-        n = max(n, reach_of(paths, path_step, r, count[r]))
-        bent = bent or bends(paths, path_step, r, count[r])
-    return n, bent
+        n = max(n, slots_spanned(paths, path_step, r, count[r]))
+        on_path = on_path or is_out_of_order(paths, path_step, r, count[r])
+    return n, on_path
 
 
 @kernel
 def _room_for(sizes):
-    """Bytes of buffers of so many bytes each, which begin at lines."""
+    """Return the bytes needed for buffers of these sizes, each aligned to a cache line."""
     whole = LINE
     for i in range(len(sizes)):
         whole += (sizes[i] + LINE - 1) // LINE * LINE
@@ -308,7 +331,7 @@ def _room_for(sizes):
 
 @kernel
 def _lay_out(sizes, address, at):
-    """Where they begin, from an address on."""
+    """Write the addresses of the buffers of `_room_for`, starting at `address`, to `at`."""
     place = aligned(address)
     for i in range(len(sizes)):
         at[i] = place
@@ -320,17 +343,18 @@ def attend_bf16_part(
     q, keys, values, first, seen, paths, path_step, head_stride, longest, out, logs, M, Q, H, K,
     part, parts,
 ):  # fmt: skip
+    """Compute one of `parts` parts of `attend_bf16`."""
     begin = carray(ints_at(first), (M,))
     count = carray(ints_at(seen), (M,))
     G = Q // H
     most = max(_MOST_ROWS // G, 1)
-    # Room for whole tiles, which may begin at any row.
+    # Room for whole tiles, which may start at any row.
     tall = (most * G + _MOST_ROWS - 1) // _MOST_ROWS * _MOST_ROWS + ROWS
     width = (longest + BLOCK - 1) // BLOCK * BLOCK
     mixed_step = 4 * max(K, BLOCK)
-    turned = tall * mixed_step if paths else 0
+    result_size = tall * mixed_step if paths else 0
     sizes = (
-        tall * width * 4, tall * width * 2, tall * K * 4, tall * mixed_step, turned,
+        tall * width * 4, tall * width * 2, tall * K * 4, tall * mixed_step, result_size,
         (BLOCK + width) * K * 2 if paths else 0,
     )  # fmt: skip
     places = np.empty(6, np.int64)
@@ -339,13 +363,13 @@ def attend_bf16_part(
     scores, weights, queries, mixed, result, tail = places
     masses, nothing = np.empty(most * G, np.float32), np.zeros(2 * PANEL, np.float32)
     zeros = nothing.ctypes.data
-    if BY_MATRIX_UNIT:
+    if USE_AMX:
         configure(K // 2)
     own_h, end_h = heads_of(H, part, parts)
     task = -1
     m = 0
     while m < M:
-        # Rows that begin at the same slot, in even shares.
+        # Rows of the same sequence start at the same slot. They are divided into even shares.
         together = 1
         while m + together < M and begin[m + together] == begin[m]:
             together += 1
@@ -353,7 +377,7 @@ def attend_bf16_part(
         for share in range(shares):
             r0 = m + together * share // shares
             some = m + together * (share + 1) // shares - r0
-            n, bent = _reach(paths, path_step, count, r0, some)
+            n, on_path = _span(paths, path_step, count, r0, some)
             for h in range(own_h, end_h):
                 task += 1
                 if not by_heads(H, parts) and task % parts != part:
@@ -362,38 +386,41 @@ def attend_bf16_part(
                 spot = 2 * (begin[r0] + h * head_stride)
                 after = 2 * (begin[min(r0 + some, M - 1)] + h * head_stride)
                 rows = some * G
-                wide = not BY_MATRIX_UNIT and rows >= WIDE_FROM and K > PANEL
-                _look(
+                wide = not USE_AMX and rows >= WIDE_FROM and K > PANEL
+                _scores(
                     q + 2 * K * (h * M + r0) * G, rows, keys + spot, slots, K, values - keys, wide,
                     queries, zeros, scores, 4 * width,
                 )  # fmt: skip
-                pairs = slots // 2 if BY_MATRIX_UNIT else (n + 1) // 2
+                pairs = slots // 2 if USE_AMX else (n + 1) // 2
                 for i in range(rows):
                     r = r0 + i // G
                     line = scores + 4 * width * i
-                    if bent:
-                        _straighten(line, paths, path_step, r, count[r])
-                    top, masses[i] = _weigh(line, weights + 2 * width * i, count[r], pairs, wide)
+                    if on_path:
+                        _scores_in_order(line, paths, path_step, r, count[r])
+                    top, masses[i] = _softmax_weights(
+                        line, weights + 2 * width * i, count[r], pairs, wide
+                    )
                     if logs:
                         place = logs + (r * Q + h * G + i % G) * 4
                         carray(floats_at(place), (1,))[0] = top + np.log(masses[i])
-                given, step = (scores, 4 * width) if wide else (weights, 2 * width)
+                factors, step = (scores, 4 * width) if wide else (weights, 2 * width)
                 to = out + (r0 * Q + h * G) * K * 4
-                if bent:
+                if on_path:
                     _mix_paths(
-                        given, step, some, G, values + spot, K, wide, zeros, mixed, mixed_step,
+                        factors, step, some, G, values + spot, K, wide, zeros, mixed, mixed_step,
                         result, tail, masses, paths, path_step, count, r0,
-                        stem_of(paths, path_step, r0), to, 4 * Q * K,
+                        stem_length(paths, path_step, r0), to, 4 * Q * K,
                     )  # fmt: skip
                     continue
                 _mix(
-                    given, step, rows, values + spot, pairs, K, keys + after - values - spot, wide,
-                    zeros, mixed, mixed_step,
+                    factors, step, rows, values + spot, pairs, K, keys + after - values - spot,
+                    wide, zeros, mixed, mixed_step,
                 )  # fmt: skip
                 for i in range(rows):
-                    _put(mixed + mixed_step * i, masses[i], to + (i // G * Q + i % G) * K * 4, K)
+                    o = to + (i // G * Q + i % G) * K * 4
+                    _normalize(mixed + mixed_step * i, masses[i], o, K)
         m += together
-    if BY_MATRIX_UNIT:
+    if USE_AMX:
         release()
     hold(room)
     hold(nothing)
@@ -405,6 +432,6 @@ def _attend_shared(p):
 
 
 def attend_bf16(*arguments: int) -> None:
-    """As `attend.attend`."""
+    """Do what `attend.attend` does, with queries, keys and values in bf16. Same arguments."""
     longest, M, Q, _, K = arguments[8], *arguments[-4:]
     run(attend_bf16_part, _attend_shared, arguments, M * Q * longest * K // 16)

@@ -1,9 +1,8 @@
-"""How the functions of this folder are compiled, and where the results are kept.
+"""Compile the kernels with Numba and cache the machine code on disk.
 
-Compiling all of them takes a minute or two, so machine code is cached on disk. Numba looks only at
-the file in which a function stands to see whether the cached code is of today; these functions are
-built into one another across files, so the cache lies in a folder named after the contents of them
-all.
+Compiling all kernels takes a minute or two. Numba decides from the file that defines a function
+whether the cached code is current. But kernels are inlined into each other across files. So the
+name of the cache folder contains a hash of all kernel files.
 """
 
 from __future__ import annotations
@@ -20,24 +19,30 @@ from typing import Any
 
 from numba import cfunc, config, njit, types
 
-from slipstream.kernels.processor import has_matrix_unit
+from slipstream import tree_size
+from slipstream.kernels.processor import has_amx
 
-_one_at_a_time = RLock()
+_cache_dir_lock = RLock()
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function over integers, at its first call. Products and sums may become fused
-    multiply-adds; nothing is reordered."""
+    """Compile a function of integers at its first call.
+
+    The compiler may fuse products and sums into multiply-adds, but it does not reorder operations.
+    """
     return _compile(function, {"contract"})
 
 
-def lanes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function that sums: over as many lanes at a time as the processor has."""
+def vector_sum(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function that computes a sum, in as many vector lanes as the CPU has.
+
+    Unlike `kernel`, the compiler may reorder the terms.
+    """
     return _compile(function, {"reassoc", "contract", "nsz"})
 
 
 def callback(function: Callable[..., None]) -> Any:
-    """Compile a function over one address, now, as C would call it. Safe in any thread."""
+    """Compile a function of one address immediately, as a C callback. Thread-safe."""
     with _cached():
         signature = types.void(types.CPointer(types.int64))
         return cfunc(signature, cache=cache_folder() is not None)(function)
@@ -45,16 +50,17 @@ def callback(function: Callable[..., None]) -> Any:
 
 def _compile(function: Callable[..., Any], fastmath: set[str]) -> Callable[..., Any]:
     with _cached():
-        kept = cache_folder() is not None
-        options = {"cache": kept, "nogil": True, "error_model": "numpy", "fastmath": fastmath}
+        cached = cache_folder() is not None
+        options = {"cache": cached, "nogil": True, "error_model": "numpy", "fastmath": fastmath}
         compiled: Callable[..., Any] = njit(**options)(function)
     return compiled
 
 
 @contextmanager
 def _cached() -> Iterator[None]:
-    # Numba asks for the folder when a function is decorated. It is one for all threads.
-    with _one_at_a_time:
+    """Set Numba's cache folder to ours in the body."""
+    # Numba reads the folder when a function is decorated. The setting is global to all threads.
+    with _cache_dir_lock:
         before, config.CACHE_DIR = config.CACHE_DIR, cache_folder() or ""
         try:
             yield
@@ -62,24 +68,32 @@ def _cached() -> Iterator[None]:
             config.CACHE_DIR = before
 
 
-def kept_files() -> Iterator[Path]:
-    """The compiled code that earlier processes have left."""
+def cached_files() -> Iterator[Path]:
+    """Yield the files with compiled code from this and earlier processes."""
     folder = cache_folder()
     return iter(()) if folder is None else Path(folder).rglob("*.nbc")
 
 
+def source_files() -> list[Path]:
+    """Every file with code that is compiled."""
+    here = Path(__file__).parent
+    return [*sorted([*here.glob("*.py"), *here.glob("*/*.py")]), Path(tree_size.__file__)]
+
+
 @cache
 def cache_folder() -> str | None:
-    """Where code is kept: NUMBA_CACHE_DIR, else beside this file, else in the home folder; None,
-    with a warning, where none can be written."""
+    """Return the folder for compiled code, or None, with a warning, if no folder is writable.
+
+    The first writable one is used: NUMBA_CACHE_DIR if it is set; else a folder next to this file,
+    or one in the home folder.
+    """
     digest = hashlib.sha256()
-    here = Path(__file__).parent
-    for path in sorted(here.glob("*.py")):
+    for path in source_files():
         digest.update(path.read_bytes())
-    # Numba keeps code of different processors apart, but not what this process may use of one.
-    name = f"numba-{digest.hexdigest()[:16]}{'-amx' if has_matrix_unit() else ''}"
-    usual = (here / "__pycache__", Path.home() / ".cache" / "slipstream")
-    for parent in (Path(config.CACHE_DIR),) if config.CACHE_DIR else usual:
+    # Numba separates code of different CPUs, but does not know whether AMX is permitted.
+    name = f"numba-{digest.hexdigest()[:16]}{'-amx' if has_amx() else ''}"
+    defaults = (Path(__file__).parent / "__pycache__", Path.home() / ".cache" / "slipstream")
+    for parent in (Path(config.CACHE_DIR),) if config.CACHE_DIR else defaults:
         try:
             (parent / name).mkdir(parents=True, exist_ok=True)
         except OSError:
@@ -87,8 +101,8 @@ def cache_folder() -> str | None:
         if os.access(parent / name, os.W_OK):
             return str(parent / name)
     warnings.warn(
-        "compiled kernels cannot be kept, so that every start compiles them for a minute or two: "
-        "set NUMBA_CACHE_DIR to a folder that can be written",
+        "compiled kernels cannot be cached, so every start compiles them for a minute or two; set "
+        "NUMBA_CACHE_DIR to a writable folder",
         stacklevel=2,
     )
     return None

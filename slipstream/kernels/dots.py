@@ -1,8 +1,8 @@
-"""Products of one vector with several, which compile to vector instructions.
+"""Dot products of one vector with several others, in vector instructions.
 
-A sum of products has the same bits whatever other vectors are multiplied beside it, and on every
-processor: lanes are added up in an order that is written here. What a compiler splits into lanes
-(`compiling.lanes`) it splits in one loop otherwise than in another.
+A dot product has the same bits on every CPU and for any number of other vectors, because this file
+fixes the order in which vector lanes are added. A compiler (`compiling.vector_sum`) may choose
+different orders in different loops.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from slipstream.kernels.memory import floats_at
 from slipstream.kernels.tile import Emitter
 
 _VECTORS = 2
-"""Of eight numbers each, that are added up side by side."""
+"""The number of vectors, of eight numbers each, that accumulate side by side."""
 
 _BLOCK = 8 * _VECTORS
 
 
 def _sums(rows: int) -> Any:
-    """Compiled code for products with `rows` vectors: (x, the first of them, bytes between them,
-    blocks of numbers in each, where to put the sums)."""
+    """Return an intrinsic for dot products with `rows` vectors.
+
+    Its arguments are the addresses of x and of the first vector, bytes between vectors, number of
+    blocks in each vector, and the address for the results.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, y, step, blocks, out = args
@@ -72,7 +75,7 @@ _one, _four = _sums(1), _sums(4)
 
 @intrinsic
 def _fused(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
-    """a b + c, rounded once."""
+    """Return a * b + c, rounded once."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fma(*args)
@@ -82,7 +85,7 @@ def _fused(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
 
 @kernel
 def dots(x: int, y: int, n: int, count: int, out: int) -> None:
-    """Sums of products of one vector of `n` with `count` that lie one after another at `y`."""
+    """Compute the dot products of the vector `x` of `n` numbers with `count` vectors at `y`."""
     step, blocks = 4 * n, n // _BLOCK
     j = 0
     while j + 4 <= count:

@@ -1,10 +1,10 @@
-"""Which token of each row has the largest score + keyed Gumbel noise, without computing the noise
-of tokens that can not win.
+"""Find the token of each row with the largest score + keyed Gumbel noise.
 
-With E = -log u, exponential noise, the largest s + G is the smallest E / exp(s). E is at least
-1 - u, and 1 - u is the hash itself, so a token is out as soon as 1 - u is beyond the best ratio so
-far times exp(s): of a vocabulary, some tens of tokens are left for the logarithms. The noise is
-that of `sampling.noise`. Every argument is an address or a size.
+The noise is that of `sampling.noise`. It is computed only for tokens that can win. With E = -log u,
+which is exponential noise, the largest s + G is the smallest E / exp(s). E is at least 1 - u, and
+1 - u follows from the hash without a logarithm. So a token is out if 1 - u exceeds the best ratio
+so far times exp(s). Of a whole vocabulary, only some tens of tokens need logarithms. All arguments
+are addresses or sizes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _15, _16, _8 = U(15), U(16), U(8)
 ALL = U(0xFFFFFFFF)
 STEP = F(2.0**-24)
 SLACK = F(1.0001)
-"""More than single precision can be off by."""
+"""A tolerance larger than the rounding errors of fp32."""
 _BLOCK = 128
 _NONE = -np.inf
 
 
 @kernel
 def mix(x):
-    """One round of the 32-bit mixer of `sampling.noise`."""
+    """Apply one round of the 32-bit mixer of `sampling.noise`."""
     x = U(U(x ^ U(x >> _16)) * _MULTIPLIER_1)
     x = U(U(x ^ U(x >> _15)) * _MULTIPLIER_2)
     return U(x ^ U(x >> _16))
@@ -39,16 +39,17 @@ def mix(x):
 
 @kernel
 def draw_part(scores, stride, keys, positions, temperatures, support, tokens, N, V, part, parts):
+    """Compute one of `parts` parts of `draw`."""
     words = carray(words_at(keys), (N * 2,))
     at = carray(ints_at(positions), (N,))
     heat = carray(floats_at(temperatures), (N,))
     chosen = carray(ints_at(tokens), (N,))
-    weights, rests = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.uint32)
+    weights, complements = np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.uint32)
     for n in range(N * part // parts, N * (part + 1) // parts):
         s = carray(floats_at(scores + n * stride * 4), (V,))
         allowed = carray(bytes_at(support + n * V if support else support), (V,))
         top = largest(scores + n * stride * 4, V)
-        # An infinite or NaN logit: the token means nothing.
+        # With an infinite or NaN logit the token is arbitrary.
         chosen[n] = V - 1
         if not np.isfinite(top):
             continue
@@ -67,17 +68,17 @@ def draw_part(scores, stride, keys, positions, temperatures, support, tokens, N,
             for i in range(size):
                 j = start + i
                 k = mix(U(mix(U(U(U(j) * GOLDEN) ^ first)) + second))
-                rests[i] = ALL ^ k
+                complements[i] = ALL ^ k
                 weights[i] = exp(s[j] - top)
-                # 24 bits, which are a signed number, rounded down: no more than 1 - u.
-                below = F(np.int32(rests[i] >> _8)) * STEP
+                # A lower bound of 1 - u from 24 bits, which fit into a signed number.
+                below = F(np.int32(complements[i] >> _8)) * STEP
                 near += 1 if below <= ratio * weights[i] * SLACK else 0
             if not near:
                 continue
             for i in range(size):
-                below = F(np.int32(rests[i] >> _8)) * STEP
+                below = F(np.int32(complements[i] >> _8)) * STEP
                 if below <= ratio * weights[i] * SLACK and not (support and not allowed[start + i]):
-                    u = (np.float64(ALL ^ rests[i]) + 0.5) * 2.0**-32
+                    u = (np.float64(ALL ^ complements[i]) + 0.5) * 2.0**-32
                     score = np.float64(s[start + i]) - np.log(-np.log(u))
                     if score > best:
                         best = score
@@ -101,12 +102,13 @@ def draw(
     N: int,
     V: int,
 ) -> None:
-    """For each of N rows of V scores, `stride` elements apart (fp32), the index of the largest
-    score + noise, the lowest among equals, to `tokens` (int64); where the temperature is 0, of the
-    largest score. V - 1 for a row whose largest score is infinite or NaN.
+    """Write the index of the largest score + noise of each row to `tokens` (int64).
 
-    `keys` (N, 2) int32 and `positions` (N,) int64 as in `sampling.noise`; `support` (N, V) booleans
-    of the tokens that may be drawn, or 0 for all (rows at temperature 0 have no use for it).
+    There are N rows of V fp32 scores, `stride` elements apart. Among equals the lowest index wins.
+    At temperature 0 there is no noise. A row whose largest score is infinite or NaN gets V - 1.
+
+    `keys` (N, 2) int32 and `positions` (N,) int64 are as in `sampling.noise`. `support` (N, V) are
+    booleans for the tokens that may be drawn, or 0 for all. Rows at temperature 0 ignore it.
     """
     run(
         draw_part,

@@ -1,7 +1,7 @@
-"""The tokens of each row with the largest scores + keyed Gumbel noise, in order.
+"""Find the tokens of a row with the largest scores + keyed Gumbel noise, in descending order.
 
-As `draw`, which finds the first of them: a token whose noise cannot bring it among the best so far
-is passed over without its logarithms.
+`draw` finds only the first of them. As there, a token that cannot be among the best so far is
+skipped before its logarithms are computed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _BLOCK = 64
 
 
 @kernel
-def _put_in(best, ids, score, token):
-    """Among those in order of score, before the first that is smaller."""
+def _insert(best, ids, score, token):
+    """Insert a token into the lists sorted by score, before the first smaller score."""
     i = len(best) - 1
     if not score > best[i]:
         return
@@ -32,10 +32,12 @@ def _put_in(best, ids, score, token):
 
 @kernel
 def draw_top(scores, key, position, heat, V, best, ids):
-    """The `len(ids)` best of V scores at an address (fp32), with the noise of a key (the address of
-    its two words) at a position; without noise where `heat` is 0. To `best`, float64, and `ids`;
-    the lowest id first among equals. Where there are no more, or the largest score is infinite or
-    NaN, -inf and the last id."""
+    """Find the `len(ids)` best of V fp32 scores at an address, with keyed noise at a position.
+
+    `key` is the address of the key's two words. If the temperature `heat` is 0, there is no noise.
+    The results go to `best` (float64) and `ids`. Among equals the lowest id comes first. Unused
+    entries, and all entries if the largest score is infinite or NaN, are -inf and the last id.
+    """
     s, words = carray(floats_at(scores), (V,)), carray(words_at(key), (2,))
     best[:], ids[:] = -np.inf, V - 1
     top = largest(scores, V)
@@ -43,30 +45,30 @@ def draw_top(scores, key, position, heat, V, best, ids):
         return
     if heat == 0:
         for j in range(V):
-            _put_in(best, ids, np.float64(s[j]), j)
+            _insert(best, ids, np.float64(s[j]), j)
         return
     first = mix(U(words[0] ^ U(U(position) * GOLDEN)))
     second = mix(U(words[1] + first))
     last = len(best) - 1
     ratio = F(np.inf)
-    # In blocks, most of which hold nothing: what a block's loop computes is vectors.
-    rests, weights = np.empty(_BLOCK, np.uint32), np.empty(_BLOCK, np.float32)
+    # The first loop over a block is vectorized, and most blocks have no candidate for the second.
+    complements, weights = np.empty(_BLOCK, np.uint32), np.empty(_BLOCK, np.float32)
     for start in range(0, V, _BLOCK):
         size = min(_BLOCK, V - start)
         near = 0
         for i in range(size):
             k = mix(U(mix(U(U(U(start + i) * GOLDEN) ^ first)) + second))
-            rests[i] = ALL ^ k
+            complements[i] = ALL ^ k
             weights[i] = exp(s[start + i] - top)
-            # 24 bits, which are a signed number, rounded down: no more than 1 - u.
-            below = F(np.int32(rests[i] >> _8)) * STEP
+            # A lower bound of 1 - u from 24 bits, which fit into a signed number.
+            below = F(np.int32(complements[i] >> _8)) * STEP
             near += 1 if below <= ratio * weights[i] * SLACK else 0
         if not near:
             continue
         for i in range(size):
-            below = F(np.int32(rests[i] >> _8)) * STEP
+            below = F(np.int32(complements[i] >> _8)) * STEP
             if below <= ratio * weights[i] * SLACK:
-                u = (np.float64(ALL ^ rests[i]) + 0.5) * 2.0**-32
-                _put_in(best, ids, np.float64(s[start + i]) - np.log(-np.log(u)), start + i)
+                u = (np.float64(ALL ^ complements[i]) + 0.5) * 2.0**-32
+                _insert(best, ids, np.float64(s[start + i]) - np.log(-np.log(u)), start + i)
                 if np.isfinite(best[last]):
                     ratio = F(np.exp(np.float64(top) - best[last]))

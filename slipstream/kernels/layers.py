@@ -1,9 +1,9 @@
-"""All layers of a forward pass in one call: what a step of few rows would otherwise spend on calls.
+"""Run all layers of a forward pass in one call, to avoid call overhead for few rows.
 
-The parts of the other files in a row. Either every thread has its share of each product's outputs,
-and threads wait for each other in between; or each takes some of the sequences through all layers
-by itself, which reads all weights once a thread, but moves no rows from one core to another. The
-same numbers come out as one by one.
+The file combines the kernels of the other files. Threads share the work in one of two ways. Either
+each thread computes its share of every product's outputs, and threads wait for each other in
+between. Or each thread runs some of the sequences through all layers: then each thread reads all
+weights, but no rows move between cores. Both give the same results as one call per operation.
 """
 
 from __future__ import annotations
@@ -15,33 +15,34 @@ from slipstream.kernels.attend import attend_part, by_heads, place_part
 from slipstream.kernels.attend_bf16 import attend_bf16_part, place_bf16_part
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import floats_at, ints_at
-from slipstream.kernels.product import BF16, product_part, some_outputs
-from slipstream.kernels.product_amx import BY_MATRIX_UNIT, gated_product_part, narrow_product_part
+from slipstream.kernels.product import BF16, product_panels, product_part
+from slipstream.kernels.product_amx import USE_AMX, bf16_rows_product_part, gated_product_part
 from slipstream.kernels.rows import add_norm_part, add_part, gate_part
 from slipstream.kernels.team import for_team, part_count, part_number, run, wait
 from slipstream.kernels.tile import PANEL
 
 WEIGHTS = 10
-"""Addresses of a layer's weights, in this order: input norm (0: none), packed qkv and what its sums
-begin with, norms of query and key (0: none), packed out, its beginning, norm before the gates,
-packed gates, their beginning, packed down. The beginning of `down` is that of `out`."""
+"""Number of addresses of a layer's weights. In this order: input norm (0: none), packed qkv and its
+initial sums, norms of query and key (0: none), packed out and its initial sums, norm before the
+gates, packed gates and their initial sums, packed down. `down` has the initial sums of `out`."""
 
 _OWN_ROWS = 3
-"""Times as many numbers as rows have that a thread but the first needs for itself, to add and norm
+"""Each thread but the first needs buffers for this number of copies of all rows, to add and norm
 rows in."""
 
-_NORMED_ALONE = 1 << 14
-"""Up to so many numbers of all rows it does: to wait for each other, and to bring rows from one
-core to another, takes longer than the others' share."""
+_REPLICATED_NORM = 1 << 14
+"""Up to this number of elements (rows times width), every thread adds and norms all rows itself.
+This takes less time than waiting for other threads and moving their rows between cores."""
 
 _ROWS_FROM = 16
-"""Threads take sequences of their own from one row each to so many numbers of a row on: what moves
-from core to core grows with rows times width, and weights with its square (docs/log/amx.md)."""
+"""Threads run their own sequences if each has at least one row per this number of elements of a
+row. The traffic between cores grows with rows times width, the weights with width squared
+(docs/log/amx.md)."""
 
 
 @kernel
 def place_sized(size, arguments, part, parts):
-    """`place` of keys and values of `size` bytes a number."""
+    """Call `place` for keys and values of `size` bytes per number."""
     if size == BF16:
         place_bf16_part(*arguments, part, parts)
     else:
@@ -50,7 +51,7 @@ def place_sized(size, arguments, part, parts):
 
 @kernel
 def _attend_sized(size, arguments, part, parts):
-    """`attend`, likewise."""
+    """Call `attend` for keys and values of `size` bytes per number."""
     if size == BF16:
         attend_bf16_part(*arguments, part, parts)
     else:
@@ -59,51 +60,54 @@ def _attend_sized(size, arguments, part, parts):
 
 @kernel
 def _copy(x, out, count):
-    """Numbers from one place to another."""
+    """Copy `count` fp32 numbers."""
     a, o = carray(floats_at(x), (count,)), carray(floats_at(out), (count,))
     for i in range(count):
         o[i] = a[i]
 
 
 @kernel
-def _tap_part(x, aux_layers, stride, M, D, part, parts):
-    """Rows of `x` to places `stride` bytes apart. Nobody waits: `x` is written over only after the
-    layer's products."""
+def _copy_aux_part(x, aux_layers, stride, M, D, part, parts):
+    """Copy one of `parts` parts of the rows of `x` to rows `stride` bytes apart.
+
+    Threads need not wait, because `x` is overwritten only after the layer's products.
+    """
     for m in range(M * part // parts, M * (part + 1) // parts):
         row = carray(floats_at(x + m * D * 4), (D,))
-        kept = carray(floats_at(aux_layers + m * stride), (D,))
+        copy = carray(floats_at(aux_layers + m * stride), (D,))
         for i in range(D):
-            kept[i] = row[i]
+            copy[i] = row[i]
 
 
 @kernel
 def _project(x, panels, start, qkv, M, Q, H, K, width, size, part, parts):
-    """Queries, keys and values of rows (M, width), ready to be placed."""
+    """Compute queries, keys and values of rows (M, width), as input for `place`."""
     heads = H // parts
     if parts == 1 or not by_heads(H, parts) or heads * K % PANEL:
         product_part(x, panels, start, qkv, M, (Q + 2 * H) * K, width, size, part, parts)
         wait(parts)
         return
-    # Of a thread's own heads, so that it need not wait for others.
+    # Each thread computes the projections of its own heads, so that it need not wait for others.
     own = heads * K // PANEL
     N = (Q + 2 * H) * K
     for first, count in ((0, Q // H * own), (Q * K // PANEL, own), ((Q + H) * K // PANEL, own)):
         begin = first + part * count
-        some_outputs(x, panels, start, qkv, M, N, width, size, begin, begin + count)
+        product_panels(x, panels, start, qkv, M, N, width, size, begin, begin + count)
 
 
 @kernel
 def layers_part(
     weights, layers, final_norm, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
     cos, sin, positions, own, first, seen, paths, path_step, head_stride, longest, keys, values,
-    layer_step, aux_layers, columns, tapped, given, E, own_rows, M, D, Q, H, K, W, size, part,
-    parts,
+    layer_step, aux_layers, columns, aux_count, qkv_input, E, own_rows, M, D, Q, H, K, W, size,
+    part, parts,
 ):  # fmt: skip
+    """Compute one of `parts` parts of `layers`."""
     table = carray(ints_at(weights), (layers * WEIGHTS,))
     places = carray(ints_at(columns), (layers if aux_layers else 0,))
     now, other, added = x, spare, 0
-    # Few rows are added up and normed by every thread for itself.
-    alone = parts == 1 or M * D <= _NORMED_ALONE
+    # If rows are few, every thread adds and norms all of them itself.
+    alone = parts == 1 or M * D <= _REPLICATED_NORM
     of, shares, result = (0, 1, normed) if alone else (part, parts, normed)
     if alone and part:
         now = own_rows + (part - 1) * _OWN_ROWS * 4 * M * D
@@ -112,8 +116,8 @@ def layers_part(
     for layer in range(layers):
         t = layer * WEIGHTS
         rows, width = now, D
-        if given and layer == 0:
-            rows, width = given, E
+        if qkv_input and layer == 0:
+            rows, width = qkv_input, E
         elif table[t]:
             rows = result
             add_norm_part(now, added, table[t], eps, other, result, M, D, of, shares)
@@ -121,31 +125,32 @@ def layers_part(
                 now, other = other, now
             wait(1 if alone else parts)
         if aux_layers and places[layer] >= 0:
-            _tap_part(now, aux_layers + places[layer] * D * 4, tapped * D * 4, M, D, part, parts)
+            column = aux_layers + places[layer] * D * 4
+            _copy_aux_part(now, column, aux_count * D * 4, M, D, part, parts)
         _project(
             rows, table[t + 1], table[t + 2], qkv, M, Q, H, K, width, size, part, parts
         )  # fmt: skip
         k, v = keys + layer * layer_step, values + layer * layer_step
-        placed = (
+        place_arguments = (
             qkv, table[t + 3], eps, cos, sin, positions, q, k, v, own, head_stride, M, Q, H, K
         )  # fmt: skip
-        place_sized(size, placed, part, parts)
+        place_sized(size, place_arguments, part, parts)
         if not by_heads(H, parts):
             wait(parts)
-        looked = (
+        attend_arguments = (
             q, k, v, first, seen, paths, path_step, head_stride, longest, mixed, 0, M, Q, H, K
         )  # fmt: skip
-        _attend_sized(size, looked, part, parts)
+        _attend_sized(size, attend_arguments, part, parts)
         wait(parts)
         product_part(mixed, table[t + 4], table[t + 5], delta, M, D, Q * K, size, part, parts)
         wait(parts)
         add_norm_part(now, delta, table[t + 6], eps, other, result, M, D, of, shares)
         now, other = other, now
         wait(1 if alone else parts)
-        if size == BF16 and BY_MATRIX_UNIT and W % PANEL == 0:
+        if size == BF16 and USE_AMX and W % PANEL == 0:
             gated_product_part(result, table[t + 7], table[t + 8], gated, M, W, D, part, parts)
             wait(parts)
-            narrow_product_part(gated, table[t + 9], table[t + 5], delta, M, D, W, part, parts)
+            bf16_rows_product_part(gated, table[t + 9], table[t + 5], delta, M, D, W, part, parts)
         else:
             product_part(result, table[t + 7], table[t + 8], gates, M, 2 * W, D, size, part, parts)
             wait(parts)
@@ -162,8 +167,7 @@ def layers_part(
 
 @kernel
 def _cut(first, M, part, parts):
-    """The row at which a part begins: the one nearest to an even share that is the first of a
-    sequence."""
+    """Return the first row of a part: the start of a sequence that is nearest to an even share."""
     begin = carray(ints_at(first), (M,))
     up = down = M * part // parts
     while 0 < up < M and begin[up] == begin[up - 1]:
@@ -176,9 +180,12 @@ def _cut(first, M, part, parts):
 
 @kernel
 def _by_sequences(first, M, D, size, parts):
-    """Whether threads do better with sequences of their own: rows are next to free beside reading
-    the weights, and shares are even."""
-    if size != BF16 or not BY_MATRIX_UNIT or parts == 1 or M // parts * _ROWS_FROM < D:
+    """Return whether it is faster if each thread runs its own sequences.
+
+    This is so if computing rows takes little time compared to reading the weights, and if the
+    shares are even.
+    """
+    if size != BF16 or not USE_AMX or parts == 1 or M // parts * _ROWS_FROM < D:
         return False
     for part in range(parts):
         share = _cut(first, M, part + 1, parts) - _cut(first, M, part, parts)
@@ -189,8 +196,10 @@ def _by_sequences(first, M, D, size, parts):
 
 @kernel
 def room_from(row, spare, delta, qkv, q, mixed, gates, gated, D, Q, H, K, W, size):
-    """Where the buffers of `layers` are for who begins at a row. Of `gated` each row has room for
-    fp32, which it is in where it cannot be narrow."""
+    """Return the addresses of the buffers of `layers` for a thread that starts at a row.
+
+    Each row of `gated` has room for fp32, which it holds if it cannot be bf16.
+    """
     return (
         spare + 4 * D * row, delta + 4 * D * row, qkv + 4 * (Q + 2 * H) * K * row,
         q + size * Q * K * row, mixed + 4 * Q * K * row, gates + 8 * W * row,
@@ -202,9 +211,10 @@ def room_from(row, spare, delta, qkv, q, mixed, gates, gated, D, Q, H, K, W, siz
 def _layers(
     weights, layers, final_norm, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
     cos, sin, positions, own, first, seen, paths, path_step, head_stride, longest, keys, values,
-    layer_step, aux_layers, columns, tapped, given, E, own_rows, M, D, Q, H, K, W, size, part,
-    parts,
+    layer_step, aux_layers, columns, aux_count, qkv_input, E, own_rows, M, D, Q, H, K, W, size,
+    part, parts,
 ):  # fmt: skip
+    """Run `layers_part` over the outputs or over the sequences of this part."""
     m, rows = 0, M
     if _by_sequences(first, M, D, size, parts):
         m = _cut(first, M, part, parts)
@@ -214,14 +224,14 @@ def _layers(
         m, spare, delta, qkv, q, mixed, gates, gated, D, Q, H, K, W, size
     )
     if aux_layers:
-        aux_layers += 4 * tapped * D * m
-    if given:
-        given += 4 * E * m
+        aux_layers += 4 * aux_count * D * m
+    if qkv_input:
+        qkv_input += 4 * E * m
     layers_part(
         weights, layers, final_norm, eps, x + 4 * D * m, spare, delta, normed + 4 * D * m,
         qkv, q, mixed, gates, gated, cos, sin, positions + 8 * m, own + 8 * m,
         first + 8 * m, seen + 8 * m, paths + 8 * path_step * m, path_step, head_stride, longest,
-        keys, values, layer_step, aux_layers, columns, tapped, given, E, own_rows,
+        keys, values, layer_step, aux_layers, columns, aux_count, qkv_input, E, own_rows,
         rows, D, Q, H, K, W, size, part, parts,
     )  # fmt: skip
 
@@ -232,26 +242,28 @@ def _layers_shared(p):
 
 
 def own_numbers(rows: int, width: int) -> int:
-    """What `own_rows` of `layers` has room for, for each thread but the first, where there are at
-    most so many rows."""
-    return _OWN_ROWS * min(rows * width, _NORMED_ALONE)
+    """Return the size of `own_rows` of `layers`, in numbers, for each thread but the first.
+
+    It is enough for up to `rows` rows of `width` numbers.
+    """
+    return _OWN_ROWS * min(rows * width, _REPLICATED_NORM)
 
 
 def layers(*arguments: int, work: int) -> None:
-    """Run `layers` layers over M rows. In this order:
+    """Run `layers` layers over M rows. Arguments, in this order:
 
-    weights: the address of `WEIGHTS` addresses per layer; layers; final_norm; eps;
-    buffers: x (M, D), written over; spare, delta, normed (M, D each); qkv (M, (Q + 2H) K);
-    q, mixed (M, Q K); gates (M, 2W); gated (M + `ROWS_BEYOND` / 2, W). At the end `normed` is the
-    normed sum, or the sum where `final_norm` is 0.
+    weights: address of `WEIGHTS` addresses per layer; layers: number of layers; final_norm; eps;
+    buffers: x (M, D), which is overwritten; spare, delta, normed (M, D each); qkv
+    (M, (Q + 2H) K); q, mixed (M, Q K); gates (M, 2W); gated (M + `ROWS_BEYOND` / 2, W). The result
+    is in `normed`: the normed sum, or the sum if `final_norm` is 0;
     cos, sin, positions, own, first, seen, paths, path_step, head_stride, longest: as in `attend`;
-    keys, values: those of layer 0, `layer_step` bytes from layer to layer;
-    aux_layers (M, tapped, D), written: the inputs of some layers, before any norm (0: none);
-    columns: int64, for each layer its place among these, or -1; tapped;
-    given (M, E): what the products of the first layer take in place of its input and norm, as
-    packed for E inputs (0: none); E;
-    own_rows: room for `own_numbers` numbers for each thread but the first;
-    M, D, Q, H, K, W; size: bytes of a packed weight, and
-    of a key's and a value's numbers (2: they lie as in `attend_bf16`).
+    keys, values: addresses for layer 0; layer_step: bytes from layer to layer;
+    aux_layers (M, aux_count, D): output for the inputs of some layers, before any norm (0: none);
+    columns: int64, the index of each layer among these, or -1; aux_count;
+    qkv_input (M, E): input of the q, k and v projections of the first layer, in place of its normed
+    input; the weights must be packed for E inputs (0: none); E;
+    own_rows: buffer of `own_numbers` numbers for each thread but the first;
+    M, D, Q, H, K, W; size: bytes of a packed weight, and of the numbers of keys and values (with 2
+    they have the layout of `attend_bf16`).
     """
     run(layers_part, _layers_shared, arguments, work)

@@ -1,6 +1,6 @@
-"""Arrays at given addresses, in compiled code: what Numba has no spelling for.
+"""Access memory at given addresses in compiled code, which Numba does not offer itself.
 
-Nothing is checked here; who passes an address answers for what is there.
+Nothing is checked here. The caller is responsible for the memory at an address.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from slipstream.kernels.compiling import kernel
 
 
 def _typed(element: Any, llvm_type: ir.Type) -> Any:
+    """Return the implementation of an intrinsic that casts an address to a pointer."""
+
     def at(typingctx: Any, address: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             return builder.inttoptr(args[0], llvm_type.as_pointer())
@@ -26,43 +28,45 @@ def _typed(element: Any, llvm_type: ir.Type) -> Any:
 
 
 floats_at = intrinsic(_typed(types.float32, ir.FloatType()))
-"""Pointer to fp32 numbers at an address; `numba.carray` makes an array of it."""
+"""Return a pointer to fp32 numbers at an address. `numba.carray` turns it into an array."""
 
 doubles_at = intrinsic(_typed(types.float64, ir.DoubleType()))
-"""Pointer to fp64 numbers at an address."""
+"""Return a pointer to fp64 numbers at an address."""
 
 ints_at = intrinsic(_typed(types.int64, ir.IntType(64)))
-"""Pointer to int64 numbers at an address."""
+"""Return a pointer to int64 numbers at an address."""
 
 words_at = intrinsic(_typed(types.uint32, ir.IntType(32)))
-"""Pointer to the bits of int32 numbers at an address."""
+"""Return a pointer to the bits of 32-bit numbers at an address."""
 
 halves_at = intrinsic(_typed(types.uint16, ir.IntType(16)))
-"""Pointer to the bits of bf16 numbers at an address."""
+"""Return a pointer to the bits of bf16 numbers at an address."""
 
 bytes_at = intrinsic(_typed(types.uint8, ir.IntType(8)))
-"""Pointer to bytes, or booleans, at an address."""
+"""Return a pointer to bytes or booleans at an address."""
 
 
 LINE = 64
-"""Bytes that memory gives at once."""
+"""Bytes of a cache line."""
 
 
 @kernel
 def aligned(address):
-    """The first line that begins at an address or after it."""
+    """Return the first address at or after `address` that is a multiple of a cache line."""
     return (address + LINE - 1) // LINE * LINE
 
 
 @kernel
 def hold(array):
-    """Keep an array of which only the address is used until here: compiled code gives its memory
-    back after its last use by name."""
+    """Keep an array alive until this call, if code uses only its address.
+
+    Compiled code frees an array after the last use of its name.
+    """
 
 
 @intrinsic
-def ask_for(typingctx: Any, address: Any) -> Any:
-    """Ask for what lies at an address, soon to be needed; it may be any number."""
+def prefetch_at(typingctx: Any, address: Any) -> Any:
+    """Prefetch the memory at an address, which may be invalid."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         prefetch(builder, args[0])
@@ -72,7 +76,7 @@ def ask_for(typingctx: Any, address: Any) -> Any:
 
 
 def prefetch(builder: Any, address: Any) -> None:
-    """The instruction: into the second of the caches, for the first is too small to hold it."""
+    """Emit a prefetch into the second-level cache; the first level is too small for the data."""
     byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
@@ -82,7 +86,7 @@ def prefetch(builder: Any, address: Any) -> None:
 
 @intrinsic
 def number_of_bits(typingctx: Any, bits: Any) -> Any:
-    """The fp32 number that a uint32 stands for."""
+    """Return the fp32 number with the bits of a uint32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
@@ -92,7 +96,7 @@ def number_of_bits(typingctx: Any, bits: Any) -> Any:
 
 @intrinsic
 def power_of_two(typingctx: Any, exponent: Any) -> Any:
-    """2 ** exponent for a whole fp32 number from -126 to 127, made from its bits."""
+    """Return 2 ** exponent for a whole fp32 number from -126 to 127, from its bits."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         i32 = ir.IntType(32)

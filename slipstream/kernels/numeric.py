@@ -1,6 +1,6 @@
 """Exponential, sums, maximum and rounding in fp32, which compile to vector instructions.
 
-Only the sums may be split into lanes; everywhere else numbers are combined as they are written.
+The compiler may reorder only the sums. All other operations keep the order of the source.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
-from slipstream.kernels.compiling import kernel, lanes
+from slipstream.kernels.compiling import kernel, vector_sum
 from slipstream.kernels.memory import floats_at, halves_at, number_of_bits, power_of_two, words_at
 
 F = np.float32
@@ -22,13 +22,15 @@ _C0, _C1, _C2 = F(1.9875691500e-4), F(1.3981999507e-3), F(8.3334519073e-3)
 _C3, _C4, _C5 = F(4.1665795894e-2), F(1.6666665459e-1), F(5.0000001201e-1)
 EXP_TERMS = (_C0, _C1, _C2, _C3, _C4, _C5)
 LOWEST, HIGHEST = F(-87.0), F(88.0)
-"""What `exp` is computed between."""
+"""`exp` clamps its argument to this range."""
 
 
 @kernel
 def exp(x: F) -> F:
-    """e ** x to 2 units in the last place; below -87 as at -87 (1.6e-38), above 88 as at 88. NaN
-    stays NaN."""
+    """Return e ** x to 2 units in the last place. NaN stays NaN.
+
+    Below -87 the result is that of -87 (1.6e-38), above 88 that of 88.
+    """
     x = LOWEST if x < LOWEST else x
     x = HIGHEST if x > HIGHEST else x
     n: F = np.floor(x * LOG2_E + HALF)
@@ -52,22 +54,25 @@ _UNSIGNED, _INFINITE = _U(0x7FFFFFFF), _U(0x7F800000)
 
 @kernel
 def largest(x: int, n: int) -> F:
-    """The largest of `n` numbers at an address, at least one; NaN where one is. Compared as
-    integers that stand in the same order: a maximum of floats is not split into lanes."""
+    """Return the largest of `n` >= 1 numbers at an address, or NaN if there is a NaN.
+
+    Numbers are compared as integers in the same order, because compilers do not vectorize a maximum
+    of floats.
+    """
     bits = carray(words_at(x), (n,))
     top = _U(0)
     for i in range(n):
         b = bits[i]
-        place = _U(b ^ (_ALL if b >= _SIGN else _SIGN))
-        place = _ALL if _U(b & _UNSIGNED) > _INFINITE else place
-        top = place if place > top else top
+        rank = _U(b ^ (_ALL if b >= _SIGN else _SIGN))
+        rank = _ALL if _U(b & _UNSIGNED) > _INFINITE else rank
+        top = rank if rank > top else top
     found: F = number_of_bits(_U(top ^ _SIGN) if top >= _SIGN else _U(~top))
     return found
 
 
-@lanes
+@vector_sum
 def squares(x: int, n: int) -> F:
-    """Sum of the squares of `n` numbers at an address."""
+    """Return the sum of the squares of `n` numbers at an address."""
     a = carray(floats_at(x), (n,))
     s = ZERO
     for i in range(n):
@@ -75,9 +80,9 @@ def squares(x: int, n: int) -> F:
     return s
 
 
-@lanes
+@vector_sum
 def total(x: int, n: int) -> F:
-    """Sum of `n` numbers at an address."""
+    """Return the sum of `n` numbers at an address."""
     a = carray(floats_at(x), (n,))
     s = ZERO
     for i in range(n):
@@ -85,9 +90,9 @@ def total(x: int, n: int) -> F:
     return s
 
 
-@lanes
+@vector_sum
 def triple(x: int, y: int, z: int, n: int) -> F:
-    """Sum of products of three."""
+    """Return the sum of x[i] * y[i] * z[i] over `n` numbers at three addresses."""
     a, b = carray(floats_at(x), (n,)), carray(floats_at(y), (n,))
     c = carray(floats_at(z), (n,))
     s = ZERO
@@ -102,7 +107,7 @@ _QUIET = _U(0x40)
 
 @kernel
 def round_to_bf16(x, out, count):
-    """fp32 to bf16, to the nearest, of two as near the even one; NaN stays NaN."""
+    """Round fp32 numbers to the nearest bf16, ties to even. NaN stays NaN."""
     a, o = carray(words_at(x), (count,)), carray(halves_at(out), (count,))
     for i in range(count):
         upper = _U(a[i] >> _SIXTEEN)
@@ -112,7 +117,7 @@ def round_to_bf16(x, out, count):
 
 @kernel
 def widen(halves, out, count):
-    """bf16 to fp32."""
+    """Convert bf16 numbers to fp32."""
     a, o = carray(halves_at(halves), (count,)), carray(words_at(out), (count,))
     for i in range(count):
         o[i] = _U(_U(a[i]) << _SIXTEEN)

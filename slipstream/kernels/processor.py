@@ -1,4 +1,4 @@
-"""What this processor can do, as far as the kernels go by it. Knows nothing of this package."""
+"""Detect the features of this CPU that the kernels depend on."""
 
 from __future__ import annotations
 
@@ -11,48 +11,51 @@ from pathlib import Path
 from llvmlite import binding
 
 NO_AMX = "SLIPSTREAM_NO_AMX"
-"""Environment variable: set to anything but 0, the matrix unit is left alone."""
+"""An environment variable. If it is set to anything but 0, the kernels do not use AMX."""
 
 _REQUEST_PERMISSION, _TILE_DATA = 0x1023, 18
-"""Arguments of arch_prctl(2): Linux lets a process use the tiles once it has asked."""
+"""Arguments of arch_prctl(2). Linux lets a process use AMX tiles only after this request."""
 _ARCH_PRCTL = 158
 
 
 @cache
-def words() -> frozenset[str]:
-    """What the system says of this CPU."""
+def cpu_flags() -> frozenset[str]:
+    """Return all words of /proc/cpuinfo, CPU flags among them; empty if it cannot be read."""
     try:
         return frozenset(Path("/proc/cpuinfo").read_text().split())
     except OSError:
         return frozenset()
 
 
-def by_intel() -> bool:
-    """Whether this is a processor of Intel's."""
-    return "GenuineIntel" in words()
+def is_intel() -> bool:
+    """Return whether this is an Intel processor."""
+    return "GenuineIntel" in cpu_flags()
 
 
 @cache
-def multiplies_pairs() -> bool:
-    """Whether there is an instruction that multiplies and adds pairs of bf16 (AVX512_BF16)."""
+def has_avx512_bf16() -> bool:
+    """Return whether the CPU can multiply and add pairs of bf16 (AVX512_BF16)."""
     return bool(binding.get_host_cpu_features().get("avx512bf16", False))
 
 
 @cache
-def has_matrix_unit() -> bool:
-    """Whether kernels may use the matrix unit (AMX with bf16): it is there, the system lets this
-    process have it, and the environment does not forbid it (`NO_AMX`)."""
+def has_amx() -> bool:
+    """Return whether kernels may use AMX with bf16.
+
+    The CPU must have it, the system must permit it, and the environment must not forbid it
+    (`NO_AMX`).
+    """
     features = binding.get_host_cpu_features()
     if not all(features.get(name, False) for name in ("amx-tile", "amx-bf16", "avx512bf16")):
         return False
     if os.environ.get(NO_AMX, "0") not in ("", "0") or platform.system() != "Linux":
         return False
-    ask = ctypes.CDLL(None, use_errno=True).syscall
-    return bool(ask(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
+    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    return bool(syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
 
 
 def bf16_products() -> str:
-    """What multiplies bf16 here; in which order sums are taken depends on it."""
-    if has_matrix_unit():
+    """Return the name of the instructions that multiply bf16 here. They determine the sum order."""
+    if has_amx():
         return "AMX"
-    return "AVX512_BF16" if multiplies_pairs() else "fused multiply-adds"
+    return "AVX512_BF16" if has_avx512_bf16() else "fused multiply-adds"

@@ -1,10 +1,12 @@
-"""Matrix products with packed weights: kernels whose every output is one chain of multiply-adds
-over the inputs in order, whatever the number of rows.
+"""Matrix products with packed weights.
 
-A weight (N, K) is packed into panels of 16 outputs, [panel][input][output], the last one filled up
-with zeros, for `tile` (the scheme of Goto and van de Geijn 2008). In bf16 the two inputs of a pair
-stand side by side, [panel][pair][output][2], for `tile_bf16` and `product_amx`; the rows that are
-multiplied are rounded to bf16, sums and results are fp32. Every argument is an address or a size.
+Every output is one chain of multiply-adds over the inputs in order, whatever the number of rows.
+
+A weight (N, K) is packed into panels of 16 outputs, [panel][input][output], for `tile` (as in Goto
+and van de Geijn 2008). The last panel is padded with zeros. In bf16 the layout is
+[panel][pair][output][2] with the two inputs of a pair side by side, for `tile_bf16` and
+`product_amx`. Rows are then rounded to bf16; sums and results are fp32. All arguments are addresses
+or sizes: M rows, N outputs, K inputs.
 """
 
 from __future__ import annotations
@@ -16,39 +18,40 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import floats_at, halves_at, hold
 from slipstream.kernels.numeric import ZERO, round_to_bf16, widen
-from slipstream.kernels.product_amx import BY_MATRIX_UNIT, part_of, product_amx
+from slipstream.kernels.product_amx import USE_AMX, part_of, product_amx
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL, tile_1x2, tile_2x2, tiles
 from slipstream.kernels.tile_bf16 import MOST_ROWS, WIDE_FROM, panels_bf16
 
 _AHEAD = 16384
-"""Bytes that the weights of a single tile are asked for in advance: a processor's own guesses are
-too short for memory that several rows keep busy."""
+"""Bytes by which the weights of a single tile are prefetched in advance. The CPU's own prefetcher
+does not look far enough ahead if several rows share the weights."""
 
 _TWO_PANELS = 1 << 17
-"""Where two panels have no more bytes than this, a tile of two asks for the next two instead: what
-lies a little ahead of the first of them is in the second, of which nothing need be asked for."""
+"""If two panels have at most this number of bytes, a tile of two panels prefetches the next two
+panels instead. A short distance ahead of the first panel is the second panel, which the tile reads
+anyway."""
 
 _BLOCK = 96
-"""Rows whose inputs stay in the cache while panels go by."""
+"""Number of rows whose inputs stay in the cache while a product runs over the panels."""
 
 FP32, BF16 = 4, 2
-"""Bytes of a packed weight."""
+"""Bytes of a packed weight of each type."""
 
 
 @kernel
 def product_part(x, panels, bias, out, M, N, K, size, part, parts):
-    """See `product`; one of `parts` parts."""
+    """Compute one of `parts` parts of `product`."""
     begin, end = part_of(N // PANEL, part, parts)
-    some_outputs(x, panels, bias, out, M, N, K, size, begin, end)
+    product_panels(x, panels, bias, out, M, N, K, size, begin, end)
 
 
 @kernel
-def some_outputs(x, panels, bias, out, M, N, K, size, begin, end):
-    """Of a product the outputs of panels `begin` to `end`; one beside them may be written, too."""
+def product_panels(x, panels, bias, out, M, N, K, size, begin, end):
+    """Compute the outputs of panels `begin` to `end`. A neighboring panel may be written, too."""
     if begin == end:
         return
-    if size == BF16 and BY_MATRIX_UNIT:
+    if size == BF16 and USE_AMX:
         product_amx(x, panels, bias, out, M, N, K, begin, end)
     elif size == BF16:
         _bf16(x, panels, bias, out, M, N, K, begin, end)
@@ -58,12 +61,13 @@ def some_outputs(x, panels, bias, out, M, N, K, size, begin, end):
 
 @kernel
 def _ahead_of_two(panel_step, otherwise):
-    """How far in advance a single tile of two panels asks."""
+    """Return the prefetch distance in bytes of a tile of two panels."""
     return 2 * panel_step if 2 * panel_step <= _TWO_PANELS else otherwise
 
 
 @kernel
 def _fp32(x, panels, bias, out, M, N, K, begin, end):
+    """Compute panels `begin` to `end` in fp32."""
     x_step, panel_step, out_step = 4 * K, 4 * PANEL * K, 4 * N
     total = N // PANEL
     if 1 <= M <= 2:
@@ -83,15 +87,16 @@ def _fp32(x, panels, bias, out, M, N, K, begin, end):
         for p in range(begin, end):
             w, b = panels + p * panel_step, bias + 4 * PANEL * p
             o = out + block * out_step + 4 * PANEL * p
-            # Several tiles ask for the next panel, so that memory is read at an even pace.
-            ask = w + _AHEAD if rows <= 6 else panels + min(p + 1, total - 1) * panel_step
-            tiles(x + block * x_step, x_step, w, 4 * PANEL, K, b, o, out_step, rows, ask, 4 * PANEL)
+            # If a panel needs several tiles, they prefetch the next panel at an even pace.
+            near = w + _AHEAD if rows <= 6 else panels + min(p + 1, total - 1) * panel_step
+            xb = x + block * x_step
+            tiles(xb, x_step, w, 4 * PANEL, K, b, o, out_step, rows, near, 4 * PANEL)
         block += rows
 
 
 @kernel
 def _round_in_fp32(x, out, count):
-    """fp32 to the nearest bf16, as fp32."""
+    """Round fp32 numbers to the nearest bf16, stored as fp32."""
     halves = np.empty(count, np.uint16)
     round_to_bf16(x, halves.ctypes.data, count)
     widen(halves.ctypes.data, out, count)
@@ -100,6 +105,7 @@ def _round_in_fp32(x, out, count):
 
 @kernel
 def _bf16(x, panels, bias, out, M, N, K, begin, end):
+    """Compute panels `begin` to `end` in bf16 without AMX."""
     panel_step, out_step, line = 2 * PANEL * K, 4 * N, 4 * PANEL
     pairs = K // 2
     total = N // PANEL
@@ -116,10 +122,10 @@ def _bf16(x, panels, bias, out, M, N, K, begin, end):
         else:
             round_to_bf16(x + block * 4 * K, xs, rows * K)
         o = out + block * out_step
-        # Several tiles ask for the next two panels, so that memory is read at an even pace; so do
-        # wide ones, whose processors guess less of it.
-        several = wide or rows > MOST_ROWS
-        ahead = 2 * panel_step if several else _ahead_of_two(panel_step, _AHEAD // 2)
+        # If panels need several tiles, they prefetch the next two panels at an even pace. So do
+        # wide tiles, because the CPUs that use them prefetch less themselves.
+        next_panels = wide or rows > MOST_ROWS
+        ahead = 2 * panel_step if next_panels else _ahead_of_two(panel_step, _AHEAD // 2)
         panels_bf16(
             xs, x_step, panels, line, panel_step, begin, end, total, pairs, bias, line, o, out_step,
             rows, ahead, wide,
@@ -134,14 +140,18 @@ def _product_shared(p):
 
 
 def product(x: int, panels: int, bias: int, out: int, M: int, N: int, K: int, size: int) -> None:
-    """out (M, N) = x (M, K) W^T + bias; N a multiple of 16, `bias` N numbers. Weights of `size`
-    bytes: `FP32` or `BF16`; K is even for the latter."""
+    """Compute out (M, N) = x (M, K) W^T + bias.
+
+    N must be a multiple of 16, and `bias` has N numbers. `size` is the bytes of a packed weight:
+    `FP32` or `BF16`. For `BF16`, K must be even.
+    """
     work = (M + 3) * N * K // 8 * size // FP32
     run(product_part, _product_shared, (x, panels, bias, out, M, N, K, size), work)
 
 
 @kernel
 def _pack_bf16(weight, panels, N, K, part, parts):
+    """Compute one of `parts` parts of `pack` for bf16."""
     total = (N + PANEL - 1) // PANEL
     for p in range(total * part // parts, total * (part + 1) // parts):
         out = carray(halves_at(panels + p * PANEL * K * 2), (K // 2, PANEL, 2))
@@ -165,7 +175,7 @@ def _pack_bf16_shared(p):
 
 @kernel
 def pack_part(weight, panels, N, K, part, parts):
-    """See `pack`; one of `parts` parts, of fp32."""
+    """Compute one of `parts` parts of `pack` for fp32."""
     total = (N + PANEL - 1) // PANEL
     for p in range(total * part // parts, total * (part + 1) // parts):
         out = carray(floats_at(panels + p * PANEL * K * 4), (K * PANEL,))
@@ -186,6 +196,6 @@ def _pack_shared(p):
 
 
 def pack(weight: int, panels: int, N: int, K: int, size: int) -> None:
-    """A weight (N, K) into panels of the same type: `size` bytes, `FP32` or `BF16`."""
+    """Pack a weight (N, K) into panels of the same type. `size` is `FP32` or `BF16`."""
     whole, shared = (_pack_bf16, _pack_bf16_shared) if size == BF16 else (pack_part, _pack_shared)
     run(whole, shared, (weight, panels, N, K), N * K)

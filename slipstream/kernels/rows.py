@@ -1,6 +1,6 @@
-"""Norm and gate: kernels over rows, forwards and backwards.
+"""Norm and gate: kernels over rows, for the forward and the backward pass.
 
-Every argument is an address or a size. M rows, D and W their widths; fp32.
+All arguments are addresses or sizes. M rows of width D or W, in fp32.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from slipstream.kernels.avx512 import gate_row
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import floats_at
 from slipstream.kernels.numeric import ONE, ZERO, F, exp, squares, triple
-from slipstream.kernels.processor import has_matrix_unit
+from slipstream.kernels.processor import has_amx
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL
 
-_IN_SIXTEENS = has_matrix_unit()
+_USE_AVX512 = has_amx()
+"""All CPUs with AMX have AVX-512."""
 
 
 @kernel
 def add_norm_part(x, delta, weight, eps, total, normed, M, D, part, parts):
+    """Compute one of `parts` parts of `add_norm`."""
     w = carray(floats_at(weight), (D,))
     tiny = carray(floats_at(eps), (1,))[0]
     for m in range(M * part // parts, M * (part + 1) // parts):
@@ -41,7 +43,7 @@ def add_norm_part(x, delta, weight, eps, total, normed, M, D, part, parts):
 
 @kernel
 def add_part(x, delta, total, M, D, part, parts):
-    """total = x + delta."""
+    """Compute one of `parts` parts of total = x + delta."""
     begin, size = M * D * part // parts, M * D * (part + 1) // parts - M * D * part // parts
     a, b = carray(floats_at(x + begin * 4), (size,)), carray(floats_at(delta + begin * 4), (size,))
     s = carray(floats_at(total + begin * 4), (size,))
@@ -57,8 +59,10 @@ def _add_norm_shared(p):
 def add_norm(
     x: int, delta: int, weight: int, eps: int, total: int, normed: int, M: int, D: int
 ) -> None:
-    """total = x + delta, normed = total / rms(total) * weight, over M rows of D. Without a delta
-    (0) the total is `x`, and `total` is not written. `eps` points to one number."""
+    """Compute total = x + delta and normed = total / rms(total) * weight over M rows of D.
+
+    If `delta` is 0, the total is `x` and `total` is not written. `eps` points to one number.
+    """
     run(add_norm_part, _add_norm_shared, (x, delta, weight, eps, total, normed, M, D), M * D)
 
 
@@ -96,8 +100,11 @@ def _norm_backward_shared(p):
 def norm_backward(
     x: int, weight: int, eps: int, grad: int, more: int, dx: int, dw: int, M: int, D: int
 ) -> None:
-    """From the gradient of the normed rows, that of the rows (plus `more`, unless 0) and that of
-    the weight: `dw` has one row of D for each thread that torch has, zeroed."""
+    """Compute the gradients of `add_norm` from the gradient `grad` of the normed rows.
+
+    `dx` is the gradient of the rows, plus `more` unless that is 0. `dw` is the gradient of the
+    weight. It has one row of D, initially zero, for each of torch's threads; the caller adds them.
+    """
     run(
         _norm_backward, _norm_backward_shared, (x, weight, eps, grad, more, dx, dw, M, D), 2 * M * D
     )
@@ -105,13 +112,15 @@ def norm_backward(
 
 @kernel
 def _gated(gate, up):
+    """Return silu(gate) * up."""
     return gate / (ONE + exp(-gate)) * up
 
 
 @kernel
 def gate_part(both, out, M, W, part, parts):
+    """Compute one of `parts` parts of `gate`."""
     for m in range(M * part // parts, M * (part + 1) // parts):
-        if _IN_SIXTEENS and W % PANEL == 0:
+        if _USE_AVX512 and W % PANEL == 0:
             gate_row(both + m * W * 8, both + m * W * 8 + W * 4, out + m * W * 4, W)
             continue
         g = carray(floats_at(both + m * W * 8), (W,))
@@ -127,7 +136,7 @@ def _gate_shared(p):
 
 
 def gate(both: int, out: int, M: int, W: int) -> None:
-    """out (M, W) = silu(gate) * up, where the rows of `both` hold W gates, then W others."""
+    """Compute out (M, W) = silu(gate) * up. The rows of `both` hold W gates, then W ups."""
     run(gate_part, _gate_shared, (both, out, M, W), M * W)
 
 
@@ -152,5 +161,5 @@ def _gate_backward_shared(p):
 
 
 def gate_backward(both: int, grad: int, dboth: int, M: int, W: int) -> None:
-    """The gradient of `both`, which lies in memory as that does."""
+    """Compute the gradient of `both`, in the same layout."""
     run(_gate_backward, _gate_backward_shared, (both, grad, dboth, M, W), 2 * M * W)

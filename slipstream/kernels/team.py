@@ -1,10 +1,10 @@
-"""Sharing a kernel out among the threads that torch's own operations run on.
+"""Run a kernel on the OpenMP threads of torch.
 
-A kernel's last two arguments are its part and the number of parts: each part does its share, and
-shares do not overlap. A second pool of threads would fight with torch's for the cores (figures:
-`docs/log/threads.md`), so the OpenMP team that torch has already made is asked. A torch without
-libgomp (macOS, Windows) has none that could be asked: there `suited` says no, and what is drawn by
-kernels all the same is drawn on the calling thread.
+A kernel's last two arguments are its part and the number of parts. Each part does its share of the
+work, and shares do not overlap. A second thread pool would compete with torch's for the cores
+(figures: `docs/log/threads.md`), so kernels run on torch's own OpenMP team. A torch without libgomp
+(macOS, Windows) has no such team. There `kernels_supported` returns False, and the kernels that are
+used anyway (token drawing) run on the calling thread.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from slipstream.kernels.compiling import callback, kernel
 
 
 @cache
-def suited() -> bool:
-    """Whether kernels do better here than torch's own operations: there is a team, and this CPU
-    multiplies and adds in one instruction (x86 since 2013, every Arm of 64 bits)."""
+def kernels_supported() -> bool:
+    """Return whether the kernels are faster here than torch's own operations.
+
+    They need torch's OpenMP team, and fused multiply-add (x86 CPUs since 2013, all 64-bit Arm).
+    """
     if _gomp is None:
         return False
     if platform.machine().lower() in ("arm64", "aarch64"):
@@ -38,7 +40,8 @@ def suited() -> bool:
 
 
 SHARED_FROM = 1 << 14
-"""Elements of work, each about a nanosecond, that outweigh waking the team."""
+"""The number of work elements, of about one nanosecond each, from which a kernel runs on the team.
+Less work is done faster by the calling thread alone."""
 
 
 def _libgomp() -> ctypes.CDLL | None:
@@ -54,15 +57,15 @@ if _gomp is not None:
         assert _address is not None
         binding.add_symbol(_name, _address)
 else:
-    # Never called: kernels run on one thread.
+    # Compiled code refers to the symbol but never calls it, because kernels run on one thread.
     binding.add_symbol("GOMP_barrier", 0)
 
 _count = types.int32()
 part_number = ExternalFunction("omp_get_thread_num", _count)
-"""In a function that the team runs: which of its threads this is."""
+"""In a function that the team runs: the number of this thread."""
 
 part_count = ExternalFunction("omp_get_num_threads", _count)
-"""In a function that the team runs: how many threads it has."""
+"""In a function that the team runs: the number of threads of the team."""
 
 
 _barrier = ExternalFunction("GOMP_barrier", types.void())
@@ -70,49 +73,54 @@ _barrier = ExternalFunction("GOMP_barrier", types.void())
 
 @kernel
 def wait(parts):
-    """In a kernel: until all parts have come this far."""
+    """Wait in a kernel until all parts have reached this call."""
     if parts > 1:
         _barrier()
 
 
 class Shared:
-    """A function over the address of packed arguments, for the team. Compiled at its first call:
-    all of them take a minute or two, and a run needs but some, on a GPU hardly any."""
+    """A function of the address of packed arguments, for the team.
+
+    It is compiled when it is first used, because compiling all kernels takes a minute or two and a
+    run needs only some of them.
+    """
 
     __slots__ = ("_compiled", "_function", "_lock")
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
-        # It holds the code that the address is of.
+        # Kept alive, because it owns the code at `address`.
         self._compiled: Any = None
         self._lock = Lock()
 
     @property
     def address(self) -> int:
-        """Where its code is."""
+        """The address of the compiled code."""
         if self._compiled is None:
             with self._lock:
                 if self._compiled is None:
                     self._compiled = callback(self._function)
-        found: int = self._compiled.address
-        return found
+        address: int = self._compiled.address
+        return address
 
 
 def for_team(function: Callable[..., None]) -> Shared:
-    """A function that `run` hands to the team."""
+    """Make a function that `run` can run on the team."""
     return Shared(function)
 
 
 @contextmanager
-def by_itself(wanted: bool) -> Iterator[None]:
-    """Kernels in the body, and torch's operations, run on the calling thread where that is
-    `wanted`: the others sleep soon then, and their cores are free."""
+def single_threaded(enabled: bool) -> Iterator[None]:
+    """Run kernels and torch's operations of the body on the calling thread only, if `enabled`.
+
+    The other threads soon go idle, so their cores are free for other work.
+    """
     before = torch.get_num_threads()
-    if not wanted or before == 1 or _gomp is None:
+    if not enabled or before == 1 or _gomp is None:
         yield
         return
-    # Of this thread alone. torch's own way also makes the threads of another pool anew, which wait
-    # in a loop, and this is done at every step.
+    # This sets the count for this thread only. torch.set_num_threads would also recreate another
+    # pool, whose threads wait in a busy loop, and the engine does this at every step.
     _gomp.omp_set_num_threads(1)
     try:
         yield
@@ -121,12 +129,15 @@ def by_itself(wanted: bool) -> Iterator[None]:
 
 
 def run(whole: Callable[..., None], shared: Shared, arguments: tuple[int, ...], work: int) -> None:
-    """Run a kernel over `arguments`: `shared` by the team when `work`, in elements, is worth it,
-    else by the calling thread alone; `whole` where there is no team."""
+    """Run a kernel over `arguments`.
+
+    `shared` runs on the whole team if `work` is at least `SHARED_FROM` elements, else on one
+    thread. `whole` runs instead if torch has no team.
+    """
     if _gomp is None:
         whole(*arguments, 0, 1)
         return
-    # Of one thread, too: `whole` would have to be compiled, or loaded, beside it.
+    # `shared` also for one thread, because `whole` would have to be compiled or loaded in addition.
     threads = torch.get_num_threads() if work >= SHARED_FROM else 1
     packed = (ctypes.c_int64 * len(arguments))(*arguments)
     _gomp.GOMP_parallel(ctypes.c_void_p(shared.address), packed, threads, 0)

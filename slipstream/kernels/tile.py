@@ -1,7 +1,8 @@
-"""Tiles: a few rows times a few vectors of weights, in registers while they run over the inputs.
+"""Register tiles in fp32: a few rows times a few vectors of weights.
 
-Every output is one chain of fused multiply-adds over the inputs in order, whatever the number of
-rows of its tile. Called by `product`, `attend` and `dots`.
+A tile keeps its sums in registers while it loops over the inputs. Every output is one chain of
+fused multiply-adds over the inputs in order, whatever the number of rows of its tile. `product`,
+`attend` and `dots` use this module.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import prefetch
 
 PANEL = 16
-"""Outputs that a tile computes for each row: two vectors of eight."""
+"""Number of outputs that a tile computes for each row and panel: two vectors of eight."""
 
 _LANES = 8
 
 
 class Emitter:
-    """Instructions: addresses are integers, numbers fp32, vectors of eight."""
+    """Emit instructions over addresses (integers), fp32 numbers and vectors of eight."""
 
     number = ir.FloatType()
     vector = ir.VectorType(number, _LANES)
@@ -36,24 +37,25 @@ class Emitter:
         self._fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{_LANES}f32")
 
     def plus(self, address: Any, nbytes: int) -> Any:
+        """Return an address plus a constant number of bytes."""
         return self.builder.add(address, ir.Constant(self.i64, nbytes))
 
     def series(self, start: Any, step: Any, count: int) -> list[Any]:
-        """start, start + step, ..."""
+        """Return `count` values: start, start + step, ..."""
         found = [start]
         while len(found) < count:
             found.append(self.builder.add(found[-1], step))
         return found
 
     def vectors(self, address: Any, count: int) -> list[Any]:
-        """Load `count` vectors that lie one after another."""
+        """Load `count` contiguous vectors."""
         return [
             self.builder.load(self._at(self.plus(address, 32 * i), self.vector), align=4)
             for i in range(count)
         ]
 
-    def spread(self, address: Any) -> Any:
-        """Load one number into all places of a vector."""
+    def broadcast(self, address: Any) -> Any:
+        """Load one number into all lanes of a vector."""
         b, undefined = self.builder, ir.Constant(self.vector, ir.Undefined)
         one = b.insert_element(
             undefined, b.load(self._at(address, self.number)), ir.Constant(ir.IntType(32), 0)
@@ -62,15 +64,16 @@ class Emitter:
         return b.shuffle_vector(one, undefined, places)
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
-        """a b + c, rounded once."""
+        """Return a * b + c, rounded once."""
         return self.builder.call(self._fma, [a, b, c])
 
     def add_products(self, factor: Any, weights: list[Any], sums: list[Any]) -> list[Any]:
+        """Return factor * weight + sum for each weight and sum."""
         pairs = zip(weights, sums, strict=True)
         return [self.fma(factor, w, s) for w, s in pairs]
 
     def sum(self, vectors: list[Any]) -> Any:
-        """All numbers of the vectors together: first these, then halves of what is left."""
+        """Return the sum of all lanes: add the vectors, then halve the lanes step by step."""
         found, *others = vectors
         for vector in others:
             found = self.builder.fadd(found, vector)
@@ -89,14 +92,16 @@ class Emitter:
         return self.builder.extract_element(found, ir.Constant(ir.IntType(32), 0))
 
     def store(self, vectors: list[Any], address: Any) -> None:
+        """Store vectors contiguously."""
         for i, vector in enumerate(vectors):
             self.builder.store(vector, self._at(self.plus(address, 32 * i), self.vector), align=4)
 
     def store_number(self, number: Any, address: Any) -> None:
+        """Store one number."""
         self.builder.store(number, self._at(address, self.number), align=4)
 
     def phis(self, kind: Any, values: list[Any], block: Any) -> list[Any]:
-        """What is `values` when `block` was before."""
+        """Return phi nodes that take `values` if `block` came before."""
         found = [self.builder.phi(kind) for _ in values]
         for phi, value in zip(found, values, strict=True):
             phi.add_incoming(value, block)
@@ -107,26 +112,29 @@ class Emitter:
 
 
 def _tile(rows: int, panels: int) -> Any:
-    """Compiled code for `rows` rows and `panels` panels of outputs: (x, bytes between rows of x,
-    weights, bytes between weights of one input and the next, bytes between panels, number of
-    inputs, at least 1, numbers to begin with, out, bytes between rows of out, what to ask for at
-    the first input, bytes from there to what to ask for at the next). The same place
-    of every panel is asked for."""
+    """Return an intrinsic for a tile of `rows` rows and `panels` panels of outputs.
+
+    Its arguments are: the address of x and the bytes between its rows; the address of the weights,
+    the bytes between inputs and the bytes between panels; the number of inputs (at least 1); the
+    address of the initial sums; the address of out and the bytes between its rows; the address to
+    prefetch at the first input and the bytes from there to the next. The same offset is prefetched
+    in every panel.
+    """
     per_panel = PANEL // _LANES
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, x_step, weights, input_step, panel_step, count, start, out, out_step, *ask = args
+        x, x_step, weights, input_step, panel_step, count, start, out, out_step, *ahead = args
         emit = Emitter(builder)
         begin = emit.vectors(start, panels * per_panel)
         before = builder.basic_block
         loop, after = builder.append_basic_block("inputs"), builder.append_basic_block("done")
         places = [
             ir.Constant(emit.i64, 0),
-            ask[0],
+            ahead[0],
             *emit.series(weights, panel_step, panels),
             *emit.series(x, x_step, rows),
         ]
-        steps = [ir.Constant(emit.i64, 1), ask[1], *[input_step] * panels]
+        steps = [ir.Constant(emit.i64, 1), ahead[1], *[input_step] * panels]
         steps += [ir.Constant(emit.i64, 4)] * rows
         builder.branch(loop)
         builder.position_at_end(loop)
@@ -136,7 +144,7 @@ def _tile(rows: int, panels: int) -> Any:
             prefetch(builder, address)
         loaded = [w for p in range(panels) for w in emit.vectors(here[2 + p], per_panel)]
         done = [
-            emit.add_products(emit.spread(address), loaded, row)
+            emit.add_products(emit.broadcast(address), loaded, row)
             for address, row in zip(here[2 + panels :], sums, strict=True)
         ]
         following = [builder.add(a, step) for a, step in zip(here, steps, strict=True)]
@@ -159,8 +167,8 @@ def _tile(rows: int, panels: int) -> Any:
         start: Any,
         out: Any,
         out_step: Any,
-        ask: Any,
-        ask_step: Any,
+        ahead: Any,
+        ahead_step: Any,
     ) -> Any:
         return types.void(*[types.int64] * 11), generate
 
@@ -170,7 +178,7 @@ def _tile(rows: int, panels: int) -> Any:
 tile_1x2, tile_2x2 = _tile(1, 2), _tile(2, 2)
 tile_1, tile_2, tile_3 = _tile(1, 1), _tile(2, 1), _tile(3, 1)
 tile_4, tile_5, tile_6 = _tile(4, 1), _tile(5, 1), _tile(6, 1)
-"""Rows x panels. Six rows of two vectors are what fits into sixteen registers."""
+"""Tiles by rows x panels. Six rows of two vectors use all sixteen vector registers."""
 
 
 @kernel
@@ -184,32 +192,46 @@ def tiles(
     out: int,
     out_step: int,
     rows: int,
-    ask: int,
-    ask_step: int,
+    ahead: int,
+    ahead_step: int,
 ) -> None:
-    """One panel for any number of rows; arguments as those of a tile. The tiles share the asking:
-    each goes on where the one before it stopped."""
-    ask_step //= max((rows + 5) // 6, 1)
+    """Compute one panel for any number of rows; the arguments are those of a tile.
+
+    The tiles share the prefetching: each continues where the one before it stopped.
+    """
+    ahead_step //= max((rows + 5) // 6, 1)
     m = 0
     while m < rows:
         xm, om, left = x + m * x_step, out + m * out_step, rows - m
-        # Four and four rather than six and two.
+        # Eight rows are faster as four and four than as six and two.
         if left >= 6 and left != 8:
-            tile_6(xm, x_step, weights, input_step, 0, count, start, om, out_step, ask, ask_step)
+            tile_6(
+                xm, x_step, weights, input_step, 0, count, start, om, out_step, ahead, ahead_step
+            )
             m += 6
         elif left == 8 or left == 4:
-            tile_4(xm, x_step, weights, input_step, 0, count, start, om, out_step, ask, ask_step)
+            tile_4(
+                xm, x_step, weights, input_step, 0, count, start, om, out_step, ahead, ahead_step
+            )
             m += 4
         elif left == 5:
-            tile_5(xm, x_step, weights, input_step, 0, count, start, om, out_step, ask, ask_step)
+            tile_5(
+                xm, x_step, weights, input_step, 0, count, start, om, out_step, ahead, ahead_step
+            )
             m += 5
         elif left == 3:
-            tile_3(xm, x_step, weights, input_step, 0, count, start, om, out_step, ask, ask_step)
+            tile_3(
+                xm, x_step, weights, input_step, 0, count, start, om, out_step, ahead, ahead_step
+            )
             m += 3
         elif left == 2:
-            tile_2(xm, x_step, weights, input_step, 0, count, start, om, out_step, ask, ask_step)
+            tile_2(
+                xm, x_step, weights, input_step, 0, count, start, om, out_step, ahead, ahead_step
+            )
             m += 2
         else:
-            tile_1(xm, x_step, weights, input_step, 0, count, start, om, out_step, ask, ask_step)
+            tile_1(
+                xm, x_step, weights, input_step, 0, count, start, om, out_step, ahead, ahead_step
+            )
             m += 1
-        ask += ask_step * count
+        ahead += ahead_step * count

@@ -1,13 +1,16 @@
-"""Tiles in the matrix unit of Intel's processors (AMX): rows times panels of bf16, summed in fp32.
+"""AMX tiles: rows times panels of bf16, summed in fp32, on Intel CPUs with AMX.
 
-One instruction multiplies sixteen rows of sixteen pairs of inputs with those of sixteen outputs. It
-takes as long for one row as for sixteen, and twice as long as reading the weights from the second
-cache, so that rows are next to free for models that lie further away. Every output is, whatever the
-number of rows, a chain over blocks of sixteen pairs in order: the firsts and the seconds of a block
-are summed up each by themselves, one fused multiply-add after the other, then together, then added
-to what was before; numbers too small for full precision count as zero (Intel's Software Developer's
-Manual, TDPBF16PS). Weights lie as for `tile_bf16`. Called by `product` and `attend_bf16` where
-`processor.has_matrix_unit`; a thread configures the unit, multiplies, and gives it back.
+One instruction multiplies 16 rows of 16 pairs of inputs by the weights of 16 outputs. It takes as
+long for one row as for 16, and twice as long as reading the weights from the second-level cache. So
+additional rows are almost free for models whose weights come from slower memory.
+
+Every output is a chain over blocks of 16 pairs in order, whatever the number of rows. In a block,
+the first inputs of all pairs are summed by fused multiply-adds, and the second inputs likewise.
+Both sums are added together and then to the previous sum. Subnormal numbers count as zero (Intel's
+Software Developer's Manual, TDPBF16PS). The layout of weights is that of `tile_bf16`.
+
+`product_amx`, `attend_bf16` and `attend_backward_amx` use this module if `processor.has_amx`. A
+thread configures AMX, multiplies, and releases it.
 """
 
 from __future__ import annotations
@@ -20,26 +23,29 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from slipstream.kernels.avx512 import keep, keep_narrow, load
+from slipstream.kernels.avx512 import load, store, store_bf16
 from slipstream.kernels.compiling import kernel
-from slipstream.kernels.memory import ask_for
+from slipstream.kernels.memory import prefetch_at
 
 ROWS = 16
-"""Rows of a tile."""
+"""Number of rows of a tile."""
 
 MOST_ROWS = 2 * ROWS
-"""Rows that are multiplied with weights loaded once."""
+"""Number of rows that share one load of the weights."""
 
 PAIRS = 16
-"""Pairs of inputs of a tile, and outputs."""
+"""Number of pairs of inputs of a tile. It is also the number of outputs."""
 
 _TILE_LINE, _PAIR = 64, 4
-"""Bytes of a tile's line, and of a pair."""
+"""Bytes of a row of a tile, and of a pair of bf16."""
 
 
 def _shapes() -> Any:
-    """Configurations of the eight tiles, 64 bytes each: row n for widths that leave n pairs over;
-    then the last three tiles are for those (`_one_by_two`)."""
+    """Return configurations of the eight tiles, 64 bytes each.
+
+    Row n is for inputs with n pairs left after the last whole block. The last three tiles then have
+    the shape of that remainder (`_one_by_two`).
+    """
     found = np.zeros((PAIRS, 64), np.uint8)
     found[:, 0] = 1
     widths, lines = found[:, 16:32].view(np.uint16), found[:, 48:56]
@@ -56,19 +62,21 @@ _I8, _I64 = ir.IntType(8), ir.IntType(64)
 
 
 def _instruction(name: str, tiles: tuple[int, ...], arguments: str) -> Any:
-    """A compiled function of one instruction over given tiles; its arguments are an address (`a`)
-    and a number (`n`)."""
+    """Return an intrinsic for one AMX instruction over fixed tiles.
+
+    `arguments` names its further arguments: `a` is an address, `n` a number.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kinds = [_I8] * len(tiles) + [_I8.as_pointer() if a == "a" else _I64 for a in arguments]
         function = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(ir.VoidType(), kinds), f"llvm.x86.{name}"
         )
-        given = [
+        values = [
             builder.inttoptr(value, _I8.as_pointer()) if a == "a" else value
             for a, value in zip(arguments, args, strict=True)
         ]
-        builder.call(function, [*(ir.Constant(_I8, tile) for tile in tiles), *given])
+        builder.call(function, [*(ir.Constant(_I8, tile) for tile in tiles), *values])
         return context.get_dummy_value()
 
     numbers = types.void(*[types.int64] * len(arguments))
@@ -104,14 +112,14 @@ def _zero(tile: int) -> Any:
 
 
 def _multiply(total: int, rows: int, weights: int) -> Any:
-    """The third tile's weights times the second one's rows, added to the first."""
+    """Return an intrinsic that adds the product of tiles `rows` and `weights` to tile `total`."""
     return _instruction("tdpbf16ps", (total, rows, weights), "")
 
 
 _configure_as = _instruction("ldtilecfg", (), "a")
 
 release = _instruction("tilerelease", (), "")
-"""Give the unit back, which makes it cheap for the system to stop this thread."""
+"""Release AMX, so that the system can switch threads without saving tiles."""
 
 _zero_0, _zero_1, _zero_2, _zero_3 = (_zero(n) for n in range(4))
 _store_0, _store_1, _store_2, _store_3 = (_store(n) for n in range(4))
@@ -124,22 +132,22 @@ _multiply_056, _multiply_157 = _multiply(0, 5, 6), _multiply(1, 5, 7)
 
 
 @intrinsic
-def _round_sixteen(typingctx: Any, x: Any, out: Any) -> Any:
-    """Sixteen fp32 numbers at an address to bf16 at another."""
+def _round_16_lanes(typingctx: Any, x: Any, out: Any) -> Any:
+    """Round 16 fp32 numbers at an address to bf16 at another."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        keep_narrow(builder, load(builder, args[0]), args[1])
+        store_bf16(builder, load(builder, args[0]), args[1])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
 
 
 @intrinsic
-def _add_sixteen(typingctx: Any, a: Any, b: Any, out: Any) -> Any:
-    """Sums of sixteen numbers at two addresses to a third."""
+def _add_16_lanes(typingctx: Any, a: Any, b: Any, out: Any) -> Any:
+    """Add 16 numbers at two addresses and store the sums at a third."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        keep(builder, builder.fadd(load(builder, args[0]), load(builder, args[1])), args[2])
+        store(builder, builder.fadd(load(builder, args[0]), load(builder, args[1])), args[2])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
@@ -147,43 +155,47 @@ def _add_sixteen(typingctx: Any, a: Any, b: Any, out: Any) -> Any:
 
 @kernel
 def add_rows(sums, start, rows, panels, out, out_step):
-    """What the sums of two panels, as `two_panels_amx` gives them with `out_step` 128 and `second`
-    64, begin with is added; the first one or two `panels` of each row go to `out`."""
+    """Add the initial sums at `start` to the sums of two panels and store them in `out`.
+
+    `sums` are results of `two_panels_amx` with `out_step` 128 and `second` 64. If `panels` is 1,
+    only the first panel of each row is stored.
+    """
     for _ in range(rows):
-        _add_sixteen(sums, start, out)
+        _add_16_lanes(sums, start, out)
         if panels > 1:
-            _add_sixteen(sums + _TILE_LINE, start + _TILE_LINE, out + _TILE_LINE)
+            _add_16_lanes(sums + _TILE_LINE, start + _TILE_LINE, out + _TILE_LINE)
         sums, out = sums + 2 * _TILE_LINE, out + out_step
 
 
 @kernel
-def round_in_sixteens(x, out, count):
-    """fp32 to the nearest bf16, for a multiple of sixteen numbers: what is too small for full
-    precision becomes zero, which tiles take it for anyway."""
+def round_16_lanes(x, out, count):
+    """Round a multiple of 16 fp32 numbers to the nearest bf16.
+
+    Subnormal numbers become zero. The tiles would treat them as zero anyway.
+    """
     for i in range(count // ROWS):
-        _round_sixteen(x + 4 * ROWS * i, out + 2 * ROWS * i)
+        _round_16_lanes(x + 4 * ROWS * i, out + 2 * ROWS * i)
 
 
 @kernel
 def configure(pairs):
-    """Make the unit ready for rows of so many pairs of inputs, and for those of a multiple of
-    `PAIRS`."""
+    """Configure AMX for rows of `pairs` pairs of inputs, or of any multiple of `PAIRS`."""
     _configure_as(_SHAPES[pairs % PAIRS].ctypes.data)
 
 
 @kernel
-def _ask(weights, pair_step, panel_step, ahead):
-    """For what lies so many bytes from the lines of two tiles; it may be any address."""
+def _prefetch(weights, pair_step, panel_step, ahead):
+    """Prefetch the memory `ahead` bytes after the rows of two weight tiles."""
     for line in range(PAIRS):
-        ask_for(weights + ahead + line * pair_step)
-        ask_for(weights + ahead + line * pair_step + panel_step)
+        prefetch_at(weights + ahead + line * pair_step)
+        prefetch_at(weights + ahead + line * pair_step + panel_step)
 
 
 @kernel
 def _two_by_two(
     x, x_step, weights, pair_step, panel_step, blocks, out, out_step, second, ahead
 ):  # fmt: skip
-    """32 rows, two panels."""
+    """Multiply 32 rows by two panels."""
     _zero_0()
     _zero_1()
     _zero_2()
@@ -191,7 +203,7 @@ def _two_by_two(
     lower, block_step = x + ROWS * x_step, PAIRS * pair_step
     for _ in range(blocks):
         if ahead:
-            _ask(weights, pair_step, panel_step, ahead)
+            _prefetch(weights, pair_step, panel_step, ahead)
         _load_6(weights, pair_step)
         _load_4(x, x_step)
         _multiply_046()
@@ -212,13 +224,13 @@ def _two_by_two(
 def _one_by_two(
     x, x_step, weights, pair_step, panel_step, blocks, left, out, out_step, second, ahead
 ):  # fmt: skip
-    """16 rows, two panels; `left` pairs after the last block."""
+    """Multiply 16 rows by two panels; `left` is the number of pairs after the last block."""
     _zero_0()
     _zero_1()
     block_step = PAIRS * pair_step
     for _ in range(blocks):
         if ahead:
-            _ask(weights, pair_step, panel_step, ahead)
+            _prefetch(weights, pair_step, panel_step, ahead)
         _load_2(x, x_step)
         _load_3(weights, pair_step)
         _multiply_023()
@@ -239,11 +251,14 @@ def _one_by_two(
 def two_panels_amx(
     rows, x, x_step, weights, pair_step, panel_step, pairs, out, out_step, second, ahead
 ):  # fmt: skip
-    """Two panels of outputs for any number of rows, which are taken in sixteens: beyond the last
-    one rows of `x` are read and rows of `out` are written, of no meaning. x: bf16, `x_step` bytes
-    from row to row; weights: as in `tile_bf16`, `pair_step` and `panel_step` bytes from a pair and
-    a panel to the next; the second panel's outputs go `second` bytes beside the first one's. Memory
-    is asked for what lies `ahead` bytes from each weight (0: not). After `configure`."""
+    """Compute two panels of outputs for any number of rows. Call `configure` first.
+
+    Rows are processed in groups of 16, so the function reads rows of `x` and writes rows of `out`
+    past the last one. `x` is bf16 with `x_step` bytes between rows. The weights have the layout of
+    `tile_bf16`, with `pair_step` and `panel_step` bytes between pairs and between panels. The
+    second panel's outputs are `second` bytes after the first panel's. The memory `ahead` bytes
+    after each weight is prefetched (0: none).
+    """
     blocks, left = pairs // PAIRS, pairs % PAIRS
     m = 0
     if not left:
@@ -262,11 +277,13 @@ def two_panels_amx(
 
 
 @kernel
-def more_of_two_panels_amx(
+def continue_two_panels_amx(
     rows, x, x_step, weights, pair_step, panel_step, pairs, start, out, out_step, second
 ):
-    """As `two_panels_amx`, for a multiple of `PAIRS`, going on from sums at `start`, which lie as
-    those at `out` will: what both would be in one call."""
+    """Continue `two_panels_amx` from the sums at `start`, which have the layout of `out`.
+
+    `pairs` must be a multiple of `PAIRS`. The results equal those of a single call over all inputs.
+    """
     block_step = PAIRS * pair_step
     for m in range(0, rows, ROWS):
         begin, to, line, row = start + m * out_step, out + m * out_step, weights, x + m * x_step

@@ -1,11 +1,11 @@
-"""Tiles over bf16: a few rows times a few vectors of weights, summed up in fp32.
+"""Register tiles in bf16: a few rows times a few vectors of weights, summed in fp32.
 
-Rows and weights are bf16, two inputs side by side in 32 bits. Every output is one chain over the
-pairs of inputs in order, of each pair the second first, whatever the number of rows of its tile.
-Where the processor has an instruction that multiplies and adds pairs (AVX512_BF16) it is that
-chain's link, elsewhere two fused multiply-adds are. That instruction takes numbers too small for
-full precision for zero; so do the multiply-adds where both are in use (`WIDE_FROM`). Called by
-`product` and `attend_bf16`.
+Rows and weights are bf16, with two inputs side by side in 32 bits. Every output is one chain over
+the pairs of inputs in order, whatever the number of rows of its tile. Within a pair the second
+input is added first. On CPUs with AVX512_BF16, one instruction multiplies and adds a pair;
+elsewhere two fused multiply-adds do. The instruction treats subnormal numbers as zero. The
+multiply-adds do the same on CPUs that use both (`WIDE_FROM`). `product` and `attend_bf16` use this
+module.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ from numba.extending import intrinsic
 
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import prefetch
-from slipstream.kernels.processor import by_intel, multiplies_pairs
+from slipstream.kernels.processor import has_avx512_bf16, is_intel
 from slipstream.kernels.tile import PANEL
 
-_IN_HARDWARE = multiplies_pairs()
+_IN_HARDWARE = has_avx512_bf16()
 
-WIDE_FROM = 4 if _IN_HARDWARE and by_intel() else 1 << 30
-"""Rows from which on products take them widened to fp32, for the same bits: on Intel's processors
-two fused multiply-adds take less time than the instruction for pairs (docs/log/kernels.md), and a
-few rows share the widening of the weights."""
+WIDE_FROM = 4 if _IN_HARDWARE and is_intel() else 1 << 30
+"""From this number of rows on, rows and weights are widened to fp32, with the same resulting bits.
+On Intel CPUs two fused multiply-adds take less time than the pair instruction
+(docs/log/kernels.md), and several rows share the cost of widening the weights."""
 
 MOST_ROWS = 12 if _IN_HARDWARE else 3
-"""Rows of the largest tile: two panels of so many are what fits into the vector registers."""
+"""Number of rows of the largest tile: with two panels, it fills the vector registers."""
 
 _LINE = 4 * PANEL
-"""Bytes of a panel's weights of a pair of inputs."""
+"""Bytes of a panel's weights for one pair of inputs."""
 
 
 class BFloat(ir.types._BaseFloatType):  # type: ignore[misc]  # llvmlite has no bf16
+    """The LLVM type `bfloat`."""
+
     null = "0.0"
     intrinsic_name = "bf16"
 
@@ -52,7 +54,7 @@ BFloat._create_instance()
 
 
 class _Emitter:
-    """Instructions of a tile: addresses are integers, sums vectors of sixteen fp32 numbers."""
+    """Emit the instructions of a tile. Addresses are integers; sums are vectors of 16 fp32."""
 
     i32, i64 = ir.IntType(32), ir.IntType(64)
     sums = ir.VectorType(ir.FloatType(), PANEL)
@@ -71,38 +73,40 @@ class _Emitter:
         self._function = cgutils.get_or_insert_function(builder.module, kind, name)
 
     def plus(self, address: Any, nbytes: int) -> Any:
+        """Return an address plus a constant number of bytes."""
         return self.builder.add(address, ir.Constant(self.i64, nbytes))
 
     def load(self, address: Any, kind: Any) -> Any:
+        """Load a value of a type."""
         return self.builder.load(self._at(address, kind), align=4)
 
-    def spread(self, address: Any, kind: Any, vector: Any) -> Any:
-        """Load one number into all places of a vector."""
+    def broadcast(self, address: Any, kind: Any, vector: Any) -> Any:
+        """Load one number into all lanes of a vector."""
         b, undefined = self.builder, ir.Constant(vector, ir.Undefined)
         one = b.insert_element(undefined, self.load(address, kind), ir.Constant(self.i32, 0))
         return b.shuffle_vector(one, undefined, ir.Constant(self.pairs, [0] * PANEL))
 
     def row_at(self, address: Any) -> Any:
-        """One pair of a row, in all places."""
+        """Load one pair of inputs of a row into all lanes."""
         if self._wide:
             return tuple(
-                self.spread(self.plus(address, nbytes), ir.FloatType(), self.sums)
+                self.broadcast(self.plus(address, nbytes), ir.FloatType(), self.sums)
                 for nbytes in (0, 4)
             )
-        pair = self.spread(address, self.i32, self.pairs)
+        pair = self.broadcast(address, self.i32, self.pairs)
         return pair if self._in_hardware else self.halves(pair)
 
     def weights_at(self, address: Any) -> Any:
-        """Pairs of inputs of sixteen outputs."""
+        """Load one pair of inputs for each of 16 outputs."""
         pairs = self.load(address, self.pairs)
         return pairs if self._in_hardware else self.halves(pairs)
 
     def halves(self, pairs: Any) -> Any:
-        """The first and the second of each pair as fp32."""
+        """Return the first and the second number of each pair as fp32."""
         return self._first(pairs), self._second(pairs)
 
     def add_products(self, row: Any, weights: Any, total: Any) -> Any:
-        """`total` plus the products of two pairs, place by place."""
+        """Return `total` plus the products of a row's pair with the weights' pairs, per lane."""
         b = self.builder
         if self._in_hardware:
             halves = [b.bitcast(pair, self._halves) for pair in (row, weights)]
@@ -112,18 +116,19 @@ class _Emitter:
         return total
 
     def _first(self, pairs: Any) -> Any:
-        sixteen = ir.Constant(self.pairs, [16] * PANEL)
-        return self.builder.bitcast(self.builder.shl(pairs, sixteen), self.sums)
+        half_bits = ir.Constant(self.pairs, [16] * PANEL)
+        return self.builder.bitcast(self.builder.shl(pairs, half_bits), self.sums)
 
     def _second(self, pairs: Any) -> Any:
         upper = ir.Constant(self.pairs, [0xFFFF0000] * PANEL)
         return self.builder.bitcast(self.builder.and_(pairs, upper), self.sums)
 
     def store(self, vector: Any, address: Any) -> None:
+        """Store a vector of sums."""
         self.builder.store(vector, self._at(address, self.sums), align=4)
 
     def phis(self, kind: Any, values: list[Any], block: Any) -> list[Any]:
-        """What is `values` when `block` was before."""
+        """Return phi nodes that take `values` if `block` came before."""
         found = [self.builder.phi(kind) for _ in values]
         for phi, value in zip(found, values, strict=True):
             phi.add_incoming(value, block)
@@ -134,16 +139,19 @@ class _Emitter:
 
 
 _THREE = 3
-"""Rows that are reached from one address: itself, plus a step, plus two."""
+"""Number of rows that share one address register: at the address, plus one step, plus two."""
 
 
 def _emit_tile(builder: Any, rows: int, panels: int, wide: bool, args: Any) -> None:
-    """Code for `rows` rows and `panels` panels of outputs: (x, bytes between rows of x, weights,
-    bytes between weights of one pair and the next, bytes between panels, pairs of inputs, at least
-    1, numbers to begin with, out, bytes between rows of out, what to ask for at the first pair,
-    bytes from there to what to ask for at the next). The same place of every panel is asked for.
+    """Emit the code of a tile of `rows` rows and `panels` panels of outputs.
+
+    `args` are: the address of x and the bytes between its rows; the address of the weights, the
+    bytes between pairs and the bytes between panels; the number of pairs of inputs (at least 1);
+    the address of the initial sums; the address of out and the bytes between its rows; the address
+    to prefetch at the first pair and the bytes from there to the next. The same offset is
+    prefetched in every panel.
     """
-    x, x_step, weights, pair_step, panel_step, count, start, out, out_step, ask, ask_step = args
+    x, x_step, weights, pair_step, panel_step, count, start, out, out_step, ahead, ahead_step = args
     emit = _Emitter(builder, wide)
     two_steps = builder.shl(x_step, ir.Constant(emit.i64, 1))
     begin = [emit.load(emit.plus(start, _LINE * p), emit.sums) for p in range(panels)]
@@ -153,18 +161,18 @@ def _emit_tile(builder: Any, rows: int, panels: int, wide: bool, args: Any) -> N
         bases.append(base)
     before = builder.basic_block
     loop, after = builder.append_basic_block("pairs"), builder.append_basic_block("done")
-    places = [ir.Constant(emit.i64, 0), ask, weights, *bases]
-    steps = [ir.Constant(emit.i64, 1), ask_step, pair_step]
+    places = [ir.Constant(emit.i64, 0), ahead, weights, *bases]
+    steps = [ir.Constant(emit.i64, 1), ahead_step, pair_step]
     steps += [ir.Constant(emit.i64, 8 if wide else 4)] * len(bases)
     builder.branch(loop)
     builder.position_at_end(loop)
     here = emit.phis(emit.i64, places, before)
     sums = [emit.phis(emit.sums, begin, before) for _ in range(rows)]
-    asked, line, loaded = here[1], here[2], []
+    prefetched, line, loaded = here[1], here[2], []
     for p in range(panels):
         if p:
-            asked, line = builder.add(asked, panel_step), builder.add(line, panel_step)
-        prefetch(builder, asked)
+            prefetched, line = builder.add(prefetched, panel_step), builder.add(line, panel_step)
+        prefetch(builder, prefetched)
         loaded.append(emit.weights_at(line))
     done = []
     for m, row in enumerate(sums):
@@ -186,11 +194,11 @@ def _emit_tile(builder: Any, rows: int, panels: int, wide: bool, args: Any) -> N
 
 
 _FLUSH = 0x8040
-"""Bits of the register MXCSR: results too small are zero, and so are inputs."""
+"""Bits of the MXCSR register that flush subnormal results and inputs to zero."""
 
 
-def _flush_tiny_numbers(builder: Any) -> Any:
-    """Do it from here on. Where the register's contents were put."""
+def _flush_subnormals(builder: Any) -> Any:
+    """Flush subnormals to zero from here on. Return the address of the register's old value."""
     before, now = (cgutils.alloca_once(builder, _Emitter.i32) for _ in range(2))
     _control(builder, "stmxcsr", before)
     bits = builder.or_(builder.load(before), ir.Constant(_Emitter.i32, _FLUSH))
@@ -200,6 +208,7 @@ def _flush_tiny_numbers(builder: Any) -> Any:
 
 
 def _control(builder: Any, name: str, place: Any) -> None:
+    """Emit an instruction that loads or stores MXCSR."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte])
     function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.sse.{name}")
@@ -210,13 +219,15 @@ _ARGUMENTS = types.void(*[types.int64] * 12)
 
 
 def _up_to(most: int, panels: int, wide: bool) -> Any:
-    """Compiled code for 1 to `most` rows: arguments as those of a tile, the number of rows before
-    them."""
+    """Return an intrinsic for tiles of 1 to `most` rows.
+
+    Its arguments are the number of rows and the arguments of `_emit_tile`.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if wide and most < WIDE_FROM:
-            return context.get_dummy_value()  # Nobody calls it here.
-        before = _flush_tiny_numbers(builder) if wide else None
+            return context.get_dummy_value()  # Never called on this CPU.
+        before = _flush_subnormals(builder) if wide else None
         kinds = [builder.append_basic_block(f"rows{n}") for n in range(1, most + 1)]
         end = builder.append_basic_block("end")
         choice = builder.switch(args[0], end)
@@ -242,8 +253,8 @@ def _up_to(most: int, panels: int, wide: bool) -> Any:
         start: Any,
         out: Any,
         out_step: Any,
-        ask: Any,
-        ask_step: Any,
+        ahead: Any,
+        ahead_step: Any,
     ) -> Any:
         return _ARGUMENTS, generate
 
@@ -259,11 +270,13 @@ def panels_bf16(
     x, x_step, weights, pair_step, panel_step, begin, end, total, pairs, start, start_step,
     out, out_step, rows, ahead, wide,
 ):  # fmt: skip
-    """Panels `begin` to `end` of `total`, for any number of rows: two at a time, of which the last
-    two may be computed twice (the same numbers come out), in tiles of as many rows as is even. Rows
-    are bf16 or, if `wide`, such numbers in fp32 (at least `WIDE_FROM` of them).
-    `start_step`: bytes between what the sums of one panel and the next begin with. Memory is asked
-    for what lies `ahead` bytes from each weight; the tiles share the asking."""
+    """Compute panels `begin` to `end` of `total` for any number of rows.
+
+    Panels are computed two at a time; the last two may be computed twice, with the same results.
+    Rows are divided evenly among tiles. They are bf16 or, if `wide`, bf16 values in fp32 (at least
+    `WIDE_FROM` rows). `start_step` is the number of bytes between the initial sums of two panels.
+    The memory `ahead` bytes after each weight is prefetched; the tiles share the prefetching.
+    """
     if total == 1 and begin < end:
         for m in range(rows):
             row, o = x + m * x_step, out + m * out_step
@@ -274,19 +287,19 @@ def panels_bf16(
     while p < end:
         q = min(p, total - 2)
         w, b, o = weights + q * panel_step, start + q * start_step, out + _LINE * q
-        ask, step = w + ahead, pair_step // count
+        first, step = w + ahead, pair_step // count
         m = 0
         for tile in range(count):
             here = rows * (tile + 1) // count - m
-            row, place, asked = x + m * x_step, o + m * out_step, ask + tile * step * pairs
+            row, place, fetched = x + m * x_step, o + m * out_step, first + tile * step * pairs
             if wide:
                 _two_panels_wide(
-                    here, row, x_step, w, pair_step, panel_step, pairs, b, place, out_step, asked,
+                    here, row, x_step, w, pair_step, panel_step, pairs, b, place, out_step, fetched,
                     step,
                 )  # fmt: skip
             else:
                 _two_panels(
-                    here, row, x_step, w, pair_step, panel_step, pairs, b, place, out_step, asked,
+                    here, row, x_step, w, pair_step, panel_step, pairs, b, place, out_step, fetched,
                     step,
                 )  # fmt: skip
             m += here

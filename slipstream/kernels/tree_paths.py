@@ -1,10 +1,12 @@
-"""Rows that stand on a path through a draft tree: what they see is not one slot after another.
+"""Paths through draft trees: which slots a row of the attention sees.
 
-Nodes of a tree lie in slots as they come, and a row sees those on the path to its own node: first
-the slots that all rows of its sequence see, 0 to `stem` - 1, then those on its path, in the order
-of positions, which is that of slots, its own the last. Given as `paths`, the address of (M, step)
-int64 numbers: of each row its stem and the slots after it; 0 where every row sees slots 0 to
-`seen` - 1. Used by `attend` and `attend_bf16`.
+The nodes of a draft tree are stored in slots in the order of the nodes. A row (query) sees the
+slots that all rows of its sequence see, 0 to `stem` - 1. After these it sees the slots on the path
+to its own node, in the order of positions; its own slot is the last.
+
+The argument `paths` of the attention kernels is the address of (M, step) int64 numbers. Each row
+has its stem, then the slots after the stem, then zeros. If `paths` is 0, each row sees the slots 0
+to `seen` - 1. `attend` and `attend_bf16` use this module.
 """
 
 from __future__ import annotations
@@ -16,41 +18,44 @@ from slipstream.kernels.memory import ints_at
 
 
 @kernel
-def stem_of(paths, step, m):
-    """How many slots from the first one on row m sees, whatever its path."""
+def stem_length(paths, step, m):
+    """Return the number of leading slots that row m sees, independent of its path."""
     return carray(ints_at(paths + 8 * step * m), (1,))[0]
 
 
 @kernel
-def path_of(paths, step, m):
-    """The slots after the stem, as many as row m sees of them."""
+def path_slots(paths, step, m):
+    """Return the slots after the stem on the path of row m, padded with zeros."""
     return carray(ints_at(paths + 8 * step * m + 8), (step - 1,))
 
 
 @kernel
-def bends(paths, step, m, sees):
-    """Whether a slot that row m sees is not at the place of its position."""
+def is_out_of_order(paths, step, m, sees):
+    """Return whether row m sees a token that is not in the slot of its position."""
     if not paths:
         return False
-    stem = stem_of(paths, step, m)
-    # Slots grow along a path: the last one is at its place if all are.
-    return sees > stem and path_of(paths, step, m)[sees - stem - 1] != sees - 1
+    stem = stem_length(paths, step, m)
+    # Slots increase along a path, so all are in order if the last one is.
+    return sees > stem and path_slots(paths, step, m)[sees - stem - 1] != sees - 1
 
 
 @kernel
-def reach_of(paths, step, m, sees):
-    """The slots up to the last one that row m sees."""
+def slots_spanned(paths, step, m, sees):
+    """Return the number of slots from 0 to the last one that row m sees."""
     if not paths:
         return sees
-    stem = stem_of(paths, step, m)
-    return path_of(paths, step, m)[sees - stem - 1] + 1 if sees > stem else sees
+    stem = stem_length(paths, step, m)
+    return path_slots(paths, step, m)[sees - stem - 1] + 1 if sees > stem else sees
 
 
 @kernel
 def place_nodes(parents, counts, lengths, trees, rows, slots, positions):
-    """Where the nodes of `trees` draft trees stand, one tree after another: the number of the tree,
-    the slot, and the position of each, int64. `counts` of nodes, `parents` of each within its tree,
-    the root first, which is the last of `lengths` tokens. Returns the depth of the deepest one."""
+    """Compute row, slot and position (int64) of each node of `trees` draft trees.
+
+    The trees follow each other. `counts` are the numbers of nodes; `parents` are indices within a
+    tree. The root comes first and is the last of `lengths` tokens. The row of a node is the number
+    of its tree. Returns the depth of the deepest node.
+    """
     count, length = carray(ints_at(counts), (trees,)), carray(ints_at(lengths), (trees,))
     deepest, begin = 0, 0
     for tree in range(trees):
@@ -70,8 +75,10 @@ def place_nodes(parents, counts, lengths, trees, rows, slots, positions):
 
 @kernel
 def trace_paths(parents, counts, lengths, trees, paths, step):
-    """Their `paths`, `step` numbers each: one more than the deepest is deep. What a path is too
-    short for is 0."""
+    """Compute `paths` for the nodes of `place_nodes`, with `step` numbers each.
+
+    `step` is one more than the depth of the deepest node. Shorter paths are padded with 0.
+    """
     count, length = carray(ints_at(counts), (trees,)), carray(ints_at(lengths), (trees,))
     begin = 0
     for tree in range(trees):

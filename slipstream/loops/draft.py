@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.deadlines import REMEDY, Deadlines
-from slipstream.drafter.sequences import PolicyEnds, passes
+from slipstream.drafter.sequences import VocabLayers, passes
 from slipstream.drafter.trainer import DraftTrainer, Metrics
 from slipstream.errors import check_at_least_one
 from slipstream.loops.draft_data import SequenceSource
@@ -37,7 +37,7 @@ class DraftLoopSettings:
 def train_draft_head(
     trainer: DraftTrainer,
     source: SequenceSource,
-    ends: PolicyEnds,
+    vocab: VocabLayers,
     settings: DraftLoopSettings,
     *,
     deadlines: Deadlines | None = None,
@@ -68,7 +68,7 @@ def train_draft_head(
         with deadlines.last_resort(_late("training on them"), deadlines.timeout_s):
             trainer.train(
                 itertools.islice(batches, done, None),
-                ends,
+                vocab,
                 steps=end - trainer.step,
                 stop=stop,
                 after_step=after_step,

@@ -10,8 +10,7 @@ run. Called by `loops.rl`.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -44,14 +43,13 @@ from slipstream.rollout.train_rows import (
     carried_rewards,
     fill_advantages,
     fill_from_baseline,
-    padded,
     placed_rewards,
     rows_of,
-    targets_of,
 )
+from slipstream.training.columns import padded, select_rows, unpadded
 from slipstream.training.critic import explained_variance
 from slipstream.training.protocol import ReferencePolicy, TrainFuture, TrainingBackend
-from slipstream.types import FeatureSink, Group, Sample, TrainBatch, TrainRow
+from slipstream.types import FeatureSink, Group, Sample, TrainBatch
 
 Notify = Callable[[str], None]
 
@@ -61,7 +59,7 @@ _ALL_REJECTED = "rollout correction rejected every token, or all but one"
 class CriticUpdates(Protocol):
     """Values of states, and their update (`training.critic.Critic`)."""
 
-    def values(self, batch: TrainBatch) -> TrainFuture[list[list[float]]]: ...
+    def values(self, batch: TrainBatch) -> TrainFuture[Tensor]: ...
 
     def update(self, batch: TrainBatch) -> TrainFuture[dict[str, float]]: ...
 
@@ -124,7 +122,7 @@ class Learner:
         with timers.span("adv"):
             rewards, penalty = self._rewards(batch, usable, full_kl)
             metrics |= penalty | self._correct(batch)
-            rewards = carried_rewards(batch.rows, rewards)
+            rewards = carried_rewards(batch, rewards)
         # A token that is left alone has nothing to be whitened by.
         whitens = config.correction is not None and self._estimator in WHITENING
         if batch.num_target_tokens < (2 if whitens else 1):
@@ -134,9 +132,7 @@ class Learner:
         if self._critic is not None:
             with timers.span("values"):
                 async with self._deadlines.stage("values", "the critic's forward pass"):
-                    values = await self._critic.values(batch)
-            for row, own in zip(batch.rows, values, strict=True):
-                row.values = own
+                    batch.values = await self._critic.values(batch)
         with timers.span("adv"):
             metrics |= await self._fill_advantages(batch, rewards, usable)
         if self._critic is not None and (explained := explained_variance(batch)) is not None:
@@ -173,8 +169,7 @@ class Learner:
         truncated = config.replay is not None
         batch = rows_of(usable.samples, temperature=config.temperature, truncated=truncated)
         if config.noise_seed is not None:
-            for row, sample in zip(batch.rows, usable.samples, strict=True):
-                row.key = sample.noise_key(config.noise_seed)
+            batch.keys = [sample.noise_key(config.noise_seed) for sample in usable.samples]
         return batch
 
     async def _replay(self, batch: TrainBatch, timers: Timers) -> dict[str, float]:
@@ -185,13 +180,14 @@ class Learner:
         with timers.span("old_log_prob"):
             async with self._deadlines.stage("log-probs", "the policy's forward pass"):
                 kept = await self._backend.compute_kept_ids(batch, cuts)
-        for row, ids in zip(batch.rows, kept, strict=True):
-            for t, own in enumerate(ids):
-                if own and row.tokens[t] not in own:
+        for index, ids in enumerate(kept):
+            tokens = batch.tokens[batch.slice_of(index)].tolist()
+            for token, own in zip(tokens, ids, strict=True):
+                if own and token not in own:
                     # Not of these weights, to the bit: the law has to give it some probability.
-                    own.append(row.tokens[t])
+                    own.append(token)
                     outside += 1
-            row.kept_ids = ids
+        batch.kept_ids = kept
         return {"rollout_corr/outside_support": float(outside)}
 
     async def _fill_log_probs(self, batch: TrainBatch, timers: Timers) -> None:
@@ -207,17 +203,13 @@ class Learner:
         if (several and not bypass) or needed or compared:
             with timers.span("old_log_prob"):
                 async with self._deadlines.stage("log-probs", "the policy's forward pass"):
-                    old = await self._backend.compute_log_probs(batch)
-            for row, values in zip(batch.rows, old, strict=True):
-                row.old_log_probs = values
+                    batch.old_log_probs = await self._backend.compute_log_probs(batch)
         if self._reference is not None:
             with timers.span("ref"):
                 async with self._deadlines.stage("log-probs", "the reference's forward pass"):
-                    ref = await self._reference.compute_log_probs(batch)
-            for row, values in zip(batch.rows, ref, strict=True):
-                row.ref_log_probs = values
+                    batch.ref_log_probs = await self._reference.compute_log_probs(batch)
 
-    async def _full_kl(self, batch: TrainBatch, timers: Timers) -> list[list[float]] | None:
+    async def _full_kl(self, batch: TrainBatch, timers: Timers) -> Tensor | None:
         """The penalty's KL over the whole vocabulary, where it takes that one."""
         if self._kl is None or self._kl.direction is None:
             return None
@@ -234,25 +226,26 @@ class Learner:
         _check_recorded(batch)
         if correction.bypass_mode:
             return {}
-        return correct(batch.rows, [row.old_log_probs or [] for row in batch.rows], correction)
+        assert batch.old_log_probs is not None
+        return correct(batch, batch.old_log_probs, correction)
 
     def _rewards(
-        self, batch: TrainBatch, usable: Usable, full_kl: list[list[float]] | None
-    ) -> tuple[list[list[float]], dict[str, float]]:
-        """Token-level rewards less the KL penalty, of all tokens that were sampled, and metrics."""
-        rewards = placed_rewards(batch.rows, [sample.reward for sample in usable.samples])
-        return (rewards, {}) if self._kl is None else self._kl.rewards(rewards, batch.rows, full_kl)
+        self, batch: TrainBatch, usable: Usable, full_kl: Tensor | None
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Token-level rewards (T,) less the KL penalty of all sampled tokens, and metrics."""
+        rewards = placed_rewards(batch, [sample.reward for sample in usable.samples])
+        return (rewards, {}) if self._kl is None else self._kl.rewards(rewards, batch, full_kl)
 
     async def _fill_advantages(
-        self, batch: TrainBatch, rewards: Sequence[Sequence[float]], usable: Usable
+        self, batch: TrainBatch, rewards: Tensor, usable: Usable
     ) -> dict[str, float]:
         config, samples = self._config, usable.samples
-        sums = [sum(row) for row in rewards]
+        sums = [float(sum(row.tolist())) for row in rewards.split(batch.lengths)]
         if config.baseline is not None:
-            fill_from_baseline(batch.rows, sums, config.baseline)
+            fill_from_baseline(batch, sums, config.baseline)
         else:
             fill_advantages(
-                batch.rows,
+                batch,
                 rewards,
                 [sample.group_index for sample in samples],
                 adv_estimator=config.adv_estimator,
@@ -262,14 +255,13 @@ class Learner:
         # The policy that samples may be some updates behind: it is the old one, then.
         behind = config.sync_every > 1 and not _decoupled(config.correction)
         if behind or (config.correction is not None and config.correction.bypass_mode):
-            for row in batch.rows:
-                row.old_log_probs = row.rollout_log_probs
+            batch.old_log_probs = batch.rollout_log_probs
         return batch_metrics(
             batch, sums, usable, self._backend.weight_version, critic=self._critic is not None
         )
 
     async def _extra(self, batch: TrainBatch, usable: Usable) -> dict[str, object]:
-        """What the estimator needs and rows have no column for."""
+        """What the estimator needs and batches have no column for."""
         extra: dict[str, object] = {}
         if AdvantageNeed.REWARD_BASELINES in self._needs:
             extra["reward_baselines"] = torch.tensor(
@@ -287,7 +279,8 @@ class Learner:
             }
         if AdvantageNeed.SUM_PI_SQUARED in self._needs:
             async with self._deadlines.stage("log-probs", "the policy's forward pass"):
-                extra["sum_pi_squared"] = padded(await self._backend.compute_sum_pi_squared(batch))
+                sums = await self._backend.compute_sum_pi_squared(batch)
+            extra["sum_pi_squared"] = padded(sums, batch.starts)
         return extra
 
     def _resampled(
@@ -300,8 +293,8 @@ class Learner:
         seed = config.seed * 1_000_003 + step
         indices = pf_ppo_indices(scores, config.pf_ppo, seed=seed)
         # Rows in the order of their groups, and cut where the groups were: as many optimizer steps.
-        rows = [replace(batch.rows[index]) for index in sorted(indices.tolist())]
-        return replace(batch, rows=rows), [len(group) for group in usable.groups]
+        rows = sorted(indices.tolist())
+        return select_rows(batch, rows), [len(group) for group in usable.groups]
 
     async def _update(self, step: int, batch: TrainBatch, sizes: Sequence[int]) -> dict[str, float]:
         """All optimizer steps of one batch; metrics are means over them, but how far rollout and
@@ -330,23 +323,22 @@ class Learner:
         now = await self._backend.compute_log_probs(mini)
         metrics: dict[str, float] = {}
         if corrects and config.correction is not None:
-            metrics = correct(mini.rows, now, config.correction)
+            metrics = correct(mini, now, config.correction)
         if config.select is not None and mini.num_target_tokens:
-            old = [row.old_log_probs or own for row, own in zip(mini.rows, now, strict=True)]
-            ids = torch.zeros(len(mini.rows), max(len(row.tokens) for row in mini.rows)).long()
-            for i, row in enumerate(mini.rows):
-                ids[i, : len(row.tokens)] = torch.tensor(row.tokens)
+            starts = mini.starts
+            assert mini.advantages is not None
             selected = config.select(
-                padded(old),
-                padded(now),
-                padded([row.advantages or [] for row in mini.rows]),
-                padded([targets_of(row.loss_mask) for row in mini.rows]),
+                padded(now if mini.old_log_probs is None else mini.old_log_probs, starts),
+                padded(now, starts),
+                padded(mini.advantages, starts),
+                padded(mini.targets, starts),
                 hashes=token_hashes(
-                    ids, (config.seed * 1_000_003 + step) * 1009 + epoch, _row_keys(mini.rows)
+                    padded(mini.tokens, starts, dtype=torch.int64),
+                    (config.seed * 1_000_003 + step) * 1009 + epoch,
+                    _row_keys(mini),
                 ),
             )
-            for row, chosen in zip(mini.rows, selected.float().tolist(), strict=True):
-                row.selected = chosen[: len(row.tokens)]
+            mini.selected = unpadded(selected.float(), starts)
         return metrics
 
     async def _update_critic(
@@ -371,14 +363,12 @@ def _minis(
     epochs: int,
     prompts: int | None,
     order: str | None,
-) -> list[tuple[int, TrainBatch]]:
-    """(epoch, mini-batch) in the order of updates, with rows of their own."""
-    out = []
+) -> Iterator[tuple[int, TrainBatch]]:
+    """(epoch, mini-batch) in the order of updates."""
     for epoch in range(epochs):
         seed = None if order is None else f"{order}/{epoch}"
         for mini in mini_batches(batch, sizes, prompts, shuffle=seed):
-            out.append((epoch, replace(mini, rows=[replace(row) for row in mini.rows])))
-    return out
+            yield epoch, mini
 
 
 def _part(sample: Sample, name: str) -> float:
@@ -387,24 +377,23 @@ def _part(sample: Sample, name: str) -> float:
 
 
 def correct(
-    rows: Sequence[TrainRow],
-    log_probs: Sequence[Sequence[float]],
-    correction: RolloutCorrectionConfig,
+    batch: TrainBatch, log_probs_T: Tensor, correction: RolloutCorrectionConfig
 ) -> dict[str, float]:
-    """Give `rows` importance weights and take rejected tokens out of their loss masks; metrics.
+    """Give `batch` importance weights and take rejected tokens out of its loss mask; metrics.
 
-    `log_probs` are the policy's, to be compared with what the rollout recorded.
+    `log_probs_T` are the policy's, to be compared with what the rollout recorded.
     """
-    mask = padded([targets_of(row.loss_mask) for row in rows])
+    assert batch.rollout_log_probs is not None
+    starts = batch.starts
     weights, kept, metrics = rollout_correction(
-        padded(log_probs), padded([row.rollout_log_probs or [] for row in rows]), mask, correction
+        padded(log_probs_T, starts),
+        padded(batch.rollout_log_probs, starts),
+        padded(batch.targets, starts),
+        correction,
     )
-    for i, row in enumerate(rows):
-        length = len(row.tokens)
-        keep = kept[i, :length].tolist()
-        row.loss_mask = [m if k else 0.0 for m, k in zip(row.loss_mask, keep, strict=True)]
-        if weights is not None:
-            row.rollout_is_weights = weights[i, :length].tolist()
+    batch.loss_mask = torch.where(unpadded(kept, starts) != 0, batch.loss_mask, 0.0)
+    if weights is not None:
+        batch.rollout_is_weights = unpadded(weights, starts)
     return metrics
 
 
@@ -414,13 +403,14 @@ def _decoupled(correction: RolloutCorrectionConfig | None) -> bool:
     return correction is not None and correction.enabled and not correction.bypass_mode
 
 
-def _row_keys(rows: Sequence[TrainRow]) -> Tensor:
+def _row_keys(batch: TrainBatch) -> Tensor:
     """What tells apart responses that begin alike, wherever they stand."""
-    return torch.tensor([zlib.crc32(f"{row.uid}/{row.key}".encode()) for row in rows])
+    pairs = zip(batch.uids, batch.keys, strict=True)
+    return torch.tensor([zlib.crc32(f"{uid}/{key}".encode()) for uid, key in pairs])
 
 
 def _check_recorded(batch: TrainBatch) -> None:
-    if any(row.rollout_log_probs is None for row in batch.rows):
+    if batch.rollout_log_probs is None:
         raise DataError(
             "algorithm.rollout_correction needs the rollout's log-probs of all tokens, and some "
             "were not sampled by the policy; set algorithm.rollout_correction.rollout_is=null, "

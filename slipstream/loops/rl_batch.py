@@ -6,10 +6,16 @@ Called by `loops.learner`.
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from slipstream.algorithms import (
     AdaptiveKLController,
@@ -21,9 +27,9 @@ from slipstream.algorithms.full_kl import KLDirection
 from slipstream.errors import DataError
 from slipstream.metrics.batch_metrics import summary
 from slipstream.rewards.protocol import REWARD_FAILURE
-from slipstream.rollout.train_rows import padded, targets_of
+from slipstream.training.columns import padded, select_rows, unpadded
 from slipstream.training.losses import FULL_KL
-from slipstream.types import Group, Sample, Status, TrainBatch, TrainRow
+from slipstream.types import Group, Sample, Status, TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,31 +103,33 @@ class KLInReward:
 
     def rewards(
         self,
-        rewards: Sequence[Sequence[float]],
-        rows: Sequence[TrainRow],
-        full_kl: Sequence[Sequence[float]] | None = None,
-    ) -> tuple[list[list[float]], dict[str, float]]:
-        """Token-level rewards less the penalty of each row's tokens, and metrics. Moves the
-        controller. Needs `full_kl` of each token where there is a `direction`, else rows with old
-        and reference log-probs.
+        rewards_T: Tensor,
+        batch: TrainBatch,
+        full_kl_T: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Token-level rewards (T,) in float64 less the penalty of each token, and metrics. Moves
+        the controller. Needs `full_kl_T` of each token where there is a `direction`, else a batch
+        with old and reference log-probs.
         """
-        scores, mask = padded(rewards), padded([targets_of(row.loss_mask) for row in rows])
+        starts = batch.starts
+        scores, mask = padded(rewards_T, starts), padded(batch.targets, starts)
         if self.direction is not None:
-            assert full_kl is not None
+            assert full_kl_T is not None
             penalised, metrics = subtract_kl(
-                scores, padded(full_kl), mask, kl_ctrl=self._controller
+                scores, padded(full_kl_T, starts), mask, kl_ctrl=self._controller
             )
         else:
+            assert batch.old_log_probs is not None
+            assert batch.ref_log_probs is not None
             penalised, metrics = apply_kl_penalty(
                 scores,
-                padded([row.old_log_probs or [] for row in rows]),
-                padded([row.ref_log_probs or [] for row in rows]),
+                padded(batch.old_log_probs, starts),
+                padded(batch.ref_log_probs, starts),
                 mask,
                 kl_ctrl=self._controller,
                 kl_penalty_kind=self._kind,
             )
-        values: list[list[float]] = penalised.tolist()
-        return [v[: len(row.tokens)] for v, row in zip(values, rows, strict=True)], metrics
+        return unpadded(penalised, starts).double(), metrics
 
     def state_dict(self) -> dict[str, Any]:
         return {"kl_coef": self._controller.value}
@@ -140,19 +148,16 @@ def mini_batches(
     `group_sizes` are the rows of each group, in order; `prompts` None keeps the batch whole;
     `shuffle` is the seed of another order of the groups, None keeps theirs.
     """
-    groups: list[list[TrainRow]] = []
+    groups: list[range] = []
     start = 0
     for size in group_sizes:
-        groups.append(batch.rows[start : start + size])
+        groups.append(range(start, start + size))
         start += size
     if shuffle is not None:
         random.Random(shuffle).shuffle(groups)
     width = prompts or len(groups)
     return [
-        TrainBatch(
-            rows=[row for group in groups[first : first + width] for row in group],
-            temperature=batch.temperature,
-        )
+        select_rows(batch, [row for group in groups[first : first + width] for row in group])
         for first in range(0, len(groups), width)
     ]
 
@@ -167,28 +172,42 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Rewards after penalties, advantages and staleness of what is trained on; with a `critic`
     returns and values."""
-    ages = [
-        weight_version - version
-        for sample in usable.samples
-        for version, weight in zip(sample.versions, sample.loss_mask, strict=True)
-        if weight and version >= 0
-    ]
     metrics = summary("critic/rewards", rewards)
+    targets = batch.targets
     columns = ("advantages", "returns", "values") if critic else ("advantages",)
     for name in columns:
-        metrics |= summary(f"critic/{name}", _on_targets(batch, name))
+        column = getattr(batch, name)
+        if column is None:
+            column = torch.zeros(batch.num_tokens)
+        metrics |= _summary_of(f"critic/{name}", column[targets])
+    ages = _ages(usable.samples, weight_version)
     if ages:
-        metrics["rollout/staleness/mean"] = sum(ages) / len(ages)
+        metrics["rollout/staleness/mean"] = (
+            sum(age * count for age, count in ages.items()) / ages.total()
+        )
         metrics["rollout/staleness/max"] = float(max(ages))
     return metrics
 
 
-def _on_targets(batch: TrainBatch, column: str) -> list[float]:
-    return [
-        value
-        for row in batch.rows
-        for value, target in zip(
-            getattr(row, column) or [0.0] * len(row.tokens), targets_of(row.loss_mask), strict=True
-        )
-        if target
-    ]
+def _ages(samples: Sequence[Sample], weight_version: int) -> Counter[int]:
+    """How many trained tokens were sampled how many weight versions ago."""
+    ages = Counter[int]()
+    for sample in samples:
+        for segment in sample.segments:
+            for span in segment.spans:
+                trained = sum(map(bool, segment.loss_mask[span.start : span.end]))
+                if trained and span.version >= 0:
+                    ages[weight_version - span.version] += trained
+    return ages
+
+
+def _summary_of(prefix: str, values_T: Tensor) -> dict[str, float]:
+    """`metrics.batch_metrics.summary` of a column, with the same bits and without a list of it."""
+    if not len(values_T):
+        return {}
+    parts = (part.tolist() for part in values_T.split(4096))
+    return {
+        f"{prefix}/mean": math.fsum(itertools.chain.from_iterable(parts)) / len(values_T),
+        f"{prefix}/max": float(values_T.max()),
+        f"{prefix}/min": float(values_T.min()),
+    }

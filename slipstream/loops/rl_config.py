@@ -35,7 +35,8 @@ class RLTrainingConfig:
     - `max_skipped_batches`: a step without samples to train on is skipped; after this many in a row
       the run ends.
     - `checkpoint_every`: steps between checkpoints; the last step always saves one.
-    - `noise_seed`: seed of the rollouts, if the engine uses keyed noise. `seed`: for other draws.
+    - `noise_seed`: seed of the rollouts, if the engine is exact and uses keyed noise. `seed`: for
+    other draws.
     """
 
     num_steps: int

@@ -10,15 +10,17 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, Protocol
 
 from slipstream.deadlines import Deadlines
 from slipstream.errors import ConfigError, DataError, check_at_least_one
 from slipstream.loops.steps import checkpoint_due
 from slipstream.metrics.loggers import MetricsLogger
+from slipstream.rollout.train_rows import rows_of
 from slipstream.training.losses import sft_loss
 from slipstream.training.protocol import TrainingBackend
-from slipstream.types import Sample, TrainBatch, TrainRow
+from slipstream.types import Sample, TrainBatch
 
 AfterStep = Callable[[int, dict[str, float]], Awaitable[bool]]
 """Called after each step, before its metrics are logged. May add metrics. True ends the loop."""
@@ -77,7 +79,10 @@ class ShuffledSamples:
         self._order = self._shuffled()
         digest = hashlib.blake2b(digest_size=8)
         for sample in samples:
-            digest.update(f"{sample.tokens}\x1f{sample.loss_mask}\x1e".encode())
+            # Not the sample's views, which stay: a data set would take twice its memory.
+            tokens = [t for segment in sample.segments for t in segment.ids]
+            loss_mask = [m for segment in sample.segments for m in segment.loss_mask]
+            digest.update(f"{tokens}\x1f{loss_mask}\x1e".encode())
         self._content = digest.hexdigest()
 
     def next_sample(self) -> Sample:
@@ -201,14 +206,13 @@ def next_batch(
 
     Samples without a token to train on are skipped.
     """
-    rows: list[TrainRow] = []
+    chosen: list[Sample] = []
     count = unused = 0
-    while (samples is None or len(rows) < samples) and (tokens is None or count < tokens):
+    while (samples is None or len(chosen) < samples) and (tokens is None or count < tokens):
         sample = stream.next_sample()
-        row = TrainRow(tokens=sample.tokens, loss_mask=sample.loss_mask, uid=sample.uid)
-        if any(row.loss_mask[1:]):
-            rows.append(row)
-            count += len(row.tokens)
+        if _has_target(sample):
+            chosen.append(sample)
+            count += sample.num_tokens
             unused = 0
         else:
             unused += 1
@@ -217,4 +221,9 @@ def next_batch(
                 f"{unused} SFT samples in a row have no token to train on (the last one: "
                 f"{sample.uid!r}); check that the conversations have assistant turns"
             )
-    return TrainBatch(rows=rows)
+    return rows_of(chosen)
+
+
+def _has_target(sample: Sample) -> bool:
+    weights = chain.from_iterable(segment.loss_mask for segment in sample.segments)
+    return any(islice(weights, 1, None))

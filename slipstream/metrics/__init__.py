@@ -1,4 +1,4 @@
-"""What a run measures: names and units, where numbers go, statistics, progress, the picture.
+"""Metrics of a run: names and units, statistics, loggers, progress display, and the plot.
 
-Light to import: neither torch nor matplotlib nor tensorboard until something needs them.
+Importing this package is cheap: torch, matplotlib and tensorboard are imported only when used.
 """

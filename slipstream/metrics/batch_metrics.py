@@ -1,6 +1,6 @@
-"""Statistics of groups of samples and of right and wrong answers: pure functions.
+"""Statistics of groups of samples, and of validation accuracy. All functions are pure.
 
-Knows nothing of where samples come from; reads only the carriers. Called by the loops.
+Does not know where samples come from. Called by the loops.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from slipstream.errors import DataError
 from slipstream.metrics.resampled import best_and_worst, majority, subset_sizes
 from slipstream.types import Group, Sample, Status
 
-MOST_REASONS = 8
-"""Kinds of failures that a step counts apart."""
+MAX_REASONS = 8
+"""Maximum number of failure reasons that a step counts separately."""
 
 Z_95 = 1.959963984540054
 """Two-sided 95 % quantile of the normal distribution."""
@@ -27,11 +27,11 @@ _T_95 = (
     *(2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860),
     *(2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423),
 )
-"""The same of Student's t with 1, 2, ... degrees of freedom."""
+"""Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom."""
 
 
 def summary(prefix: str, values: Iterable[float]) -> dict[str, float]:
-    """`prefix/{mean,max,min}` of `values`; nothing of an empty sequence."""
+    """Return `prefix/{mean,max,min}` of `values`; empty if there are no values."""
     numbers = [float(value) for value in values]
     if not numbers:
         return {}
@@ -45,18 +45,18 @@ def summary(prefix: str, values: Iterable[float]) -> dict[str, float]:
 def rollout_metrics(
     groups: Sequence[Group], *, max_prompt_length: int, max_response_length: int
 ) -> dict[str, float]:
-    """What one step's rollouts look like, in the names of `names.METRICS`.
+    """Return statistics of one step's rollouts, named as in `names.METRICS`.
 
-    Scores leave failed samples out; lengths, turns and ratios count every sample. As in VERL a
-    response (prompt) is clipped when it has the maximal length. A turn is the prompt or a run of
-    segments of one role. Zero variance: two or more scored samples in the group, all of one score.
-    Failures that were scored zero count as failed, too. A statistic of nothing is left out. Raises
-    DataError where there is no sample at all.
+    Score statistics exclude failed samples; lengths, turns and ratios include all samples. As in
+    verl, a response (prompt) counts as clipped if it has the maximum length. A turn is the prompt,
+    or consecutive segments of one role. A group has zero variance if it has two or more scored
+    samples, and all scores are equal. Failures that were scored 0 count as failed as well.
+    Statistics without data are omitted. Raises DataError if there is no sample.
     """
     samples = [sample for group in groups for sample in group.samples]
     if not samples:
         raise DataError(
-            f"no sample in {len(groups)} groups: nothing to measure; check the rollout filters and "
+            f"no sample in {len(groups)} groups, so no metrics; check the rollout filters and "
             "the failures before this step"
         )
     lengths = [sample.response_length for sample in samples]
@@ -65,7 +65,7 @@ def rollout_metrics(
     count = len(samples)
 
     metrics = summary("critic/score", (sample.reward for sample in scored))
-    # The part "score" is the reward itself.
+    # The reward part "score" is the reward itself, which is already summarized.
     for part in sorted({name for sample in scored for name in sample.reward_parts} - {"score"}):
         values = [s.reward_parts[part] for s in scored if part in s.reward_parts]
         metrics |= summary(f"reward/{part}", values)
@@ -91,22 +91,24 @@ def rollout_metrics(
 
 
 def failures_by_reason(samples: Sequence[Sample]) -> Counter[str]:
-    """How many of `samples` failed, by the first words of the reason, as a name.
+    """Count the failed samples by reason; a reason is the first words of the error message.
 
-    Of more than `MOST_REASONS` the rarest are counted together, as `other`.
+    If there are more than `MAX_REASONS` reasons, the rarest are combined as `other`.
     """
     texts = [s.failure or s.metadata.get("reward_failure") or "" for s in samples if _failed(s)]
     found = Counter(reason_name(text) for text in texts)
-    if len(found) <= MOST_REASONS:
+    if len(found) <= MAX_REASONS:
         return found
-    kept = Counter(dict(found.most_common(MOST_REASONS)))
+    kept = Counter(dict(found.most_common(MAX_REASONS)))
     kept["other"] += found.total() - kept.total()
     return kept
 
 
 def reason_name(text: str) -> str:
-    """`no answer within 30 s` -> `no_answer_within_s`: a reason as part of a metric's name, with
-    no more than the kind of an error."""
+    """Return a failure reason as part of a metric name, without details such as numbers.
+
+    `no answer within 30 s` -> `no_answer_within_s`. Only the text before the first colon counts.
+    """
     words = re.findall(r"[a-z]+", text.split(":")[0].lower())
     return "_".join(words[:6]) or "no_reason_given"
 
@@ -114,16 +116,21 @@ def reason_name(text: str) -> str:
 def validation_metrics(
     groups: Sequence[Group], *, max_response_length: int | None = None
 ) -> dict[str, float]:
-    """Accuracy per data source with its interval, in VERL's `val-core` and `val-aux` names.
+    """Return accuracy per data source with its interval, under verl's names `val-core`, `val-aux`.
 
-    A sample's accuracy is its reward part `acc` where there is one, else its reward; a failed
-    sample counts 0. With N responses per prompt: mean@N and std@N; for the powers of two below N,
-    and N, pass@k, the exact expectation of the best of k drawn without replacement (for right and
-    wrong the unbiased estimate of Chen et al., 2021), and VERL's best@k and worst@k, which are
-    drawn with replacement (`resampled`); maj@k of the same draws where the reward function tells
-    the answers that it read (`pred`). The interval is Wilson's, each prompt one trial: with
-    N > 1 it is wider than needed, never too narrow; for accuracies outside [0, 1] it is left out.
-    Raises DataError where prompts of one source have different numbers of responses.
+    The accuracy of a sample is its reward part `acc` if it has one, else its reward; 0 if the
+    sample failed. With N responses per prompt the metrics are:
+
+    - mean@N and std@N.
+    - pass@k, for k = N and the powers of two below N: the exact expectation of the best of k
+      responses drawn without replacement. For 0/1 rewards that is the unbiased estimate of Chen et
+      al. (2021).
+    - best@k and worst@k as in verl, drawn with replacement (`resampled`).
+    - maj@k of the same draws, if the reward function reports the parsed answers (`pred`).
+
+    The interval is Wilson's with one trial per prompt. For N > 1 it is wider than necessary, never
+    too narrow. It is omitted for accuracies outside [0, 1]. Raises DataError if prompts of one
+    source have different numbers of responses.
     """
     metrics: dict[str, float] = {}
     for source in sorted({group.prompt.data_source for group in groups}):
@@ -135,35 +142,37 @@ def validation_metrics(
 def accuracy_interval(
     correct: Sequence[bool] | Sequence[float], *, z: float = Z_95
 ) -> tuple[float, float, float]:
-    """`(accuracy, low, high)`: Wilson's score interval (1927), 95 % by default.
+    """Return (accuracy, low, high) with Wilson's score interval (1927), by default 95 %.
 
-    `correct`: one entry per independent trial, in [0, 1]. A fraction (the mean over one prompt's
-    responses) has no more variance than a right-or-wrong of that mean, so the interval covers.
-    Raises DataError without trials or outside [0, 1].
+    `correct` has one entry in [0, 1] per independent trial. An entry may be a fraction, the mean
+    over the responses to one prompt. Its variance is at most that of a 0/1 variable with the same
+    mean, so the interval still covers. Raises DataError without trials or outside [0, 1].
     """
     values = [float(value) for value in correct]
     n = len(values)
     if n == 0:
-        raise DataError("the accuracy of no answers is undefined; evaluate at least one prompt")
+        raise DataError("the accuracy of zero responses is undefined; evaluate one prompt or more")
     if min(values) < 0.0 or max(values) > 1.0:
         raise DataError(
-            f"accuracies lie in [0, 1], got [{min(values)}, {max(values)}]; pass right or wrong"
+            f"accuracies must be in [0, 1], got [{min(values)}, {max(values)}]; pass 0/1 values"
         )
     p = math.fsum(values) / n
     scale = 1.0 + z * z / n
     center = (p + z * z / (2 * n)) / scale
     half = z / scale * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    # At p = 0 and p = 1 a bound is p itself up to rounding.
+    # At p = 0 and p = 1 one bound equals p; min and max remove the rounding error.
     return p, min(p, max(0.0, center - half)), max(p, min(1.0, center + half))
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """`(mean, low, high)` of independent `values`, such as the accuracies of several trainings:
-    Student's 95 % interval (1908), of more than 31 the normal one. Raises DataError for fewer than
-    two."""
+    """Return (mean, low, high) of independent `values`, such as accuracies of several runs.
+
+    The interval is Student's 95 % interval (1908), for more than 31 values the normal one. Raises
+    DataError for fewer than two values.
+    """
     n = len(values)
     if n < 2:
-        raise DataError(f"a mean of {n} has no interval; give two values or more")
+        raise DataError(f"the interval of a mean needs two or more values, got {n}")
     mean = math.fsum(values) / n
     variance = math.fsum((value - mean) ** 2 for value in values) / (n - 1)
     half = (_T_95[n - 2] if n - 2 < len(_T_95) else Z_95) * math.sqrt(variance / n)
@@ -173,15 +182,15 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
 def paired_difference(
     a: Sequence[bool], b: Sequence[bool], *, resamples: int = 10_000, seed: int = 42
 ) -> tuple[float, float, float]:
-    """`(difference, low, high)` of accuracy b minus a on the same prompts, 95 % bootstrap.
+    """Return (difference, low, high) of accuracy b minus a on the same prompts (95 % bootstrap).
 
-    Prompts are drawn with replacement `resamples` times and the 2.5 and 97.5 percentiles taken.
-    Pairs differ by -1, 0 or 1, so a resample is one multinomial draw of how many of each there are:
-    the same law as drawing prompts one by one. Raises DataError for unequal or empty sequences.
+    Prompts are resampled with replacement `resamples` times; the bounds are the 2.5 and 97.5
+    percentiles. A pair differs by -1, 0 or 1, so one multinomial draw of their counts has the same
+    distribution as drawing prompts one by one. Raises DataError for unequal or empty sequences.
     """
     if len(a) != len(b) or not a:
         raise DataError(
-            f"a paired difference needs the same prompts on both sides, got {len(a)} and {len(b)}"
+            f"a paired difference needs results for the same prompts, got {len(a)} and {len(b)}"
         )
     n = len(a)
     worse = sum(1 for x, y in zip(a, b, strict=True) if x and not y)
@@ -211,13 +220,13 @@ def _validation_of(
         metrics[f"{aux}/acc/mean@{n}/ci_low"] = low
         metrics[f"{aux}/acc/mean@{n}/ci_high"] = high
     answers = [[_answer(sample) for sample in group.samples] for group in groups]
-    told = any(answer for row in answers for answer in row)
+    has_answers = any(answer for row in answers for answer in row)
     for k in subset_sizes(n):
         best = [_best_of(row, k) for row in rows]
         metrics[f"{aux}/acc/pass@{k}"] = math.fsum(best) / len(best)
-        drawn = best_and_worst(rows, k) | (majority(rows, answers, k) if told else {})
+        drawn = best_and_worst(rows, k) | (majority(rows, answers, k) if has_answers else {})
         for name, value in drawn.items():
-            # VERL's core has what is drawn of all of them.
+            # verl puts the means for k = N into val-core, all other values into val-aux.
             core_one = k == n and name in (f"best@{n}/mean", f"maj@{n}/mean")
             metrics[f"{core if core_one else f'{aux}/acc'}/{name}"] = value
     if n > 1:
@@ -235,7 +244,7 @@ def _validation_of(
 
 
 def _failed(sample: Sample) -> bool:
-    """Failed for good, or scored zero in place of a failure (see `rewards.protocol`)."""
+    """Return whether the sample failed, including failures scored 0 (`rewards.protocol`)."""
     return sample.status == Status.FAILED or "reward_failure" in sample.metadata
 
 
@@ -246,16 +255,15 @@ def _accuracy(sample: Sample) -> float:
 
 
 def _answer(sample: Sample) -> str:
-    """What the reward function read as the answer (see `rewards.protocol`); empty
-    where it told none."""
+    """Return the answer that the reward function parsed; empty if it reported none."""
     return str(sample.metadata.get("pred", ""))
 
 
 def _best_of(values: Sequence[float], k: int) -> float:
-    """Expected maximum of k of `values`, drawn without replacement."""
+    """Return the expected maximum of k of `values` drawn without replacement."""
     ordered = sorted(values)
     total = math.comb(len(ordered), k)
-    # Entry i is the maximum of as many draws as there are ways to choose the other k - 1 below it.
+    # Entry i is the maximum in comb(i, k - 1) subsets: the other k - 1 values are below it.
     terms = (value * math.comb(i, k - 1) / total for i, value in enumerate(ordered) if i >= k - 1)
     return math.fsum(terms)
 

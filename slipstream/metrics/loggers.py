@@ -1,7 +1,7 @@
-"""Where metrics go: a JSON Lines file, the console, TensorBoard, a tracker, or several at once.
+"""Metric loggers: a JSON Lines file, the console, TensorBoard, trackers, or several at once.
 
-Knows nothing of what the numbers mean. Called by the loops: `check_loggers` before anything else,
-`build_loggers` for each phase.
+Does not know what the numbers mean. Called by the loops: `check_loggers` before anything is
+computed, `build_loggers` for each phase.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from slipstream.metrics.tracker import BackgroundLogger, require
 
 METRICS_FILE = "metrics.jsonl"
 MetricsRow = Mapping[str, str | float]
-"""One row of a table: values by column, the same columns in every row."""
+"""One row of a table, as values by column. All rows of a table have the same columns."""
 
 _log = logging.getLogger(__name__)
 
 
 class MetricsLogger(Protocol):
-    """A place that metrics go to. `step` never decreases between two calls of one phase."""
+    """Receives metrics. Within a phase, `step` never decreases from one call to the next."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -40,19 +40,18 @@ class MetricsLogger(Protocol):
 
 @runtime_checkable
 class TableLogger(Protocol):
-    """What a `MetricsLogger` has, too, where it can show tables."""
+    """A `MetricsLogger` that can also show tables."""
 
     def log_table(self, step: int, name: str, rows: Sequence[MetricsRow]) -> None:
-        """Add the rows of `step` to the table `name`; called before `log` of that step."""
+        """Add the rows of `step` to the table `name`. Called before `log` of the same step."""
 
 
 class JSONLLogger:
-    """One line `{"step": ..., "data": {...}}` a call, as VERL's file logger writes, with the time
-    (`"time"`, seconds since 1970).
+    """Writes one line `{"step": ..., "time": ..., "data": {...}}` per call, like verl.
 
-    Every line is on disk when `log` returns. Appends to an existing file; a last line that a crash
-    tore off is removed first. Infinities and NaN are written as strings, since JSON has no numbers
-    for them; `read_jsonl` turns them back.
+    `time` is in seconds since 1970. Each line is on disk when `log` returns. An existing file is
+    continued; an incomplete last line (from a crash) is removed first. Infinities and NaN are
+    written as strings, because JSON has no such numbers; `read_jsonl` converts them back.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
@@ -67,11 +66,11 @@ class JSONLLogger:
         line = {"step": step, "time": round(self._clock(), 3), "data": data}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
-        # A checkpoint that survives a power loss must not be ahead of its log.
+        # Otherwise, after a power loss, a checkpoint could be newer than its log.
         os.fsync(self._file.fileno())
 
     def truncate_after(self, step: int) -> None:
-        """Drop all lines of later steps, in one rename: what a resumed run will log again."""
+        """Atomically drop the lines of later steps, which a resumed run will log again."""
         self._file.close()
         temporary = self.path.with_name(f".{self.path.name}.tmp")
         try:
@@ -91,9 +90,9 @@ class JSONLLogger:
 
 
 def read_jsonl(path: Path) -> list[tuple[int, dict[str, float]]]:
-    """`(step, metrics)` of every whole line; a torn last line is left out.
+    """Return (step, metrics) of every complete line; an incomplete last line is ignored.
 
-    Raises CheckpointError naming file and line for any other line that cannot be read.
+    Raises CheckpointError, naming file and line, for any other line that cannot be read.
     """
     return [
         (step, {name: float(value) for name, value in json.loads(line)["data"].items()})
@@ -102,7 +101,7 @@ def read_jsonl(path: Path) -> list[tuple[int, dict[str, float]]]:
 
 
 class ConsoleLogger:
-    """One short line a step with the headline metrics of the table, or all with `everything`."""
+    """Prints one line per step with the headline metrics, or all metrics with `everything`."""
 
     def __init__(self, stream: TextIO | None = None, *, everything: bool = False) -> None:
         self._stream = stream
@@ -115,22 +114,22 @@ class ConsoleLogger:
             if self._everything:
                 parts.append(f"{name} {_short(value)}")
             elif metric is not None and metric.headline:
-                # The source tells several validation sets apart.
+                # The data source distinguishes several validation sets.
                 label = f"{name[9:]}" if name.startswith("val-core/") else metric.headline
                 parts.append(f"{label} {_short(value)}")
         if len(parts) > 1:
-            # Looked up at each call: a progress bar redirects sys.stdout while it is shown.
+            # sys.stdout is looked up at each call, because a progress bar may redirect it.
             print("  ".join(parts), file=self._stream or sys.stdout, flush=True)
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 class TensorBoardLogger:
-    """Scalars and tables as TensorBoard event files, without torch.
+    """Writes scalars and tables as TensorBoard event files, without torch.
 
-    `purge_step`: hide what earlier event files of the folder hold from this step on (a resumed
-    run logs it again). Raises ConfigError where the package tensorboard is missing.
+    From `purge_step` on, TensorBoard hides the values of earlier event files in the folder,
+    because a resumed run logs them again. Raises ConfigError if tensorboard is not installed.
     """
 
     def __init__(self, folder: Path, *, purge_step: int | None = None) -> None:
@@ -153,7 +152,7 @@ class TensorBoardLogger:
         self._writer.flush()
 
     def log_table(self, step: int, name: str, rows: Sequence[MetricsRow]) -> None:
-        """A text summary of two dimensions, columns' names first, which is shown as a table."""
+        """Write a 2-D text summary with the column names first; TensorBoard shows it as a table."""
         if not rows:
             return
         lines = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
@@ -176,11 +175,11 @@ class TensorBoardLogger:
 
 
 class TeeLogger:
-    """Passes metrics on to several loggers, tables to those that show them. One that fails is
-    reported once and dropped.
+    """Forwards metrics to several loggers, and tables to those that support them.
 
-    `failures` keeps the reasons by the logger's `name` or class. `strict` refuses
-    names that the table of metrics does not have (ValueError), before any logger sees them.
+    A logger that fails is reported once and removed. `failures` has the reasons by the logger's
+    `name` or class name. With `strict`, names missing in the table of metrics raise ValueError
+    before any logger gets them.
     """
 
     def __init__(self, loggers: Sequence[MetricsLogger], *, strict: bool = False) -> None:
@@ -204,7 +203,7 @@ class TeeLogger:
             self._supervise(logger, logger.close)
 
     def _supervise(self, logger: MetricsLogger, act: Callable[[], None]) -> None:
-        """Training is worth more than its log: any failure ends the logger, not the run."""
+        """Run `act`. If it fails, remove the logger: logging must not end a run."""
         try:
             act()
         except Exception as error:
@@ -212,18 +211,18 @@ class TeeLogger:
             self.report(getattr(logger, "name", type(logger).__name__), error)
 
     def report(self, name: str, error: Exception) -> None:
-        """Say that a logger is no more."""
+        """Record and print that a logger failed and was removed."""
         self.failures[name] = f"{type(error).__name__}: {error}"
-        _log.warning("%s failed and gets no more metrics: %s", name, self.failures[name])
+        _log.warning("%s failed and receives no more metrics: %s", name, self.failures[name])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggerContext:
-    """What a logger may want to know of its run.
+    """Facts about the run for loggers.
 
-    `run_dir` is the folder of the phase that is logged, `root` the run's, which all phases share.
-    `resume_step`: the step of the checkpoint that a resumed run goes on from, None for a new run.
-    `config` is the resolved configuration; `notify` shows a line to whoever watches the run.
+    `run_dir` is the folder of the logged phase, `root` the run folder, shared by all phases.
+    `resume_step` is the step of the checkpoint that the run resumed from, None for a new run.
+    `config` is the resolved configuration. `notify` prints a line for the user.
     """
 
     run_dir: Path
@@ -243,11 +242,11 @@ class LoggerContext:
 
     @property
     def run_name(self) -> str:
-        """The run's name in trackers, where each phase is a run of its own."""
+        """The name of the run in trackers. Each phase is a separate run there."""
         return self.experiment_name + ("" if self.phase == "rl" else f"-{self.phase}")
 
     def recorded(self, after: int) -> list[tuple[int, dict[str, float]]]:
-        """What the file of metrics has of the steps after `after` and before those of this run."""
+        """Return logged metrics of the steps after `after`, up to and including `resume_step`."""
         path, last = self.run_dir / self.file_name, self.resume_step
         if last is None or not path.exists():
             return []
@@ -264,10 +263,10 @@ _CHECKS: dict[str, Callable[[Path], None]] = {}
 def register_logger(
     name: str, *, check: Callable[[Path], None] | None = None
 ) -> Callable[[LoggerFactory], LoggerFactory]:
-    """Decorator: make a factory known under `name`.
+    """Return a decorator that registers a logger factory under `name`.
 
-    `check` is called with the run folder before anything is computed, and raises ConfigError where
-    the logger could not work. Raises ConfigError where the name is taken.
+    `check` is called with the run folder before anything is computed. It raises ConfigError if the
+    logger cannot work. Raises ConfigError if the name is already registered.
     """
 
     def register(factory: LoggerFactory) -> LoggerFactory:
@@ -328,8 +327,10 @@ def _trackio(context: LoggerContext) -> MetricsLogger:
 
 
 def check_loggers(names: Sequence[str], folder: Path) -> None:
-    """Refuse loggers that could not work in a run of `folder`: unknown ones, missing packages,
-    missing credentials. Raises ConfigError."""
+    """Check that all named loggers can work in the run folder `folder`.
+
+    Raises ConfigError for unknown loggers, missing packages and missing credentials.
+    """
     for name in names:
         if name not in LOGGERS:
             raise ConfigError(
@@ -354,12 +355,13 @@ def build_loggers(
     config: Mapping[str, Any] | None = None,
     notify: Callable[[str], None] = print,
 ) -> TeeLogger:
-    """The loggers called `names` (`LOGGERS`) as one, for one phase: see `LoggerContext`.
+    """Return the named loggers of `LOGGERS` as one logger for one phase.
 
-    `file` writes `run_dir/file_name`; each phase with steps of its own needs its own `file_name`.
-    With `resume_step` the record continues after that step; without, an earlier record is kept
-    under another name (`metrics.1.jsonl`). One that cannot start is reported and left out. Raises
-    ConfigError as `check_loggers` does, and CheckpointError for a record that cannot be read.
+    Most arguments are the fields of `LoggerContext`. The logger `file` writes `run_dir/file_name`;
+    phases that share a folder need different file names. With `resume_step` the file continues
+    after that step; without it, an existing file is renamed (`metrics.1.jsonl`). A logger that
+    fails to start is reported and omitted. Raises ConfigError as `check_loggers` does, and
+    CheckpointError if the existing file cannot be read.
     """
     context = LoggerContext(
         run_dir=run_dir,
@@ -386,7 +388,7 @@ def build_loggers(
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """`(step, line)` of each line; a last line without its end is left out."""
+    """Yield (step, line) of each line, except an incomplete last line."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith("\n"):
@@ -398,7 +400,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 step = int(record["step"])
             except (KeyError, TypeError, ValueError) as error:
                 raise CheckpointError(
-                    f"{path}, line {number}, is no record of metrics ({error!r}); remove the line"
+                    f"{path}, line {number}, is not a metrics record ({error!r}); remove the line"
                 ) from error
             yield step, line
 
@@ -420,7 +422,7 @@ def _drop_torn_line(path: Path) -> None:
 
 
 def _set_aside(path: Path) -> None:
-    """Rename an earlier record to the first free `name.1.jsonl`, `name.2.jsonl`, ..."""
+    """Rename an existing file to the first free name of `name.1.jsonl`, `name.2.jsonl`, ..."""
     if not path.exists():
         return
     number = 1
@@ -437,7 +439,7 @@ def _to_json(value: float) -> float | str:
 
 
 def _short(value: float) -> str:
-    """Four significant digits; integers whole."""
+    """Format with four significant digits; integers without a decimal point."""
     if math.isfinite(value) and value == int(value) and abs(value) < 1e15:
         return str(int(value))
     return f"{value:.4g}"

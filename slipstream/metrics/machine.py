@@ -1,4 +1,4 @@
-"""What a run or a measurement was made on: processor, system, versions. Never imports torch."""
+"""Describes the machine of a run or measurement: CPU, system, versions. Never imports torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 FLAGS_OF_INTEREST = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16")
-"""What decides which matrix kernels a CPU runs."""
+"""CPU features that decide which matrix kernels can run."""
 
 PACKAGES = ("slipstream-rl", "torch", "transformers", "numpy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Where a row was measured. `cores` are those the process may use."""
+    """Hardware and software of a measurement. `cores`: CPU cores that the process may use."""
 
     cpu: str
     cpu_flags: tuple[str, ...]
@@ -25,12 +25,14 @@ class Machine:
     system: str
     versions: Mapping[str, str]
     gpu: str = ""
-    """What computed, where that was a GPU."""
+    """Name of the GPU that computed; empty for a CPU."""
 
 
 def this_machine(versions_elsewhere: Mapping[str, str] | None = None, *, gpu: str = "") -> Machine:
-    """Processor, its features, and the versions in use; packages that are missing are left out. A
-    peer in an environment of its own brings its `versions_elsewhere`."""
+    """Return CPU, its features, and package versions; packages that are not installed are omitted.
+
+    `versions_elsewhere` replaces the versions, for a measurement in another Python environment.
+    """
     fields = _cpu_fields()
     flags = set(fields.get("flags", fields.get("Features", "")).split())
     versions = {"python": platform.python_version()}
@@ -51,7 +53,7 @@ def this_machine(versions_elsewhere: Mapping[str, str] | None = None, *, gpu: st
 
 
 def _cpu_fields() -> dict[str, str]:
-    """The first processor's entries in /proc/cpuinfo; empty on systems that have none."""
+    """Return the entries of the first CPU in /proc/cpuinfo; empty if that file is missing."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

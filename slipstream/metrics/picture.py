@@ -1,7 +1,7 @@
-"""The picture of a run: reward, held-out accuracy, response lengths, what drafts gained, SFT loss.
+"""Plots a run as one PNG: reward, accuracy, response lengths, accepted length of drafts, SFT loss.
 
-Draws from `metrics.jsonl` files and knows nothing of how they came about. Called by the loops at
-the end of a run and by the report command.
+Reads only `metrics.jsonl` files. Called by the loops at the end of a run, and by the report
+command.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Points = list[tuple[int, float]]
 
 @dataclass(slots=True)
 class _PlottedRun:
-    """The series of one picture: `(step, value)` in order of steps."""
+    """The curves of one plot, as (step, value) sorted by step."""
 
     reward: Points = field(default_factory=list)
     lengths: dict[str, Points] = field(default_factory=dict)
@@ -55,12 +55,11 @@ def plot_run(
     *,
     title: str = "Slipstream run",
 ) -> Path:
-    """Draw the PNG `out` from one or more metrics files (one per phase) and return its path.
+    """Draw the PNG `out` from one or more metrics files (one per phase). Returns `out`.
 
-    Panels without data are left out. An evaluation belongs to the RL steps when its file holds RL
-    steps; those of a file with nothing but SFT are drawn only where there is no RL at all.
-    `summary`: short facts under the title, in order. Raises DataError where the files hold nothing
-    to draw.
+    Panels without data are omitted. Validation results are drawn if their file has RL steps.
+    Results of an SFT file are drawn only if no file has RL steps. `summary` has short facts that
+    are printed under the title, in order. Raises DataError if there is nothing to draw.
     """
     paths = [metrics_jsonl] if isinstance(metrics_jsonl, Path) else list(metrics_jsonl)
     run = _read(paths)
@@ -78,15 +77,15 @@ def plot_run(
     if not panels:
         raise DataError(
             f"nothing to draw in {', '.join(map(str, paths))}: no {_REWARD}, no {_SFT}, no "
-            "val-core/*/acc; give the metrics files of a run that has finished a step"
+            "val-core/*/acc; give the metrics files of a run that has finished at least one step"
         )
-    # Imported here: `slipstream.metrics` is imported by programs that never draw.
+    # Imported late, because most programs that import this package never draw.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
-    # Of an odd number the last one spans a row.
+    # If the number of panels is odd, the last one spans a whole row.
     wide = len(panels) - 1 if columns == 2 and len(panels) % 2 else None
     head = 1.25 if summary else 0.95
     figure = Figure(
@@ -115,7 +114,7 @@ def plot_run(
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the `window` (odd) values around each place; of those that exist at both ends."""
+    """Return the centered moving mean over `window` (odd) values; shorter at both ends."""
     reach = window // 2
     parts = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in parts]
@@ -170,7 +169,7 @@ def _label(axes: Any, title: str, unit: str, steps: str) -> None:
 
 
 def _trend(axes: Any, points: Points, color: str, label: str) -> None:
-    """The values, faint, and their smoothed course."""
+    """Draw the values in a faint color, and their moving mean."""
     steps, values = zip(*points, strict=True)
     window = len(values) // 12 | 1
     if window == 1:
@@ -208,7 +207,7 @@ def _draw_accuracy(axes: Any, run: _PlottedRun) -> None:
             x, y, yerr=(below, above), color=color, linewidth=1.8, marker="o", markersize=5,
             elinewidth=1.2, capsize=3, label=source,
         )  # fmt: skip
-        # Beside the line: below its rising start, and right of its end.
+        # Place labels off the line: below a rising start, to the right of the end.
         rises = len(y) > 1 and y[1] > y[0]
         for i, offset in {0: (8, -11 if rises else 6), len(x) - 1: (8, -3)}.items():
             axes.annotate(
@@ -243,7 +242,7 @@ def _draw_lines(
 ) -> None:
     for name, points in lines.items():
         steps, values = zip(*points, strict=True)
-        # What is measured every few steps shows where.
+        # Markers show at which steps a value that is not logged every step was measured.
         marker = "o" if max(np.diff(steps), default=1) > 1 else None
         axes.plot(
             steps, values, color=names[name][1], linewidth=1.4, label=name, marker=marker,

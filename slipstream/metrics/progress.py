@@ -1,8 +1,7 @@
-"""What a person sees while a run goes on: a bar on a terminal, with what the engine is doing and a
-sample of what it wrote last, and plain lines anywhere else.
+"""Progress display: on a terminal a bar with engine status and a recent sample, else plain lines.
 
-Knows nothing of training. Called by the loops. Never ends a run: where the terminal is gone,
-it falls silent.
+Knows nothing of training. Called by the loops. Never ends a run: after the terminal is closed, it
+prints nothing.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 _WINDOW = 20
-"""Steps whose median duration the remaining time is estimated from."""
+"""Number of last steps whose median duration estimates the remaining time."""
 
 _ALL = 500
-"""Steps over which what comes now and then, a validation say, is spread."""
+"""Number of last steps over which occasional work, such as validation, is averaged."""
 
 _LABELS = {
     "reward": "reward",
@@ -41,7 +40,7 @@ _LABELS = {
 
 
 def is_interactive(console: Console, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a bar that redraws itself makes sense: a real terminal, no CI log."""
+    """Return whether to draw a redrawing bar: on a real terminal, but not in a CI log."""
     return (
         console.is_terminal
         and environ.get("TERM", "").lower() not in ("dumb", "unknown")
@@ -50,19 +49,22 @@ def is_interactive(console: Console, environ: Mapping[str, str] = os.environ) ->
 
 
 DRAFTED = "underline green"
-"""Tokens that were drafted: without colours they are still underlined."""
+"""Style of drafted tokens; on terminals without colors they are still underlined."""
 
 _SAMPLE_LINES = 3
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class SteadyConsole(Console):
-    """A console that falls silent when its reader is gone, and writes `?` where the encoding lacks
-    a character; rich's own ends the process, or fails."""
+    """A rich console that survives broken pipes and characters outside the encoding.
+
+    When its reader is gone it prints nothing; rich's own console ends the process. A character
+    that the encoding lacks is printed as `?`; rich's own console raises an error.
+    """
 
     def __init__(self, *, file: IO[str], **more: Any) -> None:
         if isinstance(file, io.TextIOWrapper) and file.errors != "replace":
-            # Rich writes characters of its own, too: it shortens lines with one that ASCII lacks.
+            # Also needed for rich itself, which shortens lines with a non-ASCII ellipsis.
             file.reconfigure(errors="replace")
         super().__init__(file=file, **more)
 
@@ -71,10 +73,11 @@ class SteadyConsole(Console):
 
 
 class Progress:
-    """Phase, step of total, values of the last step, remaining time.
+    """Shows the phase, the step, values of the last step, and the remaining time.
 
-    `plain=None` decides by `is_interactive`. Plain lines come at the first and the last step of a
-    phase and otherwise every `every_seconds`. A context manager; outside of it nothing is drawn.
+    `plain` None means: plain lines unless `is_interactive`. A plain line is printed at the first
+    and the last step of a phase, and otherwise every `every_seconds`. Use it as a context manager;
+    outside of the context nothing is shown.
     """
 
     def __init__(
@@ -128,9 +131,9 @@ class Progress:
         self._entered = False
 
     def phase(self, name: str, total: int, *, done: int = 0, lines: bool = True) -> None:
-        """Begin a phase of `total` steps, `done` of which a resumed run has behind it.
+        """Start a phase of `total` steps, `done` of which were finished before a resume.
 
-        `lines=False` leaves step lines to somebody else (a console logger).
+        With `lines=False` no step lines are printed, because a console logger prints them.
         """
         self._name, self._total, self._done = name, total, done
         self._lines = lines
@@ -148,7 +151,7 @@ class Progress:
         self._task = bar.add_task(self._name, total=self._total, completed=done, values="")
 
     def step(self, **values: float) -> None:
-        """One more step is done; `values` (reward, mean_length, tokens_per_second, ...) of it."""
+        """Count one finished step and show its `values` (reward, mean_length, ...)."""
         self._done += 1
         now = self._clock()
         self._times.append(now)
@@ -167,34 +170,36 @@ class Progress:
         self._first = False
 
     def remaining(self) -> float | None:
-        """Seconds that the rest of the phase will take; None after its first step, which loads and
-        compiles things.
+        """Return the estimated seconds until the end of the phase.
 
-        Steps go on as the last ones did. What some take longer than most is spread over all.
+        None after its first step, which includes loading and compilation. The estimate is the
+        median duration of recent steps, plus the average extra time of unusually long steps.
         """
         if len(self._times) < 2:
             return None
-        took = [b - a for a, b in pairwise(self._times)]
-        usual, now = median(took), median(took[-_WINDOW:])
-        return (now + max(0.0, fmean(took) - usual)) * max(0, self._total - self._done)
+        durations = [b - a for a, b in pairwise(self._times)]
+        usual, now = median(durations), median(durations[-_WINDOW:])
+        return (now + max(0.0, fmean(durations) - usual)) * max(0, self._total - self._done)
 
     def note(self, text: str) -> None:
-        """A line of its own, above the bar."""
+        """Print a line above the bar."""
         if self._entered:
             self._line(text)
 
     @property
     def shows_samples(self) -> bool:
-        """Whether there is a bar to show them below."""
+        """Whether samples are shown, which needs a bar."""
         return self._bar is not None
 
     def status(self, ask: Callable[[], str] | None) -> None:
-        """Below the bar of a terminal: what `ask` answers, twice a second, from another thread."""
+        """Show the result of `ask` below the bar. It is called twice a second in another thread."""
         self._status = ask
 
     def sample(self, label: str, pieces: Sequence[str], drafted: str) -> None:
-        """Below the bar of a terminal: a response as `pieces` of text, those with a "1" in
-        `drafted` told apart. Of a long one the end."""
+        """Show a response below the bar of a terminal, as `pieces` of text.
+
+        Pieces with a "1" in `drafted` are highlighted. Only the end of a long response is shown.
+        """
         if not self.shows_samples:
             return
         text = Text()
@@ -207,11 +212,11 @@ class Progress:
 
     def _below(self) -> list[Text]:
         lines = []
-        ask = self._status  # Once: the run may take it back in between.
+        ask = self._status  # Read once: another thread may reset it.
         try:
             status = "" if ask is None else ask()
         except Exception:
-            # Nothing that is only shown may end a run, or the display of it.
+            # An error in the display must not end the run or the display.
             status = ""
         if status:
             lines.append(Text(self._shown(status), style="dim", overflow="ellipsis", no_wrap=True))
@@ -220,8 +225,10 @@ class Progress:
         return lines
 
     def _shown(self, text: str) -> str:
-        """Without characters that the terminal's encoding has not, and without those that would
-        tell the terminal what to do: models write them, too."""
+        """Replace control characters, and characters outside the terminal's encoding, by `?`.
+
+        A model may emit control characters, which could change the state of the terminal.
+        """
         encoding = self._console.encoding
         return _CONTROLS.sub("?", text).encode(encoding, "replace").decode(encoding)
 
@@ -229,7 +236,7 @@ class Progress:
         self._guard(lambda: self._console.print(Text(self._shown(text)), soft_wrap=True))
 
     def _guard(self, act: Callable[[], object]) -> None:
-        """Do it, unless the terminal is gone: a closed pipe or session is no reason to stop."""
+        """Run `act`. If the terminal is gone (OSError), stop all output instead of failing."""
         if self._console.quiet:
             return
         try:
@@ -239,7 +246,7 @@ class Progress:
 
 
 class _Bar(RichProgress):
-    """With lines below it."""
+    """A progress bar with text lines below it."""
 
     def __init__(self, below: Callable[[], list[Text]], *columns: ProgressColumn, **more: Any):
         self._lines_below = below
@@ -250,7 +257,7 @@ class _Bar(RichProgress):
 
 
 class _Values(ProgressColumn):
-    """The values of the last step, cut where the terminal ends."""
+    """The column with the values of the last step, cut at the edge of the terminal."""
 
     def render(self, task: Task) -> Text:
         return Text(str(task.fields.get("values", "")), no_wrap=True, overflow="ellipsis")

@@ -1,8 +1,8 @@
-"""The best, the worst and the majority of k responses as VERL estimates them: by drawing k of a
-prompt's N, with replacement, a thousand times.
+"""Estimates best, worst and majority of k responses as verl does.
 
-Each prompt is drawn from by the same generator of the same seed, so all prompts have the same
-draws. The exact value, without replacement, is pass@k (`batch_metrics`).
+k of a prompt's N responses are drawn with replacement, 1000 times. Every prompt uses a generator
+with the same seed, so all prompts have the same draws. `batch_metrics` computes pass@k, the exact
+value without replacement.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 RESAMPLES, SEED = 1000, 42
-"""VERL's."""
+"""The values that verl uses."""
 
 _AT_ONCE = 1 << 22
-"""Numbers that are drawn at once."""
+"""Maximum number of values drawn at once, to limit memory."""
 
 
 def subset_sizes(responses: int) -> list[int]:
-    """The powers of two below N, and N; none of a single response."""
+    """Return the powers of two from 2 to below N, and N; empty for a single response."""
     sizes = []
     k = 2
     while k < responses:
@@ -31,8 +31,10 @@ def subset_sizes(responses: int) -> list[int]:
 
 
 def best_and_worst(rows: Sequence[Sequence[float]], k: int) -> dict[str, float]:
-    """`best@k/{mean,std}` and `worst@k/{mean,std}` of values (P, N): of each prompt over the
-    resamples, averaged over prompts."""
+    """Return `best@k/{mean,std}` and `worst@k/{mean,std}` of values (P, N).
+
+    Mean and standard deviation are over the resamples of one prompt, then averaged over prompts.
+    """
     values = np.array(rows, dtype=np.float64)
     draws = _draws(values.shape[1], k)
     found: dict[str, list[npt.NDArray[np.float64]]] = {}
@@ -48,14 +50,16 @@ def best_and_worst(rows: Sequence[Sequence[float]], k: int) -> dict[str, float]:
 def majority(
     rows: Sequence[Sequence[float]], answers: Sequence[Sequence[str]], k: int
 ) -> dict[str, float]:
-    """`maj@k/{mean,std}` of values (P, N) whose answers (P, N) vote: what the most frequent answer
-    of a resample is worth where it stands first. Of answers as frequent, that which is drawn first.
+    """Return `maj@k/{mean,std}` of values (P, N) by a majority vote over their answers (P, N).
+
+    A resample scores the value of the first response with the most frequent answer. If several
+    answers are equally frequent, the one drawn first wins.
     """
     draws = _draws(len(rows[0]), k)
     means, deviations = [], []
-    for values, said in zip(rows, answers, strict=True):
-        ballots = np.unique(np.array(said, dtype=object), return_inverse=True)[1][draws]
-        # Resamples by places by places: how often each place's answer stands in its resample.
+    for values, row_answers in zip(rows, answers, strict=True):
+        ballots = np.unique(np.array(row_answers, dtype=object), return_inverse=True)[1][draws]
+        # Shape (R, k, k), summed to (R, k): how often each response's answer occurs in its draw.
         votes = (ballots[:, :, None] == ballots[:, None, :]).sum(2)
         first = votes.argmax(1)
         won = np.array(values, dtype=np.float64)[draws][np.arange(len(draws)), first]
@@ -69,6 +73,6 @@ def majority(
 
 @cache
 def _draws(count: int, k: int) -> npt.NDArray[np.int64]:
-    """Which of `count` responses each resample (R, k) is."""
-    # The generator that `numpy.random.seed` seeds, in VERL's order: resample by resample.
+    """Return the response indices (R, k) of all resamples of `count` responses."""
+    # The generator behind `numpy.random.seed`, used in verl's order: resample by resample.
     return np.random.RandomState(SEED).choice(count, (RESAMPLES, k)).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Resident memory of this process. Called by benchmarks and by `preflight.dry_run`."""
+"""Resident memory (RSS) of this process. Called by benchmarks and by `preflight.dry_run`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
-def forget_peak() -> None:
-    """`peak_rss` begins anew (Linux; elsewhere it cannot)."""
+def reset_peak_rss() -> None:
+    """Reset the peak that `peak_rss` reports. Works on Linux only."""
     if _CLEAR_REFS.exists():
         _CLEAR_REFS.write_text("5")
 
 
 def peak_rss() -> int:
-    """Peak resident bytes of this process."""
+    """Return the peak resident memory of this process in bytes."""
     if _STATUS.exists():
         return _status("VmHWM")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -27,7 +27,7 @@ def peak_rss() -> int:
 
 
 def resident_bytes() -> int:
-    """Resident bytes of this process now."""
+    """Return the current resident memory of this process in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 

@@ -1,11 +1,11 @@
-"""When a run did what: one JSON line in `events.jsonl` where something begins, ends or is written.
+"""The timeline of a run: one JSON line in `events.jsonl` per event.
 
     {"time": ..., "event": "start", "argv": [...], "environment": {...}}
     {"time": ..., "event": "begin", "span": "rl"}
     {"time": ..., "event": "end", "span": "rl", "seconds": 81.2}
     {"time": ..., "event": "stop", "status": "finished"}
 
-Times are seconds since 1970. A process that was killed has no `stop`, and its open spans no `end`.
+Times are seconds since 1970. A killed process has no `stop`, and its open spans have no `end`.
 Spans nest. Knows nothing of what a run computes. Written by the loops, read by the report.
 """
 
@@ -25,24 +25,24 @@ EVENTS_FILE = "events.jsonl"
 _log = logging.getLogger(__name__)
 
 
-_command_began: float | None = None
+_command_start: float | None = None
 
 
-def command_begins() -> None:
-    """Called by a command line before it imports what takes its time: that is the run's, too."""
-    global _command_began
-    _command_began = time.time()
+def mark_command_start() -> None:
+    """Record the start time of a command. Call it before slow imports, which are then counted."""
+    global _command_start
+    _command_start = time.time()
 
 
-def command_began() -> float | None:
-    """When the command began that the process makes its first run for; None for later ones."""
-    global _command_began
-    began, _command_began = _command_began, None
+def take_command_start() -> float | None:
+    """Return the recorded start time once, to the first run of the process; then None."""
+    global _command_start
+    began, _command_start = _command_start, None
     return began
 
 
 class Timeline:
-    """Appends to `path`. A file that cannot be written never ends a run: it is said once."""
+    """Appends events to `path`. If the file cannot be written, it warns once and stops writing."""
 
     def __init__(
         self,
@@ -56,16 +56,16 @@ class Timeline:
         self._broken = self._begun = False
 
     def start(self, began: float | None = None, **facts: Any) -> None:
-        """A process begins, or did at `began` (seconds since 1970), with `facts` about it."""
+        """Record the start of a process, now or at `began` (seconds since 1970), with `facts`."""
         self._write({"event": "start", **facts}, began)
 
     def stop(self, status: str) -> None:
-        """The process ends by itself: `finished`, `interrupted`, or why not."""
+        """Record the regular end of the process: `finished`, `interrupted`, or the error."""
         self._write({"event": "stop", "status": status})
 
     @contextmanager
     def span(self, name: str, **facts: Any) -> Iterator[None]:
-        """The body is `name`, also where it raises."""
+        """Record the body as the span `name`, also if it raises."""
         self._write({"event": "begin", "span": name, **facts})
         began = self._clock()
         try:
@@ -91,9 +91,9 @@ class Timeline:
 
 @dataclass(slots=True)
 class Span:
-    """Something that took `seconds`; `end` is None where it was still going on, or was killed.
+    """A named interval of `seconds`, with nested spans `inner` in order.
 
-    `inner` lie in it, in order.
+    `end` is None if the span did not end, because it is in progress or its process was killed.
     """
 
     name: str
@@ -105,14 +105,16 @@ class Span:
 
     @property
     def own(self) -> float:
-        """Seconds in none of its inner spans."""
+        """Seconds outside of the inner spans."""
         return self.seconds - sum(span.seconds for span in self.inner)
 
 
 @dataclass(slots=True)
 class Process:
-    """One process of a run. `last` is when it is known to have been there; `status` is None where
-    it has not said how it ended."""
+    """One process of a run. `last` is the time of its last known activity.
+
+    `status` is None if the process did not record how it ended.
+    """
 
     begin: float
     last: float
@@ -126,10 +128,10 @@ class Process:
 
 
 def read_timeline(path: Path) -> tuple[list[Process], list[str]]:
-    """The processes of an `events.jsonl`, in order, and what was wrong with the file.
+    """Return the processes of an `events.jsonl` in order, and the problems found in the file.
 
-    Lines that are none (a torn last one, say) are passed over. Spans without an end last until the
-    process was last heard of.
+    Invalid lines, such as an incomplete last line, are skipped. A span without an end lasts until
+    the last known activity of its process.
     """
     processes: list[Process] = []
     problems: list[str] = []
@@ -146,13 +148,13 @@ def read_timeline(path: Path) -> tuple[list[Process], list[str]]:
             else:
                 problems.append(f"{path.name}, line {number}: before any process began")
         except (ValueError, KeyError, TypeError, AttributeError):
-            problems.append(f"{path.name}, line {number} is no event")
+            problems.append(f"{path.name}, line {number} is not an event")
     _close(processes, stack)
     return processes, problems
 
 
-def heard_of(process: Process, when: float) -> None:
-    """It was there at `when`, too, by another record: open spans last until then."""
+def extend_to(process: Process, when: float) -> None:
+    """Extend a process and its open spans to `when`, a time of activity from another source."""
     process.last = max(process.last, when)
     open_spans = process.spans
     while open_spans and open_spans[-1].end is None:
@@ -170,7 +172,7 @@ def _take(
         (stack[-1].inner if stack else process.spans).append(span)
         stack.append(span)
     elif kind == "end":
-        # What is open inside of it was never ended: its process died in between, or a thread did.
+        # Inner spans without an end: their process or thread died before it could record one.
         while stack and stack[-1].name != event["span"]:
             lost = stack.pop()
             lost.seconds = when - lost.begin
@@ -188,7 +190,7 @@ def _close(processes: list[Process], stack: list[Span]) -> None:
 
 
 def _is_torn(path: Path) -> bool:
-    """Whether a process that ended in the middle left a line without its end."""
+    """Return whether the last line is incomplete, because its process died while writing it."""
     if not path.exists() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Seconds per stage of a step.
+"""Measures seconds per stage of a step.
 
 Knows nothing of what the stages do. Called by the loops.
 """
@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 
 class Timers:
-    """Accumulates wall seconds per name until they are collected.
+    """Accumulates wall seconds per name until `collect` is called.
 
-    Spans of different names may nest or overlap; each counts its whole duration.
+    Spans with different names may nest or overlap; each one counts its whole duration.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -22,7 +22,7 @@ class Timers:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Add the duration of the body to `name`, also where it raises."""
+        """Add the duration of the body to `name`, also if it raises."""
         start = self._clock()
         try:
             yield
@@ -34,22 +34,22 @@ class Timers:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """Count as `target` what was measured as part of `source`."""
+        """Move seconds that were counted under `source` to `target`."""
         self.add(source, -seconds)
         self.add(target, seconds)
 
     def collect(self) -> dict[str, float]:
-        """`timing_s/<name>` in seconds since the last call, which starts them anew."""
+        """Return `timing_s/<name>` in seconds since the last call, and reset all names."""
         out = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
         return out
 
 
 def timing_per_token(timings: dict[str, float], tokens: dict[str, int]) -> dict[str, float]:
-    """`timing_per_token_ms/<name>` for each stage in `tokens` that was timed.
+    """Return `timing_per_token_ms/<name>` for each stage in `tokens` that was timed.
 
-    `timings`: what `Timers.collect` returned; `tokens`: tokens by stage. A stage without tokens is
-    left out.
+    `timings` comes from `Timers.collect`; `tokens` has the number of tokens by stage. Stages
+    without tokens are omitted.
     """
     return {
         f"timing_per_token_ms/{name}": 1000.0 * timings[f"timing_s/{name}"] / count
@@ -70,18 +70,20 @@ STEP_PARTS = (
     "sync",
     "drafter",
 )
-"""Stages of which no two overlap, and which lie in an RL step."""
+"""Stages of an RL step. No two of them overlap."""
 
 
 def step_split(timings: dict[str, float]) -> dict[str, float]:
-    """`timings`, which has `timing_s/step`, and `timing_s/other`: what no stage of it took."""
+    """Return `timings` plus `timing_s/other`, the time of `timing_s/step` outside all stages."""
     parts = sum(timings.get(f"timing_s/{name}", 0.0) for name in STEP_PARTS)
     return {**timings, "timing_s/other": timings["timing_s/step"] - parts}
 
 
 def gen_split(timings: dict[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
-    """`timings` and, where `metrics` has what an engine did (`timing_s/gen/*`), the time in which
-    it did nothing: `timing_s/gen/wait`."""
+    """Return `timings` plus `timing_s/gen/wait`, the time of generation in which engines were idle.
+
+    Only if `metrics` has engine times (`timing_s/gen/*`); otherwise `timings` is unchanged.
+    """
     parts = [value for name, value in metrics.items() if name.startswith("timing_s/gen/")]
     if not parts:
         return timings
@@ -89,9 +91,9 @@ def gen_split(timings: dict[str, float], metrics: Mapping[str, float]) -> dict[s
 
 
 class IdleCores:
-    """Core-seconds that this process left unused in the last body of `watched`.
+    """Measures core-seconds that this process left unused during the last `watched` body.
 
-    A thread that waits in a loop for another uses its core.
+    A thread that busy-waits for another one counts as using its core.
     """
 
     def __init__(
@@ -100,13 +102,13 @@ class IdleCores:
         clock: Callable[[], float] = time.perf_counter,
         used: Callable[[], float] = time.process_time,
     ) -> None:
-        """Of `cores` that it may use; `used` counts seconds of all of them."""
+        """`cores` is how many the process may use. `used` returns its CPU seconds on all cores."""
         self._cores, self._clock, self._used = cores, clock, used
         self.seconds = 0.0
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Measure the body."""
+        """Measure the body; the result is in `seconds`."""
         clock, used = self._clock(), self._used()
         yield
         self.seconds = max(0.0, self._cores * (self._clock() - clock) - (self._used() - used))

@@ -1,8 +1,8 @@
-"""What the loggers of experiment trackers (W&B, MLflow, Trackio) share.
+"""Common code of the experiment tracker loggers (W&B, MLflow, Trackio).
 
-A tracker may be a server that is slow or gone. Its calls are made on a thread of their own, so that
-training never waits for it, and the end of a run waits for it no longer than `CLOSE_SECONDS`. Which
-of its runs belongs to a run folder is kept there, so that a resumed run goes on in it.
+A tracker may be a slow or unreachable server. It is called in a separate thread, so training never
+waits for it, and the end of a run waits at most `CLOSE_SECONDS`. The run folder records the id of
+its tracker run, so a resumed run continues the same tracker run.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     from slipstream.metrics.loggers import LoggerContext, MetricsRow
 
 CLOSE_SECONDS = 30.0
-"""How long the end of a phase waits for what is still on its way to a tracker."""
+"""Maximum seconds that the end of a phase waits for data still being sent to a tracker."""
 
 RUN_FILE = "run.json"
 
 
 class Tracker(Protocol):
-    """One run of an experiment tracker. Called from one thread."""
+    """One run of an experiment tracker. All methods are called from one thread."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def log_table(self, step: int, name: str, rows: Sequence[MetricsRow]) -> None: ...
 
     def finish(self, *, failed: bool) -> None:
-        """End the run, as a failed one or a finished one."""
+        """End the run, marked as failed or finished."""
 
 
 @dataclass(slots=True)
 class TrackedRun:
-    """The tracker's run that a phase of a run folder is logged to, kept in a file of that folder.
+    """The tracker run that belongs to a phase of a run folder, saved in a file of that folder.
 
-    `step` is the last one that it has, -1 for none; `where` tells servers apart: an `id` means
-    nothing on another one.
+    `step` is the last step that the tracker has, -1 for none. `where` identifies the server, since
+    an `id` is valid on one server only.
     """
 
     path: Path
@@ -56,9 +56,9 @@ class TrackedRun:
 
     @classmethod
     def recall(cls, context: LoggerContext, tracker: str, where: str = "") -> TrackedRun:
-        """The run to go on with where `context` is a resumed run's, else one without an id.
+        """Return the saved tracker run if `context` is a resumed run, else one without an id.
 
-        Raises ValueError for a file that cannot be read.
+        Raises ValueError if the file cannot be read.
         """
         path = context.run_dir / tracker / RUN_FILE
         run = cls(path=path, where=where)
@@ -75,7 +75,7 @@ class TrackedRun:
         return run
 
     def save(self) -> None:
-        """Replace the file in one rename."""
+        """Replace the file atomically."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_name(f".{self.path.name}.tmp")
         content = {"id": self.id, "step": self.step, "where": self.where}
@@ -84,12 +84,12 @@ class TrackedRun:
 
 
 class BackgroundLogger:
-    """A logger whose calls a tracker gets in order, on a daemon thread: none of them waits.
+    """Forwards calls to a tracker in order, in a daemon thread. No call blocks the caller.
 
-    `start` begins or continues the tracker's run, also on that thread, and completes the
-    `TrackedRun`. Steps that a continued run has are not sent again: trackers keep what they were
-    told first. Those that it lacks are sent from the file of metrics, where there is one. What
-    fails there is raised by the next call here, and nothing is sent any more.
+    `start` creates or continues the tracker run, in the same thread, and fills in the `TrackedRun`.
+    Steps that a continued run already has are not sent again, because trackers keep the first
+    value. Missing steps are sent from the metrics file, if it exists. An error in the thread is
+    raised by the next call, and nothing more is sent.
     """
 
     def __init__(
@@ -118,16 +118,16 @@ class BackgroundLogger:
         self._put(_Call(step, lambda tracker: tracker.log_table(step, name, copied)))
 
     def close(self) -> None:
-        """Wait for what is on its way. Raises what failed, or TimeoutError."""
-        # Called on the way out of a run that may have failed.
+        """Wait until everything is sent. Raises the error of the thread, or TimeoutError."""
+        # An exception in flight means that the run failed.
         self._run_failed = sys.exc_info()[0] is not None
         self._calls.put(None)
         self._thread.join(self._close_seconds)
         self._raise_error()
         if self._thread.is_alive():
             raise TimeoutError(
-                f"not everything was sent {self._close_seconds:g} s after the end; what is "
-                "missing there is in metrics.jsonl, with trainer.logger=[file,...]"
+                f"not everything was sent within {self._close_seconds:g} s of the end; with "
+                "trainer.logger=[file,...] the missing values are in metrics.jsonl"
             )
 
     def _put(self, call: _Call) -> None:
@@ -150,24 +150,24 @@ class BackgroundLogger:
             tracker.finish(failed=self._run_failed)
         except Exception as error:
             self._error = error
-        except BaseException as error:  # not one that ends the run, where it is raised
+        except BaseException as error:  # raised later in the caller, where it must not end the run
             self._error = RuntimeError(repr(error))
 
     def _serve(self, tracker: Tracker, run: TrackedRun) -> None:
         run.save()
-        context, had = self._context, run.step
-        if context.resume_step is not None and had > context.resume_step:
+        context, last_sent = self._context, run.step
+        if context.resume_step is not None and last_sent > context.resume_step:
             context.notify(
-                f"{self.name}: steps {context.resume_step + 1} to {had} are in its run already and "
-                "stay as they are there"
+                f"{self.name}: steps {context.resume_step + 1} to {last_sent} are already in its "
+                "run and are not sent again"
             )
-        # What a process that was killed did not get round to, or another tracker was told.
-        for step, metrics in context.recorded(had):
+        # Steps that a killed process did not send, or that were logged to another tracker.
+        for step, metrics in context.recorded(last_sent):
             tracker.log(step, metrics)
             run.step = step
             run.save()
         while (call := self._calls.get()) is not None:
-            if call.step <= had:
+            if call.step <= last_sent:
                 continue
             call.act(tracker)
             if call.completes:
@@ -180,11 +180,11 @@ class _Call:
     step: int
     act: Callable[[Tracker], None]
     completes: bool = False
-    """Whether the step is all there after it."""
+    """Whether the step is complete after this call."""
 
 
 def require(module: str, extra: str) -> Any:
-    """The optional module that a logger needs. Raises ConfigError naming the extra that has it."""
+    """Return the optional module. Raises ConfigError that names the extra to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

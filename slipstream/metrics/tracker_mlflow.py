@@ -1,7 +1,7 @@
-"""MLflow: `trainer.logger=[mlflow]`.
+"""MLflow logger: `trainer.logger=[mlflow]`.
 
-`trainer.project_name` is the experiment; each phase is a run of its own. Without
-MLFLOW_TRACKING_URI an SQLite database in the run folder, which `mlflow ui` opens.
+`trainer.project_name` is the experiment; each phase is a separate run. If MLFLOW_TRACKING_URI is
+not set, it logs to an SQLite database in the run folder, which `mlflow ui` opens.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
 
 NAME = "mlflow"
 PARAM_CHARACTERS = 6000
-"""The longest value of a param that MLflow takes."""
+"""Maximum length of a parameter value in MLflow."""
 
 _BATCH = 100
-"""Params that MLflow takes at a time."""
+"""Maximum number of parameters or metrics per MLflow request."""
 
 _URI = "MLFLOW_TRACKING_URI"
 _DEFAULTS = {
-    # It would tell a server of MLflow's own that MLflow is used.
+    # Otherwise MLflow reports its use to a server of its vendor.
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    # A second progress bar, for each table.
+    # Otherwise MLflow shows its own progress bar for each table.
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
-_IMPATIENT = {
+_SHORT_TIMEOUTS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
-"""Of the first requests: a wrong address is to be told of in seconds. Later ones have MLflow's own
-patience, minutes, since a server that is restarted comes back."""
+"""Settings for the first requests, so that a wrong address is reported within seconds. Later
+requests use MLflow's defaults (minutes), because a restarted server comes back."""
 
 
 def check(folder: Path) -> None:
-    """Refuse missing packages. Raises ConfigError."""
+    """Check that all needed packages are installed. Raises ConfigError."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     require("mlflow", NAME)
@@ -53,7 +53,7 @@ def check(folder: Path) -> None:
     if _is_database(os.environ.get(_URI, "sqlite:")):
         require("sqlalchemy", NAME)
         require("alembic", NAME)
-    # Tables of a new database are made without a word.
+    # Otherwise MLflow logs each table that it creates in a new database.
     logging.getLogger("mlflow.store.db").setLevel(logging.WARNING)
 
 
@@ -70,7 +70,7 @@ class MLflowTracker:
             paths: Any = require("mlflow.utils.file_utils", NAME)
             uri = paths.path_to_local_sqlite_uri(home / "mlflow.db")
             artifacts = (home / "artifacts").as_uri()
-        with _environment(_IMPATIENT):
+        with _environment(_SHORT_TIMEOUTS):
             self._client = require("mlflow", NAME).MlflowClient(tracking_uri=uri)
             experiment = self._experiment(context.project_name, artifacts)
             if run.id is None:
@@ -95,7 +95,7 @@ class MLflowTracker:
 
     def log_table(self, step: int, name: str, rows: Sequence[MetricsRow]) -> None:
         """Append `rows` to the artifact `name`.json."""
-        # Of dtype object: MLflow warns of pandas' own type for text.
+        # With dtype object, because MLflow warns about pandas' string type.
         table = self._pandas.DataFrame(list(rows), dtype=object)
         self._client.log_table(self._id, table, f"{name}.json")
 
@@ -126,12 +126,12 @@ def start(context: LoggerContext) -> tuple[MLflowTracker, TrackedRun]:
 
 
 def key(name: str) -> str:
-    """A name in the characters that MLflow takes; `@` becomes `_at_`, as in VERL's logs."""
+    """Return `name` with only characters that MLflow allows; `@` becomes `_at_`, as in verl."""
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
 
 
 def _text(value: Any) -> str:
-    """A value as it is written in config.yaml, cut where MLflow would refuse it."""
+    """Return a value as in config.yaml, cut to the maximum length of MLflow."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text[:PARAM_CHARACTERS]
 
@@ -142,7 +142,7 @@ def _is_database(uri: str) -> bool:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables in the body, where they are not set."""
+    """Set environment variables during the body, except those that are already set."""
     absent = [name for name in values if name not in os.environ]
     try:
         os.environ.update({name: values[name] for name in absent})

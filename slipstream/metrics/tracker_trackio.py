@@ -1,7 +1,7 @@
-"""Trackio: `trainer.logger=[trackio]`.
+"""Trackio logger: `trainer.logger=[trackio]`.
 
-`trainer.project_name` is the project; each phase is a run of its own in the group
-`trainer.experiment_name`. Without TRACKIO_DIR the data are in the run folder.
+`trainer.project_name` is the project; each phase is a separate run in the group
+`trainer.experiment_name`. If TRACKIO_DIR is not set, the data are stored in the run folder.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _SPACE, _SERVER, _TOKEN = "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WRI
 
 
 def check(folder: Path) -> None:
-    """Refuse a missing package, one that is bound to another folder, and a Space or server without
-    credentials for it.
+    """Check package and credentials.
 
-    Raises ConfigError.
+    Raises ConfigError if trackio is missing or already uses another folder, or if the credentials
+    of the chosen Space or server are missing.
     """
     _load(folder)
     space, server = os.environ.get(_SPACE), os.environ.get(_SERVER)
     if space and require("huggingface_hub", NAME).get_token() is None:
         raise ConfigError(
-            f"trainer.logger names trackio and {_SPACE}={space}, and there is no token of Hugging "
-            f"Face: run `hf auth login` or set HF_TOKEN, or unset {_SPACE} to log to a folder"
+            f"trainer.logger names trackio and {_SPACE}={space}, but there is no Hugging Face "
+            f"token: run `hf auth login` or set HF_TOKEN, or unset {_SPACE} to log to a folder"
         )
     if server and not space and not os.environ.get(_TOKEN) and "write_token=" not in server:
         raise ConfigError(
@@ -46,8 +46,10 @@ def check(folder: Path) -> None:
 
 
 class TrackioTracker:
-    """A run of a Trackio project: in a folder, or on the Space or server that Trackio's environment
-    variables name."""
+    """A run of a Trackio project, in a folder, on a Space, or on a server.
+
+    Trackio's environment variables select which one.
+    """
 
     def __init__(self, context: LoggerContext, run: TrackedRun) -> None:
         self._trackio = trackio = _load(context.folder)
@@ -65,7 +67,7 @@ class TrackioTracker:
         with _silent(trackio):
             self._run = begin("never" if run.id is None else "allow")
             if run.id is not None and self._run.id != run.id:
-                # Trackio knows runs by their names: this one is another folder's, or new.
+                # Trackio finds runs by name; this one belongs to another folder, or is new.
                 self._run.finish()
                 self._run = begin("never")
                 run.step = -1
@@ -89,27 +91,30 @@ def start(context: LoggerContext) -> tuple[TrackioTracker, TrackedRun]:
 
 
 def _load(folder: Path) -> Any:
-    """The package, which reads its folder once, when it is imported. Raises ConfigError."""
-    wanted = Path(os.environ.get(_DIR) or (folder / NAME).resolve())
+    """Import trackio with its folder set; it reads TRACKIO_DIR only at import.
+
+    Raises ConfigError if it was imported before with another folder.
+    """
+    expected = Path(os.environ.get(_DIR) or (folder / NAME).resolve())
     ours = not os.environ.get(_DIR)
     if ours and NAME not in sys.modules:
-        os.environ[_DIR] = str(wanted)
+        os.environ[_DIR] = str(expected)
     try:
         trackio = require("trackio", NAME)
     finally:
         if ours:
             os.environ.pop(_DIR, None)
-    if wanted != trackio.utils.TRACKIO_DIR:
+    if expected != trackio.utils.TRACKIO_DIR:
         raise ConfigError(
-            "trainer.logger names trackio, which keeps to the folder that it had when this process "
-            f"imported it, {trackio.utils.TRACKIO_DIR}, and not to {wanted}; run in a process of "
-            f"its own, or with {_DIR} set"
+            "trainer.logger names trackio, but this process imported it with the folder "
+            f"{trackio.utils.TRACKIO_DIR}, which it cannot change to {expected}; run in a new "
+            f"process, or with {_DIR} set"
         )
     return trackio
 
 
 def _place(project: str, folder: Path) -> str:
-    """Where the metrics are; for a folder, the command that shows them."""
+    """Return where the metrics are; for a folder, the command that shows them."""
     if space := os.environ.get(_SPACE):
         return f"Space {space}"
     if os.environ.get(_SERVER):
@@ -122,9 +127,9 @@ def _place(project: str, folder: Path) -> str:
 
 @contextlib.contextmanager
 def _silent(trackio: Any) -> Iterator[None]:
-    """Without what Trackio prints: lines amid a run's, and a command that looks in another folder.
+    """Suppress what Trackio prints: text between the lines of a run, and a wrong command.
 
-    Its `print` alone: the process has one standard output, and other threads write to it.
+    Only the `print` of its modules is replaced, because other threads use standard output too.
     """
     modules = [vars(module) for module in (trackio, trackio.run, trackio.utils)]
     try:

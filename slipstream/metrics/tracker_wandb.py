@@ -1,7 +1,7 @@
-"""Weights & Biases: `trainer.logger=[wandb]`.
+"""Weights & Biases logger: `trainer.logger=[wandb]`.
 
-Each phase is a run of its own (SFT and RL both count from step 1), of `trainer.experiment_name` as
-group and the phase as job type. W&B's environment variables come before what is chosen here.
+Each phase is a separate run, because SFT and RL both count steps from 1. The group is
+`trainer.experiment_name`, the job type is the phase. W&B's environment variables take precedence.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ NAME = "wandb"
 
 
 def check(folder: Path) -> None:
-    """Refuse a missing package, and a server without credentials for it: never a prompt.
+    """Check package and credentials without ever prompting.
 
-    Raises ConfigError.
+    Raises ConfigError if wandb is missing or there are no credentials for the server.
     """
     wandb = require("wandb", NAME)
     settings = wandb.setup(_settings(wandb)).settings
@@ -33,18 +33,18 @@ def check(folder: Path) -> None:
         known = wandb.login(prompt=False, verify=False)
     except wandb.errors.AuthenticationError as error:
         raise ConfigError(
-            f"trainer.logger names wandb, and its credentials are malformed: {error}"
+            f"trainer.logger names wandb, but its credentials are malformed: {error}"
         ) from error
     if not known:
         raise ConfigError(
-            f"trainer.logger names wandb, and there is no API key for {settings.base_url}: run "
+            f"trainer.logger names wandb, but there is no API key for {settings.base_url}: run "
             "`wandb login` or set WANDB_API_KEY; with WANDB_MODE=offline the run is logged to its "
             "folder, and `wandb sync` sends it later"
         )
 
 
 class WandbTracker:
-    """A W&B run, online or offline as W&B's own settings say."""
+    """A W&B run, online or offline depending on W&B's own settings."""
 
     def __init__(self, context: LoggerContext, run: TrackedRun) -> None:
         self._wandb = wandb = require("wandb", NAME)
@@ -59,20 +59,20 @@ class WandbTracker:
             resume=None if run.id is None else "allow",
             config=dict(context.config),
             allow_val_change=True,
-            # Whoever else uses W&B in this process keeps the run that he has.
+            # Does not take over a W&B run that other code in this process has open.
             reinit="create_new",
             settings=_settings(wandb),
         )
         run.id = self._run.id
         if self._run.offline:
-            # W&B writes behind: what a killed process left out is written again.
+            # W&B writes asynchronously: rewrite what a killed process may not have written.
             if context.resume_step is not None:
                 run.step = min(run.step, context.resume_step)
-            # Each process that goes on has a folder of its own.
+            # Each resumed process writes its own folder.
             folders = Path(self._run.settings.wandb_dir) / f"offline-run-*-{run.id}"
             context.notify(f"wandb: offline; to send the run later: wandb sync {folders}")
         else:
-            # What did not reach the server before a crash is sent again.
+            # Resend what did not reach the server before a crash.
             run.step = self._run.starting_step - 1
             if self._run.url is not None:
                 context.notify(f"wandb: {self._run.url}")
@@ -82,10 +82,10 @@ class WandbTracker:
         self._run.log(dict(metrics), step=step, commit=True)
 
     def log_table(self, step: int, name: str, rows: Sequence[MetricsRow]) -> None:
-        """Append `rows` to the table `name` and send it whole, with the rows of this process.
+        """Append `rows` to the table `name` and send the whole table of this process.
 
-        Not in increments (`log_mode="INCREMENTAL"`): each would wait until the server has the one
-        before, and without a network metrics would wait with it.
+        Not in increments (`log_mode="INCREMENTAL"`): each increment would wait until the server
+        has the previous one, and without a network connection metrics would wait as well.
         """
         if not rows:
             return
@@ -108,11 +108,11 @@ def start(context: LoggerContext) -> tuple[WandbTracker, TrackedRun]:
 
 
 def _settings(wandb: Any) -> Any:
-    """W&B's settings: silent, since a progress bar is on the screen, and with an end."""
+    """Return W&B's settings: no output, because a progress bar is shown, and a time limit."""
     chosen: dict[str, Any] = {
         "WANDB_SILENT": ("silent", True),
         "WANDB_CONSOLE": ("console", "off"),
-        # A little earlier than the thread is given up: W&B says what happened.
+        # Shorter than the wait for the thread, so that W&B can report the problem.
         "WANDB_FINISH_TIMEOUT": ("finish_timeout", CLOSE_SECONDS - 5),
         "WANDB_FINISH_TIMEOUT_RAISES": ("finish_timeout_raises", True),
     }

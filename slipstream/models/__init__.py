@@ -1,6 +1,7 @@
-"""The policy model: one decoder for the engine and for training, its heads, and its file format.
+"""The policy model: one decoder for engine and trainer, its heads, and its file formats.
 
-`decoder` knows nothing about sampling, losses or schedules; it maps token ids to hidden states.
+`decoder` maps token ids to hidden states. It knows nothing about sampling, losses or schedules.
+`draft` holds the draft heads.
 """
 
 from slipstream.models.config import ModelConfig

@@ -1,7 +1,8 @@
-"""Architecture of a decoder, and its translation to and from a Hugging Face `config.json`.
+"""The architecture of a decoder, and its translation to and from a Hugging Face `config.json`.
 
-Knows file formats and sizes, not tensors. Families: Qwen2 and Qwen2.5 (`qwen2`), Qwen3 (`qwen3`),
-Llama 2 and 3 (`llama`), Mistral (`mistral`). What `rope_scaling` and `windows` are of is theirs.
+This module knows file formats and sizes, not tensors. Families: Qwen2 and Qwen2.5 (`qwen2`), Qwen3
+(`qwen3`), Llama 2 and 3 (`llama`), Mistral (`mistral`). `rope_scaling` and `windows` translate the
+keys of RoPE scaling and of sliding windows.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
+from slipstream.config.engines import engines_with, generates_with
 from slipstream.errors import CheckpointError, ConfigError, check_at_least_one
 from slipstream.models.rope_scaling import (
     DEFAULT_THETA,
@@ -21,6 +23,7 @@ from slipstream.models.rope_scaling import (
     read_rope,
 )
 from slipstream.models.windows import read_windows, windows_to_hf
+from slipstream.types import PolicyKind
 
 Family = Literal["qwen2", "qwen3", "llama", "mistral"]
 
@@ -44,17 +47,21 @@ _SIZES = (
 
 @dataclass(frozen=True, slots=True)
 class ContextLimit:
-    """How many tokens a sequence may have, what keeps it from more, and whether it is not so where
-    transformers computes the model."""
+    """The maximum length of a sequence in tokens, with the reason for messages."""
 
     tokens: int
     reason: str
     of_decoder: bool = False
+    """Whether only Slipstream's decoder has this limit, and transformers' own class does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Sizes of one decoder. `head_dim * num_heads` may differ from `hidden_size` (Qwen3)."""
+    """Sizes and options of one decoder.
+
+    `head_dim * num_heads` may differ from `hidden_size` (Qwen3). Raises ConfigError if a value is
+    impossible or values contradict each other.
+    """
 
     family: Family
     vocab_size: int
@@ -68,8 +75,9 @@ class ModelConfig:
     rope_theta: float = DEFAULT_THETA
     rope_scaling: RopeScaling | None = None
     sliding_window: int | None = None
-    """How many tokens a layer of `windowed_layers` sees, its own among them."""
+    """Number of tokens that a layer in `windowed_layers` sees, including the query's own token."""
     windowed_layers: tuple[int, ...] = ()
+    """Indices of the layers with a sliding window."""
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = True
     initializer_range: float = 0.02
@@ -86,7 +94,7 @@ class ModelConfig:
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads="
-                f"{self.num_kv_heads}: every key-value head serves equally many query heads"
+                f"{self.num_kv_heads}: all key-value heads serve the same number of query heads"
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim} must be even for rotary embeddings")
@@ -99,29 +107,31 @@ class ModelConfig:
         layers = self.windowed_layers
         if (self.sliding_window is None) != (not layers):
             raise ConfigError(
-                f"sliding_window={self.sliding_window} and windowed_layers={layers}: give a window "
-                "and the layers that have it, or None and ()"
+                f"sliding_window={self.sliding_window} and windowed_layers={layers} contradict "
+                "each other; set a window and its layers, or None and ()"
             )
         if any(layer not in range(self.num_layers) for layer in layers):
-            raise ConfigError(f"windowed_layers={layers} are not all of {self.num_layers} layers")
+            raise ConfigError(
+                f"windowed_layers={layers} must be layer indices from 0 to {self.num_layers - 1}"
+            )
 
     @property
     def context_limit(self) -> ContextLimit:
-        """The longest sequence that the decoder computes as the model was trained.
+        """The longest sequence for which the decoder computes what the model was trained on.
 
-        What a window would leave out it does not leave out. And where frequencies change with the
-        length of the whole sequence, the keys that an engine has kept are not those that a trainer
-        computes.
+        Two facts limit it beyond `max_position_embeddings`. The decoder does not implement sliding
+        windows. And some RoPE scalings change all frequencies once the sequence exceeds a length:
+        beyond it, the keys in an engine's KV cache differ from those that the trainer computes.
         """
         positions, scaling = self.max_position_embeddings, self.rope_scaling
         reason = f"the model has max_position_embeddings={positions}"
         if isinstance(scaling, DynamicScaling):
-            reason += f", beyond which RoPE scaling {scaling.kind!r} turns earlier tokens anew"
+            reason += f", beyond which RoPE scaling {scaling.kind!r} rotates earlier keys anew"
         if isinstance(scaling, YarnScaling) and (reach := scaling.reach) > positions:
-            # So are Qwen's model cards: they have YaRN added and the rest of the file left alone.
+            # Qwen's model cards tell users to add YaRN, but not to raise max_position_embeddings.
             reason += (
-                f", where its RoPE scaling {scaling.kind!r} reaches {reach} (if that is wanted, "
-                f"write max_position_embeddings={reach} into its config.json)"
+                f", but its RoPE scaling {scaling.kind!r} extends to {reach} (to use that, set "
+                f"max_position_embeddings={reach} in its config.json)"
             )
         limits = [ContextLimit(positions, reason)]
         if isinstance(scaling, LongRopeScaling):
@@ -130,7 +140,7 @@ class ModelConfig:
                 ContextLimit(
                     original,
                     f"the model has original_max_position_embeddings={original}, beyond which RoPE "
-                    f"scaling {scaling.kind!r} turns earlier tokens anew",
+                    f"scaling {scaling.kind!r} rotates earlier keys anew",
                 )
             )
         if self.sliding_window is not None:
@@ -138,8 +148,8 @@ class ModelConfig:
                 ContextLimit(
                     self.sliding_window,
                     f"the model has sliding_window={self.sliding_window}, beyond which "
-                    f"{len(self.windowed_layers)} of its {self.num_layers} layers would leave "
-                    "earlier tokens out, and Slipstream's decoder leaves none out",
+                    f"{len(self.windowed_layers)} of its {self.num_layers} layers would ignore "
+                    "earlier tokens, which Slipstream's decoder does not do",
                     of_decoder=True,
                 )
             )
@@ -147,7 +157,7 @@ class ModelConfig:
 
     @property
     def rope_magnitude(self) -> float:
-        """What cosines and sines of rotary embeddings are multiplied by."""
+        """The factor on the cosines and sines of the rotary embeddings."""
         return 1.0 if self.rope_scaling is None else self.rope_scaling.magnitude
 
     @property
@@ -167,6 +177,7 @@ class ModelConfig:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
+        """All end-of-sequence tokens; () if the model has none."""
         if self.eos_token_id is None:
             return ()
         if isinstance(self.eos_token_id, int):
@@ -174,7 +185,7 @@ class ModelConfig:
         return self.eos_token_id
 
     def to_hf(self, *, dtype: str = "float32") -> dict[str, Any]:
-        """The contents of `config.json`. RoPE is written in both spellings in use."""
+        """Return the contents of `config.json`, with RoPE under both key names in use."""
         scaling = None if self.rope_scaling is None else self.rope_scaling.to_hf()
         kind = {"rope_type": "default"} if scaling is None else scaling
         eos = list(self.eos_token_id) if isinstance(self.eos_token_id, tuple) else self.eos_token_id
@@ -204,7 +215,7 @@ class ModelConfig:
             "pad_token_id": self.pad_token_id,
         }
         if scaling is not None:
-            # Programs that know this spelling alone would compute without it.
+            # Programs that know only this key would otherwise compute without the scaling.
             out["rope_scaling"] = scaling
         if self.family in ("qwen3", "llama"):
             out["attention_bias"] = False
@@ -215,24 +226,25 @@ class ModelConfig:
         )
 
     def one_layer(self) -> ModelConfig:
-        """The same with a single layer, which has the window if any of these has."""
+        """Return this configuration with one layer, windowed if any layer of this one is."""
         layers = () if self.sliding_window is None else (0,)
         return replace(self, num_layers=1, windowed_layers=layers)
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], *, source: str) -> ModelConfig:
-        """Read `config.json`. `source` names the file in errors.
+        """Return the configuration in the contents of a `config.json`.
 
-        Raises CheckpointError for another architecture, RoPE and windows that are not known or
-        contradict themselves, biases that the family does not have, or a missing key.
+        `source` names the file in errors. Raises CheckpointError for an unsupported architecture,
+        unknown or contradictory settings of RoPE or windows, biases that the family does not have,
+        or a missing key.
         """
         family = _family(raw.get("model_type"))
         if family is None:
             raise CheckpointError(
                 f"{source}: model_type {raw.get('model_type')!r} is not one that Slipstream's "
-                f"decoder reads ({', '.join(get_args(Family))}); a policy of another is trained "
-                "through transformers, with actor_rollout_ref.model.implementation=auto and "
-                "actor_rollout_ref.rollout.name=hf"
+                f"decoder supports ({', '.join(get_args(Family))}); to train a policy of another "
+                "family through transformers, set actor_rollout_ref.model.implementation=auto and "
+                f"{engines_with(generates_with(PolicyKind.TRANSFORMERS))}"
             )
         theta, scaling = read_rope(raw, source)
         _refuse_unsupported(raw, family, source)

@@ -1,6 +1,7 @@
-"""New weights in the place of old ones: what was recorded for their addresses goes on being right.
+"""Copy new weights into the memory of old ones, so that recorded addresses stay valid.
 
-Used by the engine and by drafters, where they record (`inference.engine.recorder`).
+CUDA graphs store the addresses of weights. The engine and the drafters use this if they record
+graphs (`inference.engine.recorder`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from torch import Tensor
 
 @torch.no_grad()
 def copy_in_place(old: Any, new: Any) -> None:
-    """Copy all tensors of packed weights into those of others of the same shapes."""
+    """Copy all tensors of the packed weights `new` into the tensors of `old`, which match them.
+
+    Both are tensors, sequences or dataclasses of the same structure.
+    """
     if isinstance(old, Tensor):
-        # Where nothing is cast, what is packed are the parameters themselves.
+        # Without a cast, packing returns the parameters themselves, so both can be one tensor.
         if old.data_ptr() != new.data_ptr():
             old.copy_(new)
     elif isinstance(old, list | tuple):

@@ -1,9 +1,11 @@
-"""Causal attention by compiled kernels on a CPU. Exact mode's other form is `attention`.
+"""Causal attention by compiled kernels on a CPU. `attention` does the same by torch's operations.
 
-Keys and values are in the dtype that is computed in; in bf16 they lie as the kernels multiply them
-(`kernels.attend_bf16`). Every row is computed by itself, over its own keys in the order of
-positions, so nothing is padded and nothing depends on the batch. Differentiable where keys and
-values are not cached. Shapes as in `attention`; M = B * T rows.
+Keys and values have the compute dtype. In bf16 their memory layout is the one that the kernels
+multiply (`kernels.attend_bf16`). The kernels compute each row independently, over its own keys in
+the order of positions. So no padding is needed and the results do not depend on the batch. The
+operations are differentiable if keys and values are not cached.
+
+Shapes as in `attention`; M = B * T rows (queries), L layers, N rows of a cache.
 """
 
 from __future__ import annotations
@@ -25,48 +27,55 @@ from slipstream.models.functional import rope_table
 from slipstream.models.numerics import round_up
 
 SLOT_BLOCK = attend_bf16.BLOCK
-"""Slots of a cache come in so many; the first n, n a multiple of this, are the first n K numbers of
-a head, whatever the order within."""
+"""The number of slots of a cache must be a multiple of this. The first n slots, n a multiple of it,
+are the first n * K numbers of a head, in whatever order the layout has them."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPlaces:
-    """Where the keys and values of M rows lie: in elements from the start of a layer's keys, and
-    likewise of its values."""
+    """The memory locations of the keys and values of M rows, for the attention kernels.
+
+    Offsets count elements from the start of a layer's keys. They hold for its values, too.
+    """
 
     first_M: Tensor
-    """Slot 0 of the row's sequence, first head."""
+    """Offset of slot 0 of the row's sequence, in the first head."""
     own_M: Tensor
-    """The slot that the row's own key is written to; -1 where it is not kept."""
+    """Offset of the slot for the row's own key; -1 if the key is not stored."""
     seen_M: Tensor
-    """How many slots the row sees, its own among them."""
+    """Number of slots that the row sees, including its own."""
     head_stride: int
+    """Elements from one head to the next."""
     longest: int
     """The largest of `seen_M`."""
     keys: int
     """Address of the keys of layer 0."""
     values: int
+    """Address of the values of layer 0."""
     layer_step: int
     """Bytes from a layer to the next."""
     data: Tensor
-    """What the addresses are of: it lives as long as they do."""
+    """The tensor at these addresses, held so that its memory stays valid."""
     paths: Tensor | None = None
-    """(..., 1 + P): rows' positions on paths through a draft tree; see `kernels.tree_paths`."""
+    """(..., 1 + P): each row's path through a draft tree, as `kernels.tree_paths` defines it."""
 
     @property
     def path_arguments(self) -> tuple[int, int]:
-        """`paths` and `path_step` of the kernels."""
+        """The kernels' arguments `paths` and `path_step`; (0, 0) without draft trees."""
         paths = self.paths
         return (0, 0) if paths is None else (paths.data_ptr(), paths.shape[-1])
 
     @classmethod
     def of(cls, data: Tensor, rows_M: Tensor, slots_M: Tensor, longest: int) -> KeyPlaces:
-        """Rows of `data` (L, 2, N, H, S, K), contiguous: row m has its key in slot `slots_M[m]` of
-        row `rows_M[m]` and sees all slots up to there."""
+        """Return the locations in a contiguous cache `data` (L, 2, N, H, S, K).
+
+        The key of row m goes to slot `slots_M[m]` of cache row `rows_M[m]`. Row m sees all slots up
+        to that one. `longest` is at least the largest number of slots seen.
+        """
         _, _, rows, heads, slots, width = data.shape
         size = rows * heads * slots * width * data.itemsize
         start = data.data_ptr()
-        # By numpy: what is as small takes torch several times as long, in every step.
+        # In numpy, because torch takes several times as long for tensors this small.
         at = slots_M.numpy()
         first = rows_M.numpy() * (heads * slots * width)
         return cls(
@@ -82,18 +91,18 @@ class KeyPlaces:
         )
 
     @classmethod
-    def alone(cls, kv: Tensor, own: OwnKeys) -> KeyPlaces:
-        """Of sequences by themselves, in the room of `own`: every layer writes over it."""
+    def without_cache(cls, kv: Tensor, own: OwnKeys) -> KeyPlaces:
+        """Return the locations in `kv`, the buffer of `own`, which every layer overwrites."""
         begin_M = own.slots.repeat_interleave(torch.tensor(own.lengths))
         slots_M = torch.cat([torch.arange(length) for length in own.lengths])
-        # One row of slots, of which each sequence sees its own.
+        # The buffer is a single row of slots; each sequence sees only its own part.
         row = cls.of(
             kv[None, :, None], torch.zeros_like(slots_M), begin_M + slots_M, max(own.lengths)
         )
         return replace(row, first_M=begin_M * kv.shape[-1], seen_M=slots_M + 1, layer_step=0)
 
     def columns(self, part: slice) -> KeyPlaces:
-        """Of places (N, C), those of some columns."""
+        """Return the locations of some columns; the rows of these locations are (N, C)."""
         return replace(
             self,
             first_M=self.first_M[:, part].contiguous(),
@@ -104,29 +113,32 @@ class KeyPlaces:
 
 
 class OwnKeys:
-    """Where sequences that stand alone, one after another, have their keys and values."""
+    """The buffer layout for keys and values of concatenated sequences without a cache."""
 
     def __init__(self, lengths: Sequence[int], dtype: torch.dtype) -> None:
         self.lengths = list(lengths)
         block = SLOT_BLOCK if dtype == torch.bfloat16 else 1
         ends = list(accumulate(round_up(length, block) for length in lengths))
         self.slots = torch.tensor([0, *ends[:-1]])
-        """Of each sequence the first one."""
+        """The first slot of each sequence."""
         self.starts = torch.tensor([0, *accumulate(lengths)])
-        """Of each sequence the first row, and then the number of rows."""
+        """The first row of each sequence, followed by the number of rows."""
         self._slots, self._dtype = ends[-1], dtype
 
-    def room(self, config: ModelConfig) -> Tensor:
-        """For keys and values, (2, H, S, K)."""
-        # Zeros: in bf16 weights of zero meet slots beyond the last of a sequence.
+    def buffer(self, config: ModelConfig) -> Tensor:
+        """Allocate the buffer for keys and values, (2, H, S, K)."""
+        # Zeros, because the bf16 kernels multiply slots past a sequence's end by weights of zero.
         return torch.zeros(2, config.num_kv_heads, self._slots, config.head_dim, dtype=self._dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class ChainKeys:
-    """What rows of a later draft bring, each for itself: `positions_M` where they stand, queries
-    (M, H, G, K), turned and scaled, and turned keys and values (C, M, H, K) of the C drafts so far
-    of their chains, their own among them."""
+    """The queries of rows in a later step of draft chains, and the keys of their own chains.
+
+    Each row has a chain that no other row sees. `positions_M` are the rows' positions. Queries
+    (M, H, G, K) are rotated and scaled. Keys, which are rotated, and values (C, M, H, K) are of the
+    C steps so far, including this one.
+    """
 
     positions_M: Tensor
     q: Tensor
@@ -134,8 +146,8 @@ class ChainKeys:
     values: Tensor
 
 
-def attends(config: ModelConfig, dtype: torch.dtype) -> bool:
-    """Whether `CpuAttention` can compute such heads: in bf16 they fill whole panels."""
+def supports_attention(config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Return whether `CpuAttention` supports these heads: in bf16 they must fill whole panels."""
     return dtype == torch.float32 or config.head_dim % PANEL == 0
 
 
@@ -151,47 +163,56 @@ class CpuAttention:
         places: KeyPlaces | None = None,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        """Computes in `dtype`. With `places`, keys and values are written and read there; without,
-        each sequence stands alone, positions begin at 0, and where they are not of T tokens each,
-        the rows hold one after another of `lengths`."""
+        """Compute in `dtype` for queries at `positions_BT`.
+
+        With `places`, keys and values are written and read there. Without, each sequence attends
+        to itself, and its positions start at 0. Sequences have T tokens each, or `lengths` tokens
+        if they are concatenated.
+        """
         self._c, self._eps, self._dtype = config, eps, dtype
         self._table = rope_table(config, eps.dtype, positions_BT.device)
         self._positions_M = positions_BT.reshape(-1).contiguous()
         self._cached = places
         B, T = positions_BT.shape
-        # A decode step has no use for it.
+        # With a cache, as in a decode step, the buffer layout is not needed.
         self._given = (
             OwnKeys([T] * B if lengths is None else lengths, dtype) if places is None else None
         )
         self._alone: KeyPlaces | None = None
 
     def __call__(self, index: int, qkv: Tensor, norms: Tensor | None, bounded: bool) -> Tensor:
-        """(M, (Q + 2H) * K) -> (M, Q * K)."""
+        """Return the attention output: (M, (Q + 2H) * K) -> (M, Q * K)."""
         places = self._cached
         if places is not None:
             step = index * places.layer_step
             return self._run(qkv, norms, places, places.keys + step, places.values + step, 0)[0]
-        return self.keeping(qkv, norms, self.own_room())
+        return self.attend_and_store(qkv, norms, self.own_buffer())
 
-    def keeping(self, qkv: Tensor, norms: Tensor | None, kv: Tensor) -> Tensor:
-        """(M, (Q + 2H) * K) -> (M, Q * K) of sequences that stand alone, with their keys and values
-        left in `kv`, the `own_room`."""
+    def attend_and_store(self, qkv: Tensor, norms: Tensor | None, kv: Tensor) -> Tensor:
+        """Return the attention output without a cache: (M, (Q + 2H) * K) -> (M, Q * K).
+
+        The call leaves keys and values in `kv`, a buffer from `own_buffer`.
+        """
         if torch.is_grad_enabled():
             attended: Tensor = _AttentionFunction.apply(qkv, norms, kv, self)  # type: ignore[no-untyped-call]
             return attended
-        return self.over(qkv, norms, kv, logs=0)[0]
+        return self.attend_over(qkv, norms, kv, logs=0)[0]
 
     @property
     def _own(self) -> OwnKeys:
         assert self._given is not None, "keys are in a cache"
         return self._given
 
-    def own_room(self) -> Tensor:
-        """For this pass's keys and values."""
-        return self._own.room(self._c)
+    def own_buffer(self) -> Tensor:
+        """Allocate a buffer for this pass's keys and values."""
+        return self._own.buffer(self._c)
 
-    def plain(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries (M, Q * K) and keys and values (2, H, S, K) in fp32 from what `over` gives."""
+    def to_fp32(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Convert queries and keys/values from the kernels' layout to fp32.
+
+        Returns queries (M, Q * K), and keys and values (2, H, S, K). The arguments are the queries
+        that `attend_over` returns and the `kv` that it writes.
+        """
         if self._dtype == torch.float32:
             return q, kv
         _, H, S, K = kv.shape
@@ -201,49 +222,59 @@ class CpuAttention:
         rows = q.view(H, q.shape[0], -1).transpose(0, 1).reshape(q.shape[0], -1)
         return rows.float(), both.float()
 
-    def over(
+    def attend_over(
         self, qkv: Tensor, norms: Tensor | None, kv: Tensor, logs: int
     ) -> tuple[Tensor, Tensor]:
-        """Attention over the keys in `own_room`, which are written; also the queries, as the
-        kernels take them (`plain`)."""
+        """Write the keys of `qkv` to `kv` and return the attention over them, and the queries.
+
+        The queries are in the kernels' layout (`to_fp32` converts them). `logs` is the address for
+        the logarithms of the softmax denominators, or 0.
+        """
         if self._alone is None:
-            self._alone = KeyPlaces.alone(kv, self._own)
+            self._alone = KeyPlaces.without_cache(kv, self._own)
         return self._run(qkv, norms, self._alone, kv[0].data_ptr(), kv[1].data_ptr(), logs)
 
-    def _again(
+    def _attend_other_queries(
         self, qkv: Tensor, norms: Tensor | None, kv: Tensor, positions_M: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Attention of other queries, at `positions_M`, over the keys that `over` wrote, each over
-        those that the row in its place saw; the logarithms of its denominators (M, Q); and the
-        queries, as the kernels take them."""
-        assert self._alone is not None, "`over` comes first"
+        """Return the attention of new queries at `positions_M` over keys from `attend_over`.
+
+        Query m sees the keys that row m saw in `attend_over`. Also returns the logarithms of the
+        softmax denominators (M, Q), and the queries in the kernels' layout.
+        """
+        assert self._alone is not None, "`attend_over` comes first"
         places = replace(self._alone, own_M=torch.full_like(self._alone.own_M, -1))
         logs = qkv.new_empty(len(qkv), self._c.num_heads)
         keys, values = kv[0].data_ptr(), kv[1].data_ptr()
         out, q = self._run(qkv, norms, places, keys, values, logs.data_ptr(), positions_M)
         return out, logs, q
 
-    def chained(
+    def attend_with_chains(
         self, qkv: Tensor, norms: Tensor | None, true: Tensor, kv: Tensor, chain: ChainKeys
     ) -> Tensor:
-        """`_again` and, together with it, attention over the keys of a row's own `chain`, which no
-        other row sees: (M, Q * K). `true` is the `qkv` that `keeping` made `kv` of."""
+        """Return the attention (M, Q * K) over the keys in `kv` and over each row's own `chain`.
+
+        One softmax covers both. `true` is the `qkv` from which `attend_and_store` computed `kv`.
+        """
         if torch.is_grad_enabled():
             attended: Tensor = _Chained.apply(  # type: ignore[no-untyped-call]
                 qkv, norms, true, kv, self, chain.positions_M, chain.q, chain.keys, chain.values
             )
             return attended
-        return self.with_chain(qkv, norms, kv, chain)[0]
+        return self.chained_forward(qkv, norms, kv, chain)[0]
 
-    def with_chain(
+    def chained_forward(
         self, qkv: Tensor, norms: Tensor | None, kv: Tensor, chain: ChainKeys
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `chained` gives; the queries as the kernels take them; and the logarithms of the
-        denominators (M, Q)."""
-        out, logs, q = self._again(qkv, norms, kv, chain.positions_M)
+        """Return the result of `attend_with_chains`, without gradients.
+
+        Also returns the queries in the kernels' layout, and the logarithms of the softmax
+        denominators (M, Q).
+        """
+        out, logs, q = self._attend_other_queries(qkv, norms, kv, chain.positions_M)
         M, H, G, K = chain.q.shape
         own = (chain.q * chain.keys[..., None, :]).sum(-1)
-        # The slots in `kv` weigh as much as all of their exponentials.
+        # The part over `kv` enters the joint softmax with its whole denominator as weight.
         all_logs = torch.cat([logs.view(1, M, H, G), own])
         mass = torch.logsumexp(all_logs, 0)
         weights = (all_logs - mass).exp()
@@ -264,9 +295,9 @@ class CpuAttention:
         c = self._c
         M, Q, H, K = qkv.shape[0], c.num_heads, c.num_kv_heads, c.head_dim
         q, out = qkv.new_empty(M, Q * K, dtype=self._dtype), qkv.new_empty(M, Q * K)
-        narrow = self._dtype == torch.bfloat16
-        place = attend_bf16.place_bf16 if narrow else attend.place
-        mix = attend_bf16.attend_bf16 if narrow else attend.attend
+        bf16 = self._dtype == torch.bfloat16
+        place = attend_bf16.place_bf16 if bf16 else attend.place
+        mix = attend_bf16.attend_bf16 if bf16 else attend.attend
         cos, sin = self._table
         q_at, stride = q.data_ptr(), places.head_stride
         positions_M = self._positions_M if positions_M is None else positions_M
@@ -315,7 +346,10 @@ class CpuAttention:
         out: Tensor,
         logs: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """Gradients of `qkv` and `norms` from that of `out`; `q` and `kv` are `plain`."""
+        """Return the gradients of `qkv` and `norms` from the gradient of `out`.
+
+        `q` and `kv` are the fp32 tensors from `to_fp32`.
+        """
         dqkv = torch.empty_like(qkv)
         dq, dk = self.attention_backward(q, kv, grad, out, logs, dqkv)
         return dqkv, self.place_backward(qkv, norms, dq, dk, dqkv)
@@ -323,9 +357,11 @@ class CpuAttention:
     def attention_backward(
         self, q: Tensor, kv: Tensor, grad: Tensor, out: Tensor, logs: Tensor, dqkv: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of the turned queries (M, Q * K) and keys (M, H, K); that of the values goes to
-        its place in `dqkv`. Where `out` and `logs` are of more keys than those in `kv`, it is the
-        part of these."""
+        """Return the gradients of the rotated queries (M, Q * K) and keys (M, H, K).
+
+        The gradient of the values goes to its part of `dqkv`. If `out` and `logs` cover more keys
+        than `kv` holds, the result is the share of the keys in `kv`.
+        """
         c, own = self._c, self._own
         Q, H, K = c.num_heads, c.num_kv_heads, c.head_dim
         dq, dk = torch.empty_like(q), q.new_empty(len(q), H, K)
@@ -349,7 +385,7 @@ class CpuAttention:
             H,
             K,
             work=Q * K * sum(length * length for length in own.lengths) // 16,
-            narrow=self._dtype == torch.bfloat16,
+            bf16=self._dtype == torch.bfloat16,
         )
         return dq, dk
 
@@ -362,8 +398,10 @@ class CpuAttention:
         dqkv: Tensor,
         positions_M: Tensor | None = None,
     ) -> Tensor | None:
-        """To `dqkv`, the gradients of queries and keys before they were turned; that of `norms` is
-        returned."""
+        """Write the gradients of the queries and keys before rotation to `dqkv`.
+
+        Returns the gradient of `norms`.
+        """
         c = self._c
         Q, H, K = c.num_heads, c.num_kv_heads, c.head_dim
         dnorms = None if norms is None else qkv.new_zeros(torch.get_num_threads(), Q + H, K)
@@ -389,7 +427,7 @@ class CpuAttention:
 
 
 class _AttentionFunction(torch.autograd.Function):
-    """Attention over a pass's own keys."""
+    """Attention over a pass's own keys, with its gradient."""
 
     @staticmethod
     def forward(
@@ -397,7 +435,7 @@ class _AttentionFunction(torch.autograd.Function):
     ) -> Tensor:
         c = shared._c
         logs = qkv.new_empty(qkv.shape[0], c.num_heads)
-        out, q = shared.over(qkv, norms, kv, logs.data_ptr())
+        out, q = shared.attend_over(qkv, norms, kv, logs.data_ptr())
         ctx.save_for_backward(qkv, norms, q, kv, out, logs)
         ctx.shared = shared
         return out
@@ -407,15 +445,15 @@ class _AttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         qkv, norms, q, kv, out, logs = ctx.saved_tensors
         shared: CpuAttention = ctx.shared
-        q, kv = shared.plain(q, kv)
+        q, kv = shared.to_fp32(q, kv)
         return *shared.backward(qkv, norms, q, kv, grad.contiguous(), out, logs), None, None
 
 
 class _Chained(torch.autograd.Function):
-    """Attention over a pass's keys and over those of a row's own chain.
+    """Attention over a pass's keys and over the keys of each row's own chain, with its gradient.
 
-    A softmax over both: what it gives back to either is what each would get by itself, with the
-    sums and results of both (Dao et al. 2022).
+    One softmax covers both parts. The gradient of each part is computed as if it were alone, with
+    the denominators and outputs of both (Dao et al. 2022).
     """
 
     @staticmethod
@@ -432,7 +470,7 @@ class _Chained(torch.autograd.Function):
         values: Tensor,
     ) -> Tensor:
         chain = ChainKeys(positions_M, chain_q, keys, values)
-        out, q, logs = shared.with_chain(qkv, norms, kv, chain)
+        out, q, logs = shared.chained_forward(qkv, norms, kv, chain)
         ctx.save_for_backward(
             qkv, norms, true, q, kv, out, logs, positions_M, chain_q, keys, values
         )
@@ -444,9 +482,9 @@ class _Chained(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         qkv, norms, true, q, kv, out, logs, positions_M, chain_q, keys, values = ctx.saved_tensors
         shared: CpuAttention = ctx.shared
-        q, kv = shared.plain(q, kv)
+        q, kv = shared.to_fp32(q, kv)
         grad = grad.contiguous()
-        # Queries are those of this pass, keys and values those of the one before.
+        # The queries belong to this pass, the keys and values to the pass that `true` came from.
         dqkv, dtrue = torch.zeros_like(qkv), torch.empty_like(true)
         dq, dk = shared.attention_backward(q, kv, grad, out, logs, dtrue)
         dnorms = shared.place_backward(qkv, norms, dq, torch.zeros_like(dk), dqkv, positions_M)

@@ -1,6 +1,9 @@
-"""All layers of a forward pass by one compiled kernel on a CPU, without gradients.
+"""Run all layers of a forward pass in one call of a compiled CPU kernel, without gradients.
 
-What `decoder.layer_forward` computes layer by layer, to the bit, without the calls in between.
+The results equal those of `decoder.layer_forward` bit for bit. One call saves the overhead of many
+small ones.
+
+Shapes: M rows (tokens), D hidden width, E input width of the first layer's projections.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from slipstream.kernels import layers as kernels
 from slipstream.kernels.product_amx import ROWS_BEYOND
 from slipstream.kernels.tile import PANEL
 from slipstream.models.config import ModelConfig
-from slipstream.models.cpu_attention import KeyPlaces, OwnKeys, attends
+from slipstream.models.cpu_attention import KeyPlaces, OwnKeys, supports_attention
 from slipstream.models.functional import rope_table
 from slipstream.models.linear import PackedLinear, present
 
@@ -23,8 +26,8 @@ if TYPE_CHECKING:
     from slipstream.models.decoder import PackedLayer
 
 
-def suits(config: ModelConfig, dtype: torch.dtype) -> bool:
-    """Whether `CpuLayers` can compute such layers: their products fill whole panels."""
+def supports_layers(config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Return whether `CpuLayers` supports these layers: their products must fill whole panels."""
     heads = config.num_heads + 2 * config.num_kv_heads
     widths = (
         config.hidden_size,
@@ -32,11 +35,14 @@ def suits(config: ModelConfig, dtype: torch.dtype) -> bool:
         heads * config.head_dim,
         2 * config.intermediate_size,
     )
-    return all(width % PANEL == 0 for width in widths) and attends(config, dtype)
+    return all(width % PANEL == 0 for width in widths) and supports_attention(config, dtype)
 
 
 class CpuLayers:
-    """Some layers, and the norm after them if there is one; for configurations that `suits`."""
+    """A stack of layers, and the norm after them if there is one.
+
+    Only for configurations for which `supports_layers` returns True.
+    """
 
     def __init__(
         self,
@@ -45,41 +51,44 @@ class CpuLayers:
         eps: Tensor,
         final_norm: Tensor | None,
     ) -> None:
-        """All weights in the same dtype, which is computed in."""
-        # Held: the table is of addresses.
+        """All weights must have the same dtype, which is the compute dtype."""
+        # Kept alive, because the table holds only addresses.
         self._layers, self._final_norm, self._eps = list(layers), final_norm, eps
         self._config = config
         self._table = torch.tensor([_addresses(layer) for layer in layers])
         self.dtype = layers[0].qkv.weight.dtype
-        self._tapped: dict[tuple[int, ...], Tensor] = {}
+        self._aux_columns: dict[tuple[int, ...], Tensor] = {}
         self._weights = sum(w.weight.numel() for layer in layers for w in _products(layer))
 
     @property
     def table(self) -> int:
-        """Address of the addresses of the weights, as `kernels.layers` takes them."""
+        """Address of the table of weight addresses that `kernels.layers` reads."""
         return self._table.data_ptr()
 
     @property
     def size(self) -> int:
-        """How many weights there are."""
+        """Number of weights in all layers."""
         return self._weights
 
-    def room(self, like: Tensor, rows: int) -> tuple[Tensor, list[int]]:
-        """Buffers for `rows` rows: spare, delta, qkv, q, mixed, gates, gated, own rows. Their
-        memory, to be held, and their addresses."""
+    def buffers(self, like: Tensor, rows: int) -> tuple[Tensor, list[int]]:
+        """Allocate the kernel's buffers for `rows` rows. Return the memory and the addresses.
+
+        The buffers are spare, delta, qkv, q, mixed, gates, gated and own_rows. The caller must keep
+        the memory alive during the call.
+        """
         c = self._config
         D, W, inner = c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim
         widths = (D, D, inner + 2 * c.num_kv_heads * c.head_dim, inner, inner, 2 * W, W)
-        # After the gates, what a product may read beyond its rows in bf16.
+        # A bf16 product may read rows past the end of `gated`.
         sizes = [rows * width for width in widths]
         sizes[-1] += ROWS_BEYOND // 2 * W
         others = torch.get_num_threads() - 1
         memory = like.new_empty(sum(sizes) + others * kernels.own_numbers(rows, D))
-        found, start = [], memory.data_ptr()
+        addresses, start = [], memory.data_ptr()
         for size in [*sizes, 0]:
-            found.append(start)
+            addresses.append(start)
             start += 4 * size
-        return memory, found
+        return memory, addresses
 
     def __call__(
         self,
@@ -89,12 +98,15 @@ class CpuLayers:
         lengths: Sequence[int] | None = None,
         *,
         aux_layers: Sequence[int] = (),
-        given_ME: Tensor | None = None,
+        qkv_input_ME: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Rows (M, D), which are written over, through all layers and the norm; and, side by side
-        (M, n * D), what went into the layers `aux_layers`, if there are any. Without `places` the
-        sequences stand alone (`CpuAttention`). With `given_ME` the first layer's products take
-        these rows instead of its input."""
+        """Run rows (M, D) through all layers and the norm.
+
+        Returns the result (M, D), and the inputs of the n `aux_layers` concatenated (M, n * D), or
+        None without `aux_layers`. The call overwrites `x_MD`. Without `places` each sequence
+        attends to itself, as in `CpuAttention`. If `qkv_input_ME` is set, it replaces the normed
+        input of the first layer's q, k and v projections.
+        """
         c = self._config
         M, D = x_MD.shape
         Q, H, K, W = c.num_heads, c.num_kv_heads, c.head_dim, c.intermediate_size
@@ -102,11 +114,11 @@ class CpuLayers:
         if places is None:
             B, T = positions_BT.shape
             own = OwnKeys([T] * B if lengths is None else lengths, self.dtype)
-            places = KeyPlaces.alone(own.room(c), own)
+            places = KeyPlaces.without_cache(own.buffer(c), own)
         normed = x_MD.new_empty(M, D)
-        tapped = x_MD.new_empty(M, len(aux_layers) * D) if aux_layers else None
+        aux_inputs = x_MD.new_empty(M, len(aux_layers) * D) if aux_layers else None
         columns = self._columns(tuple(aux_layers)) if aux_layers else None
-        memory, (spare, delta, *others, own_rows) = self.room(x_MD, M)
+        memory, (spare, delta, *others, own_rows) = self.buffers(x_MD, M)
         cos, sin = rope_table(c, x_MD.dtype, x_MD.device)
         kernels.layers(
             self._table.data_ptr(),
@@ -130,11 +142,11 @@ class CpuLayers:
             places.keys,
             places.values,
             places.layer_step,
-            0 if tapped is None else tapped.data_ptr(),
+            0 if aux_inputs is None else aux_inputs.data_ptr(),
             0 if columns is None else columns.data_ptr(),
             len(aux_layers),
-            0 if given_ME is None else given_ME.data_ptr(),
-            0 if given_ME is None else given_ME.shape[1],
+            0 if qkv_input_ME is None else qkv_input_ME.data_ptr(),
+            0 if qkv_input_ME is None else qkv_input_ME.shape[1],
             own_rows,
             M,
             D,
@@ -145,17 +157,17 @@ class CpuLayers:
             self.dtype.itemsize,
             work=self._weights,
         )
-        del memory  # until here
-        return normed, tapped
+        del memory  # The kernel used it until here.
+        return normed, aux_inputs
 
     def _columns(self, aux_layers: tuple[int, ...]) -> Tensor:
-        """For each layer its place in `aux_layers`, or -1."""
-        if aux_layers not in self._tapped:
+        """Return for each layer its index in `aux_layers`, or -1."""
+        if aux_layers not in self._aux_columns:
             places = [
                 aux_layers.index(i) if i in aux_layers else -1 for i in range(len(self._layers))
             ]
-            self._tapped[aux_layers] = torch.tensor(places)
-        return self._tapped[aux_layers]
+            self._aux_columns[aux_layers] = torch.tensor(places)
+        return self._aux_columns[aux_layers]
 
 
 def _products(layer: PackedLayer) -> tuple[PackedLinear, ...]:
@@ -163,6 +175,7 @@ def _products(layer: PackedLayer) -> tuple[PackedLinear, ...]:
 
 
 def _addresses(layer: PackedLayer) -> list[int]:
+    """Return the addresses of a layer's weights in the order of `kernels.layers.WEIGHTS`."""
     qkv, out, gate_up, down = (
         (present(product.panels).data_ptr(), present(product.start).data_ptr())
         for product in _products(layer)

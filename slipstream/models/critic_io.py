@@ -1,7 +1,7 @@
-"""Critics as Hugging Face folders for token classification with one label, as
-`AutoModelForTokenClassification` loads them.
+"""Read and write critics as Hugging Face folders for token classification with one label.
 
-Knows files; the model is `value_model`'s. Called by the loops and by training scripts.
+`AutoModelForTokenClassification` loads these folders. This module knows files; `value_model` has
+the model. Loops and training scripts call it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ _REWARD = "ForSequenceClassification"
 
 
 def load_critic(folder: Path, *, device: torch.device | None = None) -> ValueModel:
-    """A value model with fp32 parameters: one that `save_critic` or transformers wrote, a reward
-    model (sequence classification with one label), or a language model, without its LM head and
-    with values that are 0.
+    """Return a value model with fp32 parameters.
+
+    The folder may hold a critic that `save_critic` or transformers wrote, a reward model (sequence
+    classification with one label), or a language model. A language model loses its LM head and
+    gets a value head whose values are all 0.
 
     Raises:
-        CheckpointError: as `load_checkpoint`; or a folder of another kind of model, or of one with
-            several labels.
+        CheckpointError: as `load_checkpoint`; or the folder holds another kind of model, or a model
+            with several labels.
     """
     config, raw = load_config(folder), read_json(folder / "config.json")
     tensors = dict(read_tensors(folder))
@@ -48,17 +50,17 @@ def load_critic(folder: Path, *, device: torch.device | None = None) -> ValueMod
         tensors.pop("lm_head.weight", None)
         tensors.update({f"score.{n}": p.detach() for n, p in model.score.named_parameters()})
     elif str(architecture).endswith(_REWARD):
-        # A reward model scores whole texts by a head without a bias.
+        # The score head of a reward model has no bias.
         tensors.setdefault("score.bias", torch.zeros(1))
     elif architecture != _ARCHITECTURES[config.family]:
         raise CheckpointError(
-            f"{folder / 'config.json'}: {architecture} is no critic; it takes "
-            f"{_ARCHITECTURES[config.family]} with one label, a reward model of one "
+            f"{folder / 'config.json'}: {architecture} is no critic; give a folder with "
+            f"{_ARCHITECTURES[config.family]} and one label, a reward model with one label "
             f"({_REWARD.removeprefix('For')}), or a language model to start from"
         )
     if "score.weight" in tensors and len(tensors["score.weight"]) != 1:
         raise CheckpointError(
-            f"{folder}: the model has {len(tensors['score.weight'])} labels and a critic has one, "
+            f"{folder}: the model has {len(tensors['score.weight'])} labels, but a critic has one, "
             "the value; start from a language model instead"
         )
     load_tensors(model, tensors, source=str(folder))
@@ -72,8 +74,10 @@ def save_critic(
     dtype: torch.dtype = torch.float32,
     save_tokenizer: Callable[[str], object] | None = None,
 ) -> None:
-    """Write a folder that `load_critic` and `AutoModelForTokenClassification.from_pretrained` load,
-    over what it holds. `save_tokenizer` is a tokenizer's `save_pretrained`."""
+    """Write a folder for `load_critic` and `AutoModelForTokenClassification.from_pretrained`.
+
+    Existing files are overwritten. `save_tokenizer` is a tokenizer's `save_pretrained`.
+    """
     raw = model.config.to_hf(dtype=str(dtype).removeprefix("torch."))
     raw |= {
         "architectures": [_ARCHITECTURES[model.config.family]],

@@ -1,14 +1,17 @@
-"""The decoder: token ids to hidden states. Qwen2, Qwen3, Llama, Mistral: one readable form.
+"""The decoder maps token ids to hidden states. It covers Qwen2, Qwen3, Llama and Mistral.
 
-`Decoder` owns the parameters under their Hugging Face names (fp32 master weights when it trains).
-`Decoder.pack` turns them into a `PackedDecoder`: matrices cast to the compute dtype, the rest to
-that of activations (`numerics.activation_dtype`), q|k|v and gate|up concatenated. The forward pass
-is a function of the packed weights alone, so the trainer (which packs with gradients, once per
-micro-batch) and the engine (once per weight update) run the same operations on the same shapes. It
-does not know about sampling, losses, log-probs or batching.
+`Decoder` owns the parameters under their Hugging Face names (fp32 master weights in training).
+`Decoder.pack` turns them into a `PackedDecoder`. Packing concatenates q|k|v and gate|up, casts
+matrices to the compute dtype and all else to the dtype of activations
+(`numerics.activation_dtype`). The forward pass is a function of the packed weights alone. So the
+trainer (which packs with gradients, once per micro-batch) and the engine (which packs once per
+weight update) run the same operations on the same shapes.
 
-Shapes: B sequences, T tokens, M = B * T rows, D hidden width, H key-value heads, G query heads per
-key-value head, K head width, S key slots.
+This module knows nothing about sampling, losses, log-probs or batching.
+
+Shapes: B sequences, T tokens of a sequence, M = B * T rows (tokens of a forward pass), D hidden
+width, V vocabulary, Q query heads, H key-value heads, G = Q / H query heads per key-value head,
+K head width, S key slots.
 """
 
 from __future__ import annotations
@@ -26,57 +29,58 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.models.attention import SCORE_BOUND, KVCache, TorchAttention
 from slipstream.models.config import ModelConfig
-from slipstream.models.cpu_attention import CpuAttention, KeyPlaces, attends
-from slipstream.models.cpu_layers import CpuLayers, suits
+from slipstream.models.cpu_attention import CpuAttention, KeyPlaces, supports_attention
+from slipstream.models.cpu_layers import CpuLayers, supports_layers
 from slipstream.models.functional import add_norm, gated
 from slipstream.models.linear import PackedLinear
 from slipstream.models.numerics import activation_dtype, has_kernels, row_multiple
 
 
 class PlacedKVCache(KVCache, Protocol):
-    """A cache for any device: compiled kernels go to its keys and values by their places, torch's
-    operations by what `KVCache` gives."""
+    """A KV cache for any device: kernels address it by `places`, torch uses `KVCache`'s methods."""
 
     def places(self) -> KeyPlaces:
-        """Where keys and values of this pass's rows lie."""
+        """Return the addresses of the keys and values of this pass's rows."""
         ...
 
 
 class Attention(Protocol):
-    """Attention of one forward pass, all layers."""
+    """The attention of all layers in one forward pass."""
 
     def __call__(self, index: int, qkv: Tensor, norms: Tensor | None, bounded: bool) -> Tensor:
-        """From the joined projections (M, (Q + 2H) * K) of layer `index` to the mixed values
-        (M, Q * K). `norms` and `bounded`: `PackedLayer.qk_norm`, `.bounded_scores`."""
+        """Return the attention output (M, Q * K) of layer `index`.
+
+        `qkv` (M, (Q + 2H) * K) holds the joined projections. `norms` and `bounded` are
+        `PackedLayer.qk_norm` and `PackedLayer.bounded_scores`.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """What a forward pass yields.
+    """The result of a forward pass.
 
-    `final` (B, T, D) has gone through the last norm: the input of every head. `aux_layers` (B, T,
-    n * D)
-    are, side by side, the inputs of the n layers that were asked for, before any norm (EAGLE-3's
-    features), without gradients; None where none was.
+    `final` (B, T, D) is the output of the last norm and the input of every head. `aux_layers`
+    (B, T, n * D) concatenates the inputs of the n requested layers, before any norm and without
+    gradients (the features of EAGLE-3). It is None if no layer was requested.
     """
 
     final: Tensor
     aux_layers: Tensor | None
 
     def side_by_side(self) -> Tensor:
-        """The auxiliary layers, if there are any, and then the final ones: (B, T, (n + 1) * D)."""
+        """Return auxiliary layers, if any, and final states concatenated: (B, T, (n + 1) * D)."""
         return (
             self.final if self.aux_layers is None else torch.cat([self.aux_layers, self.final], -1)
         )
 
     @property
     def features(self) -> Tensor:
-        """The input of a draft head: auxiliary layers if there are any, else final states."""
+        """The features for a draft head: the auxiliary layers if there are any, else `final`."""
         return self.final if self.aux_layers is None else self.aux_layers
 
     def at(self, row: int) -> Tensor:
-        """A copy of one of `flat` rows, side by side (F,)."""
+        """Return a copy of one row of `flat` states, concatenated as in `side_by_side`: (F,)."""
         final = self.final[row]
         return (
             final.clone() if self.aux_layers is None else torch.cat([self.aux_layers[row], final])
@@ -84,20 +88,20 @@ class HiddenStates:
 
     @classmethod
     def split(cls, states: Tensor, width: int) -> HiddenStates:
-        """What `side_by_side` put together, of final states of a width D."""
+        """Return the states that `side_by_side` concatenated; `width` is D."""
         if states.shape[-1] == width:
             return cls(states, None)
         return cls(states[..., -width:], states[..., :-width])
 
     def flat(self) -> HiddenStates:
-        """Rows (B * T, ...) instead of sequences."""
+        """Return the states as rows (B * T, ...)."""
         aux_layers = self.aux_layers
         return HiddenStates(
             self.final.flatten(0, 1), None if aux_layers is None else aux_layers.flatten(0, 1)
         )
 
     def in_sequences(self, count: int) -> HiddenStates:
-        """`count` sequences (B, T, ...) instead of rows."""
+        """Return rows as `count` sequences (B, T, ...)."""
         aux_layers = self.aux_layers
         return HiddenStates(
             self.final.view(count, -1, self.final.shape[-1]),
@@ -107,13 +111,13 @@ class HiddenStates:
 
 @dataclass(frozen=True, slots=True)
 class PackedLayer:
-    """Weights of one layer as the forward pass uses them."""
+    """The weights of one layer as the forward pass uses them."""
 
     input_norm: Tensor | None
-    """None in a draft head, whose input has been mixed already."""
+    """None in an EAGLE-1 draft head, which has no norm before its layer."""
     qkv: PackedLinear
     qk_norm: Tensor | None
-    """(H * G + H, K): the query norm for every query head, then the key norm."""
+    """(Q + H, K): the query norm's gains for each query head, then the key norm's for each key."""
     bounded_scores: bool
     """Whether the norms keep every attention score within `attention.SCORE_BOUND`."""
     out: PackedLinear
@@ -136,7 +140,7 @@ class _Attention(nn.Module):
 
 
 class Norm(nn.Module):
-    """The gains of a root-mean-square norm."""
+    """The parameters (gains) of an RMS norm."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -154,14 +158,14 @@ class _MLP(nn.Module):
 class Layer(nn.Module):
     """The parameters of one decoder layer, under their Hugging Face names.
 
-    Called as a module it packs its weights and runs: how FSDP2 gathers them just for that
-    (`models.sharded`). Elsewhere layers are packed ahead, all together.
+    As a module call, the layer packs its weights and runs. FSDP2 hooks into that call to gather the
+    weights for just this long (`models.sharded`). Without FSDP2 all layers are packed in advance.
     """
 
     def __init__(
         self, c: ModelConfig, *, input_norm: bool = True, inputs: int | None = None
     ) -> None:
-        """Queries, keys and values are made of `inputs` numbers; None: of the hidden size."""
+        """`inputs` is the input width of the q, k and v projections; None: the hidden size."""
         super().__init__()
         self.self_attn = _Attention(c, c.hidden_size if inputs is None else inputs)
         self.mlp = _MLP(c)
@@ -169,7 +173,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(c.hidden_size)
 
     def pack(self, c: ModelConfig, dtype: torch.dtype) -> PackedLayer:
-        """Weights as `layer_forward` uses them. Differentiable."""
+        """Return the weights as `layer_forward` uses them. Differentiable."""
         a, m, first = self.self_attn, self.mlp, self.input_layernorm
         rows = activation_dtype(dtype, self.post_attention_layernorm.weight.device)
         bias = norm = None
@@ -178,13 +182,13 @@ class Layer(nn.Module):
             bias = torch.cat([a.q_proj.bias, a.k_proj.bias, a.v_proj.bias]).to(rows)
         if c.qk_norm:
             norm = self.qk_norm(c).to(rows)
-            # Of a device's memory the question would be waited for.
+            # On a GPU, reading the bound would make the host wait for the device.
             if norm.device.type == "cpu":
                 widest = norm.detach().float().abs().amax(-1)
                 bound = widest[: c.num_heads].amax() * widest[c.num_heads :].amax()
-                # Turning leaves lengths as they are, but for the magnitude of what it turns by.
-                turned = c.rope_magnitude**2 * c.head_dim**0.5
-                bounded = float(bound) * turned <= SCORE_BOUND
+                # Rotation keeps the length of a vector, except for the magnitude of cos and sin.
+                largest = c.rope_magnitude**2 * c.head_dim**0.5
+                bounded = float(bound) * largest <= SCORE_BOUND
         return PackedLayer(
             input_norm=None if first is None else first.weight.to(rows),
             qkv=PackedLinear.of(
@@ -199,7 +203,7 @@ class Layer(nn.Module):
         )
 
     def qk_norm(self, c: ModelConfig) -> Tensor:
-        """(H * G + H, K): see `PackedLayer.qk_norm`."""
+        """Return `PackedLayer.qk_norm`, (Q + H, K), from the parameters."""
         a = self.self_attn
         gains = a.q_norm.weight.expand(c.num_heads, -1), a.k_norm.weight.expand(c.num_kv_heads, -1)
         return torch.cat(gains)
@@ -215,8 +219,10 @@ class Layer(nn.Module):
         eps: Tensor,
         recompute: bool,
     ) -> tuple[Tensor, Tensor]:
-        """`layer_forward`, with weights that are packed for it and not kept: with `recompute` not
-        even for the backward pass."""
+        """Run `layer_forward` with weights that are packed for this call only.
+
+        With `recompute`, the backward pass packs them again instead of storing them.
+        """
 
         def run(x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
             return layer_forward(self.pack(c, dtype), index, x, delta, attention, eps)
@@ -225,6 +231,8 @@ class Layer(nn.Module):
 
 
 class _Trunk(nn.Module):
+    """The parameters under `model.` in a Hugging Face checkpoint."""
+
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
@@ -234,8 +242,11 @@ class _Trunk(nn.Module):
 
 @torch.no_grad()
 def init_parameters(module: nn.Module, std: float, num_layers: int, seed: int) -> None:
-    """Normal(0, std); projections into the residual stream are scaled by 1/sqrt(2 * num_layers)
-    (GPT-2), biases are zero and norms one."""
+    """Draw the weights of `module` from Normal(0, std), as a function of `seed` alone.
+
+    Projections into the residual stream are scaled by 1/sqrt(2 * num_layers) (GPT-2). Biases are 0
+    and norm gains 1.
+    """
     generator = torch.Generator().manual_seed(seed)
     residual = std / (2 * num_layers) ** 0.5
     for name, parameter in module.named_parameters():
@@ -254,7 +265,8 @@ def init_parameters(module: nn.Module, std: float, num_layers: int, seed: int) -
 class Decoder(nn.Module):
     """The parameters, under their Hugging Face names (`model.layers.0.self_attn.q_proj.weight`).
 
-    With tied embeddings there is no `lm_head.weight`, as in Hugging Face checkpoints.
+    With tied embeddings there is no `lm_head.weight`, as in Hugging Face checkpoints. `pack` gives
+    the form that computes.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -270,19 +282,19 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """See `init_parameters`."""
+        """Initialize all weights by `init_parameters`."""
         init_parameters(self, self.config.initializer_range, self.config.num_layers, seed)
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """(V, D); the embedding when tied."""
+        """The LM head's weight (V, D); with tied embeddings it is the embedding."""
         if self.config.tie_word_embeddings:
             return self.model.embed_tokens.weight
         return self.lm_head.weight
 
     @property
     def layers(self) -> list[Layer]:
-        """From the first to the last."""
+        """The layers in order."""
         found: list[Layer] = []
         modules: Iterator[nn.Module] = iter(self.model.layers)
         for layer in modules:
@@ -291,24 +303,24 @@ class Decoder(nn.Module):
         return found
 
     def pack(self, dtype: torch.dtype) -> PackedDecoder:
-        """Weights as the forward pass uses them. Differentiable with respect to the parameters."""
+        """Return the weights in compute form. Differentiable with respect to the parameters."""
         packed = [layer.pack(self.config, dtype) for layer in self.layers]
         norm, eps = self._norm(dtype)
-        together = None
-        if has_kernels(norm.dtype, self.device) and suits(self.config, dtype):
-            together = CpuLayers(packed, self.config, eps, norm)
+        fused = None
+        if has_kernels(norm.dtype, self.device) and supports_layers(self.config, dtype):
+            fused = CpuLayers(packed, self.config, eps, norm)
         return PackedDecoder(
             config=self.config,
             embedding=self.model.embed_tokens.weight.to(norm.dtype),
             layers=packed,
             norm=norm,
             eps=eps,
-            together=together,
+            fused=fused,
             lm_head=PackedLinear.of(self.lm_head_weight.to(dtype)),
         )
 
     def _norm(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The last norm's gains, and the epsilon of all norms."""
+        """Return the gains of the last norm, and the epsilon of all norms as a scalar tensor."""
         rows = activation_dtype(dtype, self.device)
         eps = torch.full((), self.config.rms_norm_eps, device=self.device)
         return self.model.norm.weight.to(rows), eps
@@ -323,10 +335,11 @@ class Decoder(nn.Module):
         aux_layers: Sequence[int] = (),
         recompute: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """`HiddenStates.final` and `.aux_layers` of whole sequences as rows (B * T, ...),
-        computing in
-        `dtype`; each layer's weights are packed when its turn comes (`Layer`). The numbers are
-        those of `PackedDecoder.forward`, to the bit."""
+        """Return `HiddenStates.final` and `.aux_layers` of whole sequences, as rows (B * T, ...).
+
+        It computes in `dtype` and packs the weights of each layer just before the layer runs
+        (`Layer`). The results equal those of `PackedDecoder.forward` bit for bit.
+        """
         norm, eps = self._norm(dtype)
         check_pass(self.config, dtype, ids_BT, positions_BT, lengths=lengths, aux_layers=aux_layers)
         states = run_layers(
@@ -352,28 +365,28 @@ class PackedDecoder:
     norm: Tensor
     eps: Tensor
     """Of every norm, a scalar in fp32."""
-    together: CpuLayers | None
-    """All layers and the norm in one call, without gradients; None where there is no such call."""
+    fused: CpuLayers | None
+    """All layers and the norm as one kernel call without gradients; None if not supported."""
     lm_head: PackedLinear
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of hidden states."""
+        """The dtype of hidden states."""
         return self.embedding.dtype
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of what is multiplied, and of keys and values."""
+        """The dtype of the factors of matrix products, and of keys and values."""
         return self.lm_head.weight.dtype
 
     @property
     def head(self) -> tuple[Tensor, PackedLinear]:
-        """What makes logits of final states: the weight (V, D), and the product with it."""
+        """The LM head: its weight (V, D), and the layer that maps final states to logits."""
         return self.lm_head.weight, self.lm_head
 
     @property
     def row_multiple(self) -> int:
-        """How many tokens the products need at a time to be exact."""
+        """In exact mode, B * T of a forward pass must be a multiple of this."""
         return row_multiple(self.dtype, self.embedding.device)
 
     def forward(
@@ -386,21 +399,24 @@ class PackedDecoder:
         aux_layers: Sequence[int] = (),
         recompute: bool = False,
     ) -> HiddenStates:
-        """Hidden states of `ids_BT` (int64) at `positions_BT`.
+        """Return the hidden states of `ids_BT` (int64) at `positions_BT`.
 
-        Without a cache the sequences stand alone: positions must be 0 .. T-1; pad on the right, the
-        causal mask keeps padding unseen. Where the decoder `takes_sequences_in_a_row`, they may
-        come so instead, without padding: B is 1, `lengths` add up to T, positions begin at 0 with
-        each sequence. With a cache, keys and values are stored in it and earlier ones are attended
-        to; where it takes sequences in a row, places of keys will do for one. In exact mode B * T
-        must be a multiple of `row_multiple`.
-        `aux_layers` are layers, from the first to the last, whose inputs are wanted, too.
-        `recompute` trades time for memory in the backward pass (gradient checkpointing).
+        Without a cache, each sequence attends to itself: positions must be 0 .. T-1, and padding
+        goes on the right, where the causal mask hides it. If `supports_varlen` is true, sequences
+        may be concatenated without padding instead: B is 1, `lengths` add up to T, and positions
+        start at 0 in each sequence.
+
+        With a cache, the pass stores its keys and values in the cache and attends to earlier ones.
+        If `supports_varlen` is true, the addresses of keys (`KeyPlaces`) can replace the cache.
+
+        In exact mode B * T must be a multiple of `row_multiple`. `aux_layers` are the layers, in
+        ascending order, whose inputs the result includes. `recompute` trades time for memory in
+        the backward pass (gradient checkpointing).
 
         Raises:
-            IndexError: without a cache, positions beyond `ModelConfig.context_limit`.
-            ValueError: `lengths` that are not those of the rows, or of no use here; places where
-                no kernel goes to them; auxiliary layers that are no layers, or out of order.
+            IndexError: there is no cache, and a position is beyond `ModelConfig.context_limit`.
+            ValueError: `lengths` do not match the tokens or are not supported here; `kv_cache` is a
+                `KeyPlaces` and torch computes; or `aux_layers` are not layers in ascending order.
         """
         check_pass(
             self.config,
@@ -413,11 +429,11 @@ class PackedDecoder:
         )
         B = len(ids_BT)
         kernels = has_kernels(self.dtype, ids_BT.device)
-        if self.together is not None and kernels and not torch.is_grad_enabled():
+        if self.fused is not None and kernels and not torch.is_grad_enabled():
             places = _places(kv_cache)
             x = F.embedding(ids_BT.flatten(), self.embedding)
             return HiddenStates(
-                *self.together(x, positions_BT, places, lengths, aux_layers=aux_layers)
+                *self.fused(x, positions_BT, places, lengths, aux_layers=aux_layers)
             ).in_sequences(B)
         attention = start_pass(
             positions_BT, self.config, self.compute_dtype, self.eps, kv_cache, lengths
@@ -444,27 +460,31 @@ def check_pass(
     aux_layers: Sequence[int],
     cached: bool = False,
 ) -> None:
-    """Refuse what `PackedDecoder.forward` says that it refuses."""
+    """Raise the errors that `PackedDecoder.forward` documents for its arguments."""
     if lengths is not None:
-        possible = takes_sequences_in_a_row(config, dtype, ids_BT.device) and not cached
+        possible = supports_varlen(config, dtype, ids_BT.device) and not cached
         if not possible or ids_BT.shape != (1, sum(lengths)) or min(lengths) < 1:
             raise ValueError(
-                f"sequences of {list(lengths)} tokens in a row do not make {ids_BT.shape}, or "
-                "cannot be computed so here"
+                f"lengths={list(lengths)} do not add up to tokens of shape {tuple(ids_BT.shape)}, "
+                f"or {dtype} on {ids_BT.device} does not support sequences without padding; pad "
+                "them and leave lengths=None"
             )
     if not cached:
         limit = config.context_limit
         if int(positions_BT.max()) >= limit.tokens:
-            # Kernels read tables by address.
+            # The kernels read the rotation tables by address, without a bounds check.
             raise IndexError(f"position {int(positions_BT.max())}: {limit.reason}")
     if aux_layers and not (
         0 <= aux_layers[0] <= aux_layers[-1] < config.num_layers and _increasing(aux_layers)
     ):
-        raise ValueError(f"auxiliary layers {list(aux_layers)} of {config.num_layers} layers")
+        raise ValueError(
+            f"auxiliary layers {list(aux_layers)} must be ascending indices of "
+            f"{config.num_layers} layers"
+        )
 
 
 class RunLayer(Protocol):
-    """One layer over rows, as `layer_forward`."""
+    """A function that runs one layer over rows (M, D), as `layer_forward` does."""
 
     def __call__(
         self,
@@ -490,14 +510,14 @@ def _run_packed(
 
 
 def _run(
-    recompute: bool, work: Callable[..., tuple[Tensor, Tensor]], *given: object
+    recompute: bool, function: Callable[..., tuple[Tensor, Tensor]], *arguments: object
 ) -> tuple[Tensor, Tensor]:
-    """`work`, of which with `recompute` nothing is kept for the backward pass but what is given."""
+    """Call `function`. With `recompute`, keep only its arguments for the backward pass."""
     if not recompute:
-        return work(*given)
-    done = checkpoint(work, *given, use_reentrant=False)
-    assert isinstance(done, tuple)
-    return done
+        return function(*arguments)
+    result = checkpoint(function, *arguments, use_reentrant=False)
+    assert isinstance(result, tuple)
+    return result
 
 
 def run_layers(
@@ -511,33 +531,39 @@ def run_layers(
     aux_layers: Sequence[int],
     recompute: bool,
 ) -> HiddenStates:
-    """A forward pass layer by layer, as torch's operations, over rows (B * T, ...);
-    differentiable."""
-    kept: list[Tensor] = []
-    # Rows, not sequences: each product would flatten its input, and few rows make that dear.
+    """Run a forward pass layer by layer and return its states as rows (B * T, ...).
+
+    Differentiable.
+    """
+    aux_inputs: list[Tensor] = []
+    # Flat once, because each product would flatten its input again, which is slow for few rows.
     x = F.embedding(ids_BT.flatten(), embedding)
     delta: Tensor | None = None
     for index, layer in enumerate(layers):
         if index in aux_layers:
             with torch.no_grad():
-                kept.append(x.detach() if delta is None else x + delta)
+                aux_inputs.append(x.detach() if delta is None else x + delta)
         x, delta = layer(index, x, delta, attention, eps, recompute)
     _, final = add_norm(x, delta, norm, eps)
-    return HiddenStates(final, torch.cat(kept, -1) if aux_layers else None)
+    return HiddenStates(final, torch.cat(aux_inputs, -1) if aux_layers else None)
 
 
 def _increasing(numbers: Sequence[int]) -> bool:
     return all(a < b for a, b in pairwise(numbers))
 
 
-def takes_sequences_in_a_row(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether sequences of any lengths can go through one forward pass without padding: where
-    compiled kernels attend, each row by itself."""
-    return has_kernels(activation_dtype(dtype, device), device) and attends(config, dtype)
+def supports_varlen(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether one forward pass can hold sequences of different lengths without padding.
+
+    This needs the compiled attention kernels, which compute each row independently.
+    """
+    return has_kernels(activation_dtype(dtype, device), device) and supports_attention(
+        config, dtype
+    )
 
 
 def _places(kv_cache: PlacedKVCache | KeyPlaces | None) -> KeyPlaces | None:
-    """Where kernels go."""
+    """Return the addresses that the kernels use for a cache, or None without a cache."""
     if kv_cache is None or isinstance(kv_cache, KeyPlaces):
         return kv_cache
     return kv_cache.places()
@@ -551,12 +577,19 @@ def start_pass(
     kv_cache: PlacedKVCache | KeyPlaces | None = None,
     lengths: Sequence[int] | None = None,
 ) -> Attention:
-    """Attention for queries at `positions_BT`; see `PackedDecoder.forward`."""
+    """Return the attention of one forward pass for queries at `positions_BT`.
+
+    Arguments are as in `PackedDecoder.forward`. Raises ValueError if `kv_cache` is a `KeyPlaces`
+    and torch computes.
+    """
     rows = activation_dtype(dtype, positions_BT.device)
-    if takes_sequences_in_a_row(config, dtype, positions_BT.device):
+    if supports_varlen(config, dtype, positions_BT.device):
         return CpuAttention(config, eps, positions_BT, dtype, _places(kv_cache), lengths)
     if isinstance(kv_cache, KeyPlaces):
-        raise ValueError("places of keys are for compiled kernels, and here torch computes")
+        raise ValueError(
+            f"a KeyPlaces as kv_cache needs the compiled kernels, and torch computes {dtype} on "
+            f"{positions_BT.device}; pass a KV cache"
+        )
     return TorchAttention(config, eps, positions_BT, rows, kv_cache)
 
 
@@ -568,8 +601,10 @@ def layer_forward(
     attention: Attention,
     eps: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """One layer over rows (M, D); `index` is its place in the cache. Takes and returns the residual
-    stream as two summands: the next norm adds them."""
+    """Run one layer over rows (M, D); `index` is its number in the cache.
+
+    The residual stream comes and goes as two summands, x and delta. The next norm adds them.
+    """
     if w.input_norm is None:
         x_MD = normed = x_MD if delta_MD is None else x_MD + delta_MD
     else:
@@ -581,12 +616,14 @@ def layer_between(
     w: PackedLayer,
     index: int,
     x_MD: Tensor,
-    given_ME: Tensor,
+    qkv_input_ME: Tensor,
     attention: Attention,
     eps: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`layer_forward` after the first norm: `given_ME` is what queries, keys and values are made
-    of, `x_MD` what the layer adds to."""
-    mixed = attention(index, w.qkv(given_ME), w.qk_norm, w.bounded_scores)
+    """Run `layer_forward` from the q, k and v projections on.
+
+    `qkv_input_ME` is the input of these projections, of width E. `x_MD` is the residual stream.
+    """
+    mixed = attention(index, w.qkv(qkv_input_ME), w.qk_norm, w.bounded_scores)
     x_MD, normed = add_norm(x_MD, w.out(mixed), w.post_norm, eps)
     return x_MD, w.down(gated(w.gate_up(normed)))

@@ -1,8 +1,10 @@
-"""What a layer does between its matrix products: norms, rotation, gate.
+"""The operations of a layer between its matrix products: norms, rotary embedding, gate.
 
-In fp32 on a CPU by compiled kernels (`kernels`), elsewhere by torch's operations; both up to
-rounding the same, and either in exact mode. Differentiable. M rows, D hidden width, I inner width,
-K head width.
+On a CPU in fp32 the compiled kernels (`slipstream.kernels`) compute them, elsewhere torch does.
+Both give the same results up to rounding, and both hold to exact mode. All are differentiable.
+
+Shapes: M rows (tokens), D hidden width, I inner width of the MLP, K head width, B sequences, T
+tokens of a sequence, H heads.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from slipstream.models.rope_scaling import RopeScaling
 def add_norm(
     x_MD: Tensor, delta_MD: Tensor | None, weight: Tensor, eps: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """x + delta, and its `rms_norm`; without a delta the sum is `x` itself."""
+    """Return x + delta and its `rms_norm`, (M, D) each. Without a delta the sum is `x` itself."""
     if not has_kernels(x_MD.dtype, x_MD.device):
         total = x_MD if delta_MD is None else x_MD + delta_MD
         return total, rms_norm(total, weight, eps)
@@ -36,7 +38,7 @@ def add_norm(
 
 
 def gated(both: Tensor) -> Tensor:
-    """silu(gate) * up, (M, I), of rows (M, 2I) that hold gates first."""
+    """Return silu(gate) * up, (M, I), for rows (M, 2I) of gates followed by ups."""
     if not has_kernels(both.dtype, both.device):
         gate, up = both.chunk(2, -1)
         return F.silu(gate) * up
@@ -47,9 +49,10 @@ def gated(both: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
-    """x / rms(x) * weight over the last axis, the mean in fp32 (Zhang and Sennrich 2019).
+    """Return x / rms(x) * weight over the last axis, with the mean in fp32 (Zhang, Sennrich 2019).
 
-    `eps` a scalar in fp32 on the device of `x`: made once, for it would cost as much as the sum.
+    `eps` is an fp32 scalar tensor on the device of `x`. Callers create it once, because creating it
+    takes as long as the reduction.
     """
     wide = x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
@@ -61,8 +64,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
 def rope_table(
     config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin (positions, K) of rotary embeddings (Su et al. 2021), scaled as the model's are,
-    the sign of the rotation in the sine: x * cos + roll(x, K/2) * sin."""
+    """Return cos and sin (positions, K) of the model's rotary embeddings (Su et al. 2021).
+
+    They include the model's RoPE scaling. The sine includes the sign of the rotation, so that the
+    rotated vector is x * cos + roll(x, K/2) * sin.
+    """
     c = config
     return _rope_table(
         c.rope_theta,
@@ -84,8 +90,8 @@ def _rope_table(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    # One table for all callers: sines computed in buffers of other sizes may differ in a bit. An
-    # ordinary tensor even when an engine asks first: the trainer's backward pass needs it, too.
+    # One table for all callers, because sines from buffers of other sizes may differ in a bit.
+    # Inference mode is off, because the trainer's backward pass needs an ordinary tensor.
     frequencies = inverse_frequencies(theta, head_dim, scaling).to(device)
     angles = torch.arange(positions, device=device).float()[:, None] * frequencies
     magnitude = 1.0 if scaling is None else scaling.magnitude
@@ -94,13 +100,13 @@ def _rope_table(
 
 
 def rope_at(positions_BT: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The rows of `rope_table` at some positions, (B, T, 1, K), as `rotate` takes them."""
+    """Return the entries of `rope_table` at `positions_BT`, (B, T, 1, K) each, for `rotate`."""
     cos, sin = rope_table(config, dtype, positions_BT.device)
     return cos[positions_BT][:, :, None], sin[positions_BT][:, :, None]
 
 
 def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of queries or keys (B, T, H, K)."""
+    """Apply the rotary embedding to queries or keys (B, T, H, K)."""
     return torch.addcmul(x_BTHK * cos, x_BTHK.roll(x_BTHK.shape[-1] // 2, -1), sin)
 
 
@@ -124,6 +130,8 @@ def _add_norm(
 
 
 class _AddNorm(torch.autograd.Function):
+    """`add_norm` by the compiled kernels, with its gradient."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: Tensor
@@ -132,9 +140,9 @@ class _AddNorm(torch.autograd.Function):
         total, normed = _add_norm(x, None if delta is None else delta.contiguous(), weight, eps)
         ctx.save_for_backward(total, weight, eps)
         ctx.has_delta = delta is not None
-        # The sum after the last layer has no gradient of its own: none is added then.
+        # The sum after the last layer has no gradient; the kernel then skips that term.
         ctx.set_materialize_grads(False)
-        # Autograd must not take an input for an output of this function.
+        # Without a delta the sum is the input; a view keeps autograd from confusing the two.
         return total.view_as(total) if delta is None else total, normed
 
     @staticmethod
@@ -170,6 +178,8 @@ def _gated(both: Tensor) -> Tensor:
 
 
 class _Gated(torch.autograd.Function):
+    """`gated` by the compiled kernels, with its gradient."""
+
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:
         ctx.save_for_backward(both)

@@ -1,7 +1,7 @@
-"""Heads over the decoder's final hidden state. They take hidden states, so that a critic, an
-adapter or a vocabulary-parallel head needs no second decoder.
+"""Heads over the decoder's final hidden states.
 
-The log-prob head is `algorithms.log_probs` over `PackedDecoder.lm_head`.
+Heads take hidden states, so that a critic, an adapter or a vocabulary-parallel head needs no second
+decoder. The log-prob head is `algorithms.log_probs` over `PackedDecoder.lm_head`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from slipstream.models.linear import PackedLinear
 
 
 class ValueHead(nn.Linear):
-    """One scalar per position: (..., D) -> (...,), in fp32. Starts at zero everywhere."""
+    """One scalar per position: (..., D) -> (...,), in fp32. Its initial values are all 0."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size, 1)
@@ -21,7 +21,7 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def pack(self) -> PackedLinear:
-        """The head over rows (N, D) of fp32. Differentiable."""
+        """Return the head for rows (N, D) of fp32. Differentiable."""
         return PackedLinear.of(self.weight, self.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Hugging Face checkpoint folders: config.json, (sharded) safetensors, generation config.
+"""Read and write Hugging Face checkpoint folders: config.json, safetensors, generation config.
 
-Reads and writes files; knows nothing about training state (that is `checkpoint`). Pickle files are
-refused: they run code when they are opened.
+This module knows nothing about training state (that is `slipstream.checkpoint`). It refuses pickle
+files, because they can run code when they are opened.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """The architecture in `folder/config.json`. Raises CheckpointError naming the file.
+    """Return the architecture in `folder/config.json`.
 
-    End-of-sequence ids come from `generation_config.json` where it names some, as in transformers'
-    `generate`: chat models list there the end of a turn, too.
+    End-of-sequence ids come from `generation_config.json` if it has some, as in transformers'
+    `generate`. Chat models also list the end-of-turn token there. Raises CheckpointError, which
+    names the file.
     """
     if not folder.is_dir():
         raise CheckpointError(f"model folder {folder} does not exist")
@@ -47,10 +48,10 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def load_checkpoint(folder: Path, *, device: torch.device | None = None) -> Decoder:
-    """A decoder with fp32 parameters from a Hugging Face folder.
+    """Return a decoder with fp32 parameters from a Hugging Face folder.
 
-    Raises CheckpointError naming the file and what is wrong: missing or corrupt files, pickles,
-    missing, extra or misshapen tensors, NaN or infinite values.
+    Raises CheckpointError for missing or corrupt files, for pickle files, for missing, unexpected
+    or misshapen tensors, and for NaN or infinite values. The error names the file and the problem.
     """
     config = load_config(folder)
     decoder = Decoder(config)
@@ -59,15 +60,14 @@ def load_checkpoint(folder: Path, *, device: torch.device | None = None) -> Deco
 
 
 def read_tensors(folder: Path) -> Mapping[str, Tensor]:
-    """All tensors of a checkpoint folder. Raises CheckpointError."""
+    """Return all tensors of a checkpoint folder by name. Raises CheckpointError."""
     return dict(each_tensor(folder))
 
 
 def each_tensor(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a checkpoint folder, one after the other, from one file or from the shards its
-    index names.
+    """Yield the tensors of a checkpoint folder one at a time, from one file or from its shards.
 
-    The single file is preferred where both are there, as in transformers. Raises CheckpointError.
+    If both exist, the single file is read, as in transformers. Raises CheckpointError.
     """
     if not folder.is_dir():
         raise CheckpointError(f"model folder {folder} does not exist")
@@ -84,11 +84,11 @@ def each_tensor(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 f"{folder}: {pickles[0]} is a pickle file, which can run code when it is opened; "
                 "convert it with `AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)`"
             )
-        raise CheckpointError(f"{folder}: neither {WEIGHTS} nor {INDEX} is there")
+        raise CheckpointError(f"{folder}: neither {WEIGHTS} nor {INDEX} exists")
     absent = set(names)
     for file in files:
         if not file.exists():
-            raise CheckpointError(f"{index}: names {file.name}, which is not there")
+            raise CheckpointError(f"{index}: names {file.name}, which does not exist")
         for name, tensor in _read_safetensors(file):
             absent.discard(name)
             yield name, tensor
@@ -106,27 +106,30 @@ def _weight_map(index: Path) -> dict[str, str]:
     return names
 
 
-def load_spread(decoder: Decoder, folder: Path) -> None:
-    """Copy the tensors of a checkpoint into a decoder that is spread over processes, each of which
-    reads them by itself, one at a time. Raises CheckpointError, when some are there already."""
+def load_sharded_weights(decoder: Decoder, folder: Path) -> None:
+    """Copy the tensors of a checkpoint into a sharded decoder.
+
+    Every process reads the files, one tensor at a time. Raises CheckpointError; by then some
+    tensors may have been copied.
+    """
     parameters = dict(decoder.named_parameters())
-    missing, again = set(parameters), dict[str, Tensor]()
+    missing, tied_copies = set(parameters), dict[str, Tensor]()
     for name, tensor in each_tensor(folder):
         if name == _HEAD and name not in parameters:
-            again[name] = tensor
+            tied_copies[name] = tensor
             continue
         if name in parameters or not _is_redundant(name, {}, decoder.config):
             _refuse(tensor_problems(decoder, {name: tensor}, some=True), str(folder))
             assign(parameters[name], tensor)
             missing.discard(name)
     _refuse([f"tensor {name} is missing" for name in sorted(missing)], str(folder))
-    if again:
-        again[_EMBEDDING] = full(parameters[_EMBEDDING].detach()).cpu()
-        _refuse(tensor_problems(decoder, again, some=True), str(folder))
+    if tied_copies:
+        tied_copies[_EMBEDDING] = full(parameters[_EMBEDDING].detach()).cpu()
+        _refuse(tensor_problems(decoder, tied_copies, some=True), str(folder))
 
 
 def _refuse(problems: Sequence[str], source: str) -> None:
-    """Raise CheckpointError where there are any."""
+    """Raise CheckpointError with the first problems, if there are any."""
     if problems:
         shown = "; ".join(problems[:3])
         more = f"; and {len(problems) - 3} more" if problems[3:] else ""
@@ -136,14 +139,17 @@ def _refuse(problems: Sequence[str], source: str) -> None:
 def load_tensors(
     decoder: Decoder | DraftModel, tensors: Mapping[str, Tensor], *, source: str
 ) -> None:
-    """Copy `tensors` (Hugging Face names) into `decoder`; all are checked before any is changed."""
+    """Copy `tensors` (Hugging Face names) into `decoder`.
+
+    All tensors are checked before any weight changes. Raises CheckpointError.
+    """
     _refuse(tensor_problems(decoder, tensors), source)
     copy_tensors(decoder, tensors)
 
 
 @torch.no_grad()
 def copy_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors in which `tensor_problems` found none."""
+    """Copy tensors that `tensor_problems` has accepted into `module`."""
     for name, parameter in module.named_parameters():
         assign(parameter, tensors[name])
 
@@ -155,37 +161,40 @@ def tensor_problems(
     *,
     some: bool = False,
 ) -> list[str]:
-    """What keeps `tensors` from being the weights of `module`, or `some` of them, computing in
-    `dtype`: empty when nothing does."""
-    wanted = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    """Return the reasons why `tensors` do not fit `module`; empty if they fit.
+
+    With `some`, they may be a part of its weights. `dtype` is the compute dtype, into whose range
+    the values must fit.
+    """
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     problems = []
     if not some:
-        problems += [f"tensor {name} is missing" for name in wanted if name not in tensors]
+        problems += [f"tensor {name} is missing" for name in shapes if name not in tensors]
     for name, tensor in tensors.items():
-        if name not in wanted:
+        if name not in shapes:
             if not (isinstance(module, Decoder) and _is_redundant(name, tensors, module.config)):
                 problems.append(f"tensor {name} is not part of this model")
-        elif tuple(tensor.shape) != wanted[name]:
+        elif tuple(tensor.shape) != shapes[name]:
             problems.append(
-                f"tensor {name} has shape {tuple(tensor.shape)}, expected {wanted[name]}"
+                f"tensor {name} has shape {tuple(tensor.shape)}, expected {shapes[name]}"
             )
         elif tensor.dtype not in _DTYPES:
             problems.append(f"tensor {name} has dtype {tensor.dtype}, expected a float type")
         elif tensor.numel():
-            # One pass over them: what is not finite is the least or the largest, or makes them so.
-            ends = torch.stack(torch.aminmax(tensor.detach()))
-            if not torch.isfinite(ends).all():
+            # One pass is enough: a NaN or infinite value makes the minimum or maximum so.
+            extremes = torch.stack(torch.aminmax(tensor.detach()))
+            if not torch.isfinite(extremes).all():
                 problems.append(f"tensor {name} has NaN or infinite values")
-            elif not torch.isfinite(ends.to(dtype)).all():
+            elif not torch.isfinite(extremes.to(dtype)).all():
                 short = str(dtype).removeprefix("torch.")
                 problems.append(f"tensor {name} has values beyond the range of {short}")
     return problems
 
 
 def _is_redundant(name: str, tensors: Mapping[str, Tensor], config: ModelConfig) -> bool:
-    """Whether a tensor says nothing that the parameters do not say.
+    """Return whether a tensor holds nothing beyond the parameters.
 
-    A tied checkpoint may carry the head a second time, an old one its rotary frequencies.
+    A tied checkpoint may store the LM head a second time. An old one may store rotary frequencies.
     """
     if name.endswith("rotary_emb.inv_freq"):
         return True
@@ -204,10 +213,10 @@ def save_checkpoint(
     generation: Mapping[str, Any] | None = None,
     save_tokenizer: Callable[[str], object] | None = None,
 ) -> None:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, over what it holds.
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads.
 
-    `generation` becomes `generation_config.json` (sampling defaults). `save_tokenizer` is a
-    tokenizer's `save_pretrained`.
+    Existing files are overwritten. `generation` becomes `generation_config.json` (sampling
+    defaults). `save_tokenizer` is a tokenizer's `save_pretrained`.
     """
     name = str(dtype).removeprefix("torch.")
     write_model(
@@ -229,9 +238,11 @@ def write_model(
     dtype: torch.dtype,
     max_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write `config.json` and the weights of `module`, merged where it has an adapter, over what
-    `folder` holds."""
-    # One after the other: merged or gathered, all together might not fit beside the model.
+    """Write `config.json` and the weights of `module` into `folder`.
+
+    A LoRA adapter is merged into the weights. Existing files are overwritten.
+    """
+    # One weight at a time: all merged or gathered weights might not fit in addition to the model.
     tensors = {name: value_of(w).to("cpu", dtype) for name, w in named_weights(module)}
     write_tensors(folder, config, tensors, dtype=dtype, max_bytes=max_bytes)
 
@@ -244,8 +255,10 @@ def write_tensors(
     dtype: torch.dtype,
     max_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write `config.json` and `tensors`, those of floating-point numbers as `dtype`, over what
-    `folder` holds."""
+    """Write `config.json` and `tensors` into `folder`.
+
+    Floating-point tensors are stored as `dtype`. Existing files are overwritten.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)
     tensors = {
@@ -253,7 +266,7 @@ def write_tensors(
         for name, tensor in tensors.items()
     }
     for stale in (folder / INDEX, folder / WEIGHTS, *folder.glob("model-*-of-*.safetensors")):
-        # Weights of an earlier save, cut into other files, must not be read as part of this one.
+        # Shards of an earlier save must not be read as part of this one.
         stale.unlink(missing_ok=True)
     _write_shards(tensors, folder, max_bytes)
 
@@ -270,13 +283,13 @@ def _write_shards(tensors: Mapping[str, Tensor], folder: Path, max_bytes: int) -
     if len(shards) == 1:
         save_file(shards[0], folder / WEIGHTS, metadata={"format": "pt"})
         return
-    where: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})
-        where.update(dict.fromkeys(shard, file))
+        weight_map.update(dict.fromkeys(shard, file))
     total = sum(t.nbytes for t in tensors.values())
-    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _read_safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
@@ -289,7 +302,7 @@ def _read_safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises CheckpointError naming it."""
+    """Return the JSON object in a file. Raises CheckpointError, which names the file."""
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:

@@ -1,13 +1,15 @@
-"""Policies of other architectures: transformers' causal language models behind what a trainer asks
-of a `Decoder`.
+"""Policies that run through transformers' own model classes, for architectures other than ours.
 
-`HFPolicy` owns the parameters (fp32 master weights) under transformers' names;
-`HFPolicy.pack` gives a `PackedHFPolicy`, whose forward pass yields logits in the place of hidden
-states: what a model does after its last layer (biases, scales, soft caps) is its own. Rows are
-padded on the right, which a causal model does not see; that it is causal is tried out when it is
-loaded. Dropout is off. Not exact: last bits depend on what shares a micro-batch.
+`HFPolicy` has the interface that a trainer needs from a `Decoder`. It owns the parameters (fp32
+master weights) under transformers' names. `HFPolicy.pack` returns a `PackedHFPolicy`. Its forward
+pass returns logits in place of hidden states, because each architecture has its own steps after the
+last layer (biases, scales, soft caps).
 
-Shapes: B sequences, T tokens, V words.
+Sequences are padded on the right, which a causal model ignores. Loading a model checks that it is
+causal. Dropout is off. The results are not exact: the last bits depend on the other sequences of
+the micro-batch.
+
+Shapes: B sequences, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ from slipstream.models.decoder import HiddenStates
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 _SAME = 1e-5
-"""Logits that differ by less are the same but for rounding."""
+"""Logits that differ by less than this (absolute and relative) count as equal up to rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFPolicyConfig:
-    """What is asked of an architecture that transformers computes. `family` is its model_type."""
+    """The facts about an architecture that trainer and engine need. `family` is its model_type."""
 
     family: str
     vocab_size: int
@@ -45,11 +47,13 @@ class HFPolicyConfig:
 
 
 class HFPolicy(nn.Module):
-    """The parameters of a causal language model of transformers, under its names."""
+    """A causal language model of transformers, with its own parameter names."""
 
     def __init__(self, model: Any, config: HFPolicyConfig) -> None:
-        """`model` with fp32 parameters. Raises CheckpointError where it is not causal, or its
-        logits are not of the vocabulary."""
+        """`model` must have fp32 parameters.
+
+        Raises CheckpointError if it is not causal, or if its logits do not match `vocab_size`.
+        """
         super().__init__()
         self.model = model.eval()
         self.config = config
@@ -57,8 +61,8 @@ class HFPolicy(nn.Module):
         _check_causal(self)
 
     @property
-    def recomputes(self) -> bool:
-        """Whether transformers can compute its activations again in the backward pass."""
+    def supports_checkpointing(self) -> bool:
+        """Whether the model supports gradient checkpointing."""
         return bool(getattr(self.model, "supports_gradient_checkpointing", False))
 
     @property
@@ -70,14 +74,14 @@ class HFPolicy(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As `nn.Module`, under transformers' names."""
+        """Yield the parameters as `nn.Module` does, under transformers' names."""
         found: Iterator[tuple[str, nn.Parameter]] = self.model.named_parameters(
             prefix, recurse, remove_duplicate
         )
         return found
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All that a checkpoint holds, tied weights once."""
+        """Yield all tensors of a checkpoint by name; tied weights appear once."""
         seen: set[int] = set()
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:
@@ -85,20 +89,23 @@ class HFPolicy(nn.Module):
                 yield name, tensor
 
     def pack(self, dtype: torch.dtype) -> PackedHFPolicy:
-        """The forward pass in `dtype`."""
+        """Return the forward pass in `dtype`."""
         return PackedHFPolicy(self, dtype)
 
     def copy_as(self, dtype: torch.dtype) -> Any:
-        """A model of transformers of its own, with these weights in `dtype`, on the same device."""
+        """Return a separate transformers model with a copy of these weights in `dtype`.
+
+        It is on the same device.
+        """
         from transformers import AutoModelForCausalLM
 
-        # Made anew: frequencies and the like, which stay in fp32, are no weights.
+        # Built from the configuration, because buffers such as rotary frequencies stay in fp32.
         made = AutoModelForCausalLM.from_config(self.model.config, dtype=dtype).to(self.device)
         made.load_state_dict(self.model.state_dict())
         return made.eval()
 
     def problems(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """What keeps `tensors` from being the weights."""
+        """Return the reasons why `tensors` do not fit as weights; empty if they fit."""
         own = dict(self.weights())
         found = [f"tensor {name} is missing" for name in own if name not in tensors]
         for name, tensor in tensors.items():
@@ -115,14 +122,17 @@ class HFPolicy(nn.Module):
 
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, Tensor], *, source: str) -> None:
-        """Copy `weights` in; all are checked before any is changed. Raises CheckpointError."""
+        """Copy `tensors` into the model, after checking all of them. Raises CheckpointError."""
         if problems := self.problems(tensors):
             raise CheckpointError(f"{source}: {'; '.join(problems[:3])}")
         for name, own in self.weights():
             own.copy_(tensors[name])
 
     def load_folder(self, folder: Path) -> None:
-        """Copy the weights of a checkpoint in. Raises CheckpointError as `load_hf_policy`."""
+        """Copy the weights of a checkpoint into the model.
+
+        Raises CheckpointError as `load_hf_policy` does.
+        """
         self.load_tensors(dict(load_hf_policy(folder).weights()), source=str(folder))
 
     def save(
@@ -132,7 +142,10 @@ class HFPolicy(nn.Module):
         dtype: torch.dtype = torch.float32,
         save_tokenizer: Callable[[str], object] | None = None,
     ) -> None:
-        """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, over what it holds."""
+        """Write a folder that `AutoModelForCausalLM.from_pretrained` loads.
+
+        Existing files are overwritten. `save_tokenizer` is a tokenizer's `save_pretrained`.
+        """
         model = self.model if dtype == torch.float32 else self.copy_as(dtype)
         model.generation_config = self.model.generation_config
         with _quiet():
@@ -143,14 +156,14 @@ class HFPolicy(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class PackedHFPolicy:
-    """The forward pass over the parameters themselves, in `dtype` by autocast."""
+    """The forward pass of an `HFPolicy`, in `dtype` by autocast. It makes no copy of weights."""
 
     model: HFPolicy
     dtype: torch.dtype
 
     @property
     def head(self) -> tuple[None, None]:
-        """See `PackedDecoder.head`: there is nothing left to multiply."""
+        """(None, None): the forward pass returns logits, so there is no separate LM head."""
         return None, None
 
     def forward(
@@ -162,22 +175,25 @@ class PackedHFPolicy:
         aux_layers: Sequence[int] = (),
         recompute: bool = False,
     ) -> HiddenStates:
-        """Logits (B, T, V) as `HiddenStates.final`, of sequences that begin at position 0, padded
-        on the right.
+        """Return logits (B, T, V) as `HiddenStates.final`.
+
+        Sequences start at position 0 and are padded on the right.
 
         Raises:
-            ValueError: sequences in a row, or auxiliary layers, which it has none of.
+            ValueError: `lengths` or `aux_layers` are set, which transformers' models do not
+                support.
         """
         if lengths is not None or aux_layers:
             raise ValueError(
-                "transformers computes padded sequences, and hands over no auxiliary layers"
+                f"lengths={lengths} and aux_layers={list(aux_layers)}: a policy that runs through "
+                "transformers needs padded sequences and has no auxiliary layers"
             )
         inner = self.model.model
         T = ids_BT.shape[1]
-        # Where a table of positions ends there is nothing but padding.
+        # Positions beyond the model's limit hold only padding.
         width = min(T, self.model.config.context_limit.tokens)
         ids = ids_BT[:, :width]
-        # All of them are seen: without a mask transformers warns of padding.
+        # Without a mask transformers warns about padding, which the causal mask hides anyway.
         seen = torch.ones_like(ids)
         with _recomputing(inner, recompute), self._autocast(ids.device):
             logits = inner(input_ids=ids, attention_mask=seen, use_cache=False).logits
@@ -188,26 +204,26 @@ class PackedHFPolicy:
 
 
 def hf_policy_config(folder: Path) -> HFPolicyConfig:
-    """What the files of `folder` say, without its weights.
+    """Return the configuration in `folder`, without loading weights.
 
-    Raises CheckpointError where transformers does not know the architecture, or has no causal
-    language model of it, or the weights are quantized.
+    Raises CheckpointError if transformers does not know the architecture or has no causal language
+    model for it, or if the weights are quantized.
     """
     return _config_of(_read_config(folder), folder)
 
 
 def load_hf_policy(folder: Path, *, device: torch.device | None = None) -> HFPolicy:
-    """A model with fp32 parameters from a Hugging Face folder.
+    """Return a model with fp32 parameters from a Hugging Face folder.
 
-    Raises CheckpointError as `hf_policy_config`, and where weights are missing, left over, not
-    finite or in pickles.
+    Raises CheckpointError as `hf_policy_config` does, and if weights are missing, unexpected, not
+    finite or stored in pickle files.
     """
     from transformers import AutoModelForCausalLM
 
     config = hf_policy_config(folder)
     try:
         with _quiet():
-            model, told = AutoModelForCausalLM.from_pretrained(
+            model, loading_info = AutoModelForCausalLM.from_pretrained(
                 str(folder),
                 dtype=torch.float32,
                 local_files_only=True,
@@ -221,10 +237,10 @@ def load_hf_policy(folder: Path, *, device: torch.device | None = None) -> HFPol
         (
             "unexpected_keys",
             "they would be lost; load and save the model once with AutoModelForCausalLM, which "
-            "leaves them out",
+            "drops them",
         ),
     ):
-        if names := sorted(told[kind]):
+        if names := sorted(loading_info[kind]):
             raise CheckpointError(
                 f"{folder}: {kind.removesuffix('_keys')} weights {', '.join(names[:3])}"
                 f"{f' and {len(names) - 3} more' if names[3:] else ''}; {remedy}"
@@ -295,7 +311,10 @@ def _unreadable(folder: Path, error: Exception) -> CheckpointError:
 
 
 def _switch_dropout_off(model: Any) -> None:
-    """Also where gradients are checkpointed, which transformers does in training mode alone."""
+    """Set all dropout rates to 0.
+
+    Evaluation mode is not enough: gradient checkpointing runs the model in training mode.
+    """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -306,6 +325,10 @@ def _switch_dropout_off(model: Any) -> None:
 
 @torch.no_grad()
 def _check_causal(model: HFPolicy) -> None:
+    """Raise CheckpointError if logits depend on later tokens or have another shape than (B, T, V).
+
+    The check changes the last of a few tokens and compares the logits before it.
+    """
     words, limit = model.config.vocab_size, model.config.context_limit.tokens
     ids = (torch.arange(min(8, limit), device=model.device)[None] + 3) % words
     changed = ids.clone()
@@ -316,25 +339,28 @@ def _check_causal(model: HFPolicy) -> None:
     )
     if before.shape != (1, ids.shape[1], words):
         raise CheckpointError(
-            f"logits of a {model.config.family} have shape {tuple(before.shape)} for "
+            f"the logits of this {model.config.family} model have shape {tuple(before.shape)} for "
             f"{ids.shape[1]} tokens and vocab_size={words}; it cannot be a policy"
         )
     if not torch.allclose(before[:, :-1], after[:, :-1], atol=_SAME, rtol=_SAME):
         raise CheckpointError(
-            f"in this {model.config.family} a token changes the logits of tokens before it, so "
-            "that it is no causal language model; where its config.json has is_decoder, set it to "
-            "true"
+            f"in this {model.config.family} model a token changes the logits of earlier tokens, so "
+            "it is not a causal language model; if its config.json has is_decoder, set it to true"
         )
 
 
 @contextlib.contextmanager
-def _recomputing(model: Any, wanted: bool) -> Iterator[None]:
-    """Gradient checkpointing in the body, which transformers does in training mode alone."""
-    if not wanted:
+def _recomputing(model: Any, enabled: bool) -> Iterator[None]:
+    """Turn on gradient checkpointing in the body, if `enabled`.
+
+    transformers does it only in training mode.
+    """
+    if not enabled:
         yield
         return
     if not model.is_gradient_checkpointing:
-        # Once: each time it leaves a hook behind. By its name of now, or of older versions.
+        # Only once, because each call adds a hook. Older versions of transformers use the second
+        # name.
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     model.train()
@@ -346,7 +372,7 @@ def _recomputing(model: Any, wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars, which would tear the run's own display."""
+    """Hide transformers' progress bars in the body, because they break the run's own display."""
     from transformers.utils import logging
 
     enabled = logging.is_progress_bar_enabled()

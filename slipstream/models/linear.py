@@ -1,11 +1,11 @@
 """Linear layers over weights in compute form.
 
-On a CPU the weight is packed once, and compiled kernels multiply (`kernels.product`); they beat the
-libraries that torch calls at any number of rows (`python bench/linear.py`). Rows and results are
-fp32; with a weight in bf16 the kernel rounds the rows that it multiplies, and sums in fp32. A row
-does not depend on how many are computed at once, nor on the thread count. Elsewhere torch's product
-is used, whose rows come in fours (`numerics`). Trainer and engine decide alike. Called by
-`decoder`.
+On a CPU the weight is packed once and compiled kernels multiply it (`kernels.product`). They are
+faster than the libraries that torch calls, for any number of rows (`python bench/linear.py`). Rows
+and results are fp32. If the weight is bf16, the kernel rounds the rows to bf16 and sums in fp32. A
+row's result does not depend on the number of rows or threads. Elsewhere torch multiplies, and in
+exact mode its rows come in multiples of four (`numerics`). Trainer and engine take the same path.
+`decoder` uses this module.
 """
 
 from __future__ import annotations
@@ -31,28 +31,33 @@ from slipstream.models.numerics import (
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """x W^T + b, for `weight` (out, in) in the compute dtype. Differentiable in all three."""
+    """The function x W^T + b with `weight` (out, in) in the compute dtype.
+
+    Differentiable in x, weight and bias.
+    """
 
     weight: Tensor
     bias: Tensor | None
     panels: Tensor | None
-    """`weight` as the kernels take it; None where torch multiplies."""
+    """`weight` in the kernels' layout; None if torch multiplies."""
     start: Tensor | None
-    """What a kernel's sums begin with: the bias, or zeros."""
+    """Initial values of the kernel's sums: the bias, or zeros."""
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        """Pack `weight` where there are kernels for it.
+        """Return the layer; pack `weight` if the kernels support its dtype and device.
 
         Raises:
-            ValueError: an odd number of inputs in bf16, which kernels take in pairs.
+            ValueError: the weight is bf16 with an odd number of inputs; the kernels read pairs.
         """
         rows = activation_dtype(weight.dtype, weight.device)
         if not has_kernels(rows, weight.device):
             return cls(weight, bias, None, None)
         outs, ins = weight.shape
         if weight.dtype == torch.bfloat16 and ins % 2:
-            raise ValueError(f"{ins} inputs; kernels take those of a weight in bf16 in pairs")
+            raise ValueError(
+                f"a bf16 weight has {ins} inputs; the kernels need an even number of inputs"
+            )
         rounded = round_up(outs, PANEL)
         source = weight.detach().contiguous()
         panels = source.new_empty(rounded * ins)
@@ -62,7 +67,7 @@ class PackedLinear:
         return cls(weight, bias, panels, F.pad(bias.detach().float(), (0, rounded - outs)))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out)."""
+        """Apply the layer: (..., in) -> (..., out)."""
         if self.panels is None or self.start is None:
             return F.linear(x, self.weight, self.bias)
         if torch.is_grad_enabled():
@@ -71,13 +76,19 @@ class PackedLinear:
         return self.product(x)
 
     def product(self, x: Tensor) -> Tensor:
-        """The kernel's product, without gradients. Raises ValueError for rows of another width or
-        dtype: a kernel would read past their end."""
+        """Return the kernel's product, without gradients.
+
+        Raises ValueError for rows of another width or dtype, because the kernel would read past
+        their end.
+        """
         assert self.panels is not None
         assert self.start is not None
         outs, ins = self.weight.shape
         if x.shape[-1] != ins or x.dtype != torch.float32:
-            raise ValueError(f"rows of {x.shape[-1]} {x.dtype}; the weight takes {ins} of float32")
+            raise ValueError(
+                f"rows have width {x.shape[-1]} and {x.dtype}; the weight needs width {ins} and "
+                "float32"
+            )
         x = x.contiguous()
         rows, width = x.numel() // ins, len(self.start)
         out = x.new_empty(*x.shape[:-1], width)
@@ -91,12 +102,12 @@ class PackedLinear:
             ins,
             self.panels.itemsize,
         )
-        # What is computed over the vocabulary takes dense rows.
+        # Operations over the vocabulary need contiguous rows without padding.
         return out if width == outs else out[..., :outs].contiguous()
 
 
 def present(packed: Tensor | None) -> Tensor:
-    """`PackedLinear.panels` or `start` where there are kernels."""
+    """Return `PackedLinear.panels` or `start`, which exist if the kernels compute the layer."""
     assert packed is not None
     return packed
 
@@ -108,7 +119,7 @@ def _zeros(count: int) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """The kernel's product forwards; backwards the formulas of a linear layer."""
+    """The kernel's product; the backward pass uses torch's products."""
 
     @staticmethod
     def forward(

@@ -2,9 +2,9 @@
 
     W' = W + alpha / r * B A        W (out, in) frozen, A (r, in) and B (out, r) trained
 
-Layers of a `Decoder` are replaced by `LoraLinear`, whose `weight` is the merged W', differentiable
-in A and B. So packing, kernels and forward pass are those of any decoder, and what is published to
-engines is W' too: rollout and trainer multiply by the same bits. Knows nothing about files
+`LoraLinear` replaces linear layers of a `Decoder`. Its `weight` is the merged W', differentiable in
+A and B. So packing, kernels and forward pass are the same as without an adapter. Engines receive W'
+too, so rollout and trainer multiply by the same bits. This module knows nothing about files
 (`lora_io`) or optimizers.
 """
 
@@ -29,13 +29,14 @@ _HEAD = "lm_head"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """Rank r and alpha, and which matrices they are of; names as in VERL and peft.
+    """Rank r, alpha and the target layers; names as in VERL and peft.
 
-    A target is a name (`q_proj`), or the end of a dotted one (`0.self_attn.q_proj`); `all-linear`
-    is every linear layer but the LM head. `exclude_modules` are taken out again.
+    A target is a layer name (`q_proj`) or the end of a dotted name (`0.self_attn.q_proj`).
+    `all-linear` stands for every linear layer except the LM head. Layers that match
+    `exclude_modules` get no adapter.
 
     Raises:
-        ConfigError: a rank below 1, an alpha that is not positive, no targets.
+        ConfigError: the rank is below 1, alpha is not positive, or there are no targets.
     """
 
     rank: int
@@ -49,16 +50,21 @@ class LoraConfig:
         if not 0 < self.alpha < math.inf:
             raise ConfigError(f"lora_alpha={self.alpha:g} must be a finite number > 0; 16 is usual")
         if not self.target_modules:
-            raise ConfigError(f"target_modules is empty; {ALL_LINEAR} takes every linear layer")
+            raise ConfigError(
+                f"target_modules is empty; set it to {ALL_LINEAR} for every linear layer"
+            )
 
     @property
     def scale(self) -> float:
-        """alpha / r, what B A is multiplied with."""
+        """alpha / r, the factor on B A."""
         return self.alpha / self.rank
 
 
 class LoraLinear(nn.Module):
-    """In the place of a linear layer that it takes over, frozen. B starts at zero, so W' at W."""
+    """A linear layer with an adapter. It freezes the given layer's weights.
+
+    B starts at zero, so W' starts as W.
+    """
 
     def __init__(self, linear: nn.Linear, config: LoraConfig) -> None:
         super().__init__()
@@ -72,23 +78,24 @@ class LoraLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """(out, in): W', or W while the adapter is off. Differentiable in A and B."""
+        """W' (out, in), or W while the adapter is off. Differentiable in A and B."""
         return self.merged() if self.enabled else self.base_weight
 
     def merged(self) -> Tensor:
-        """W', whether the adapter is on or off."""
-        # Not by `addmm`, whose last bits depend, for some shapes, on the number of threads.
+        """Return W', whether the adapter is on or off."""
+        # Not `addmm`: for some shapes its last bits depend on the number of threads.
         return self.base_weight + self.config.scale * (self.lora_B @ self.lora_A)
 
 
 def add_lora(decoder: Decoder, config: LoraConfig, *, seed: int = 0) -> Decoder:
-    """Freeze `decoder` and give it the adapter of `config`; returns it.
+    """Freeze `decoder` and add the adapter of `config`. Return the decoder.
 
-    A is drawn as in peft, uniform with bound 1 / sqrt(in) (Kaiming with a = sqrt(5)), as a function
-    of `seed` alone.
+    A is drawn as in peft: uniform with bound 1 / sqrt(in) (Kaiming with a = sqrt(5)). It depends on
+    `seed` alone.
 
     Raises:
-        ConfigError: a name matches no linear layer, none is left, or there is an adapter already.
+        ConfigError: a name matches no linear layer, no target is left, or the decoder already has
+            an adapter.
     """
     if lora_layers(decoder):
         raise ConfigError("this model has a LoRA adapter already; merge it before adding another")
@@ -109,8 +116,10 @@ def add_lora(decoder: Decoder, config: LoraConfig, *, seed: int = 0) -> Decoder:
 
 
 def target_names(decoder: Decoder, config: LoraConfig) -> list[str]:
-    """Dotted names of the linear layers that `config` is of, in the decoder's order. Raises as
-    `add_lora` does."""
+    """Return the dotted names of the target layers of `config`, in the decoder's order.
+
+    Raises ConfigError as `add_lora` does.
+    """
     linear = [name for name, module in decoder.named_modules() if isinstance(module, nn.Linear)]
     targets = _matching("target_modules", config.target_modules, linear)
     excluded = _matching("exclude_modules", config.exclude_modules, linear)
@@ -118,14 +127,15 @@ def target_names(decoder: Decoder, config: LoraConfig) -> list[str]:
     if not names:
         raise ConfigError(
             f"exclude_modules={list(config.exclude_modules)} leaves none of target_modules="
-            f"{list(config.target_modules)}; take names out of it"
+            f"{list(config.target_modules)}; remove names from exclude_modules"
         )
     return names
 
 
-def _matching(key: str, wanted: tuple[str, ...], linear: list[str]) -> set[str]:
+def _matching(key: str, targets: tuple[str, ...], linear: list[str]) -> set[str]:
+    """Return the layers that match any of the targets. `key` names the setting in errors."""
     found: set[str] = set()
-    for target in wanted:
+    for target in targets:
         if target == ALL_LINEAR:
             found.update(name for name in linear if name != _HEAD)
             continue
@@ -134,23 +144,23 @@ def _matching(key: str, wanted: tuple[str, ...], linear: list[str]) -> set[str]:
             known = sorted({name.rpartition(".")[2] for name in linear})
             raise ConfigError(
                 f"{key}={target} matches no linear layer of this model"
-                f"{did_you_mean(target, known)} (it has {', '.join(known)}; {ALL_LINEAR} takes all "
-                f"but {_HEAD})"
+                f"{did_you_mean(target, known)} (it has {', '.join(known)}; {ALL_LINEAR} matches "
+                f"all but {_HEAD})"
             )
         found.update(matches)
     return found
 
 
 def lora_layers(module: nn.Module) -> dict[str, LoraLinear]:
-    """The layers with an adapter by their dotted names; empty where all weights are trained."""
+    """Return the layers with an adapter by their dotted names; empty without an adapter."""
     return {name: part for name, part in module.named_modules() if isinstance(part, LoraLinear)}
 
 
 def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor | LoraLinear]]:
-    """All weights under their Hugging Face names, in the order of a module without adapter.
+    """Yield all weights under their Hugging Face names, in the order of a module without adapter.
 
-    Where there is an adapter the layer itself stands for its merged weight, which takes memory as
-    soon as it is computed: see `value_of`.
+    For a layer with an adapter it yields the layer itself instead of its merged weight, because the
+    merged weight needs memory once it is computed. `value_of` computes it.
     """
     for prefix, part in module.named_modules():
         dot = f"{prefix}." if prefix else ""
@@ -165,26 +175,28 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor | LoraLinear]
 
 @torch.no_grad()
 def value_of(weight: Tensor | LoraLinear) -> Tensor:
-    """The values of one of `named_weights`, without gradients. Not a copy where it is a tensor of
-    this process; one that is spread over several is gathered (collective)."""
+    """Return the values of an entry of `named_weights`, without gradients.
+
+    A plain tensor is returned without a copy. A sharded tensor is gathered (collective).
+    """
     return full(weight.merged() if isinstance(weight, LoraLinear) else weight.detach())
 
 
 def merged_weights(module: nn.Module) -> dict[str, Tensor]:
-    """`named_weights` with their values."""
+    """Return the values of all weights by name, merged with the adapter if there is one."""
     return {name: value_of(weight) for name, weight in named_weights(module)}
 
 
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Give `target`, without adapter, the weights of `source`, merged."""
+    """Copy the merged weights of `source` into `target`, which has no adapter."""
     own = dict(target.named_parameters())
     for name, weight in named_weights(source):
         own[name].copy_(value_of(weight))
 
 
 def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """A and B of all layers, detached, under the names of their parameters."""
+    """Return A and B of all layers, detached, under their parameter names."""
     return {
         f"{name}.{part}": full(getattr(layer, part).detach())
         for name, layer in lora_layers(module).items()
@@ -194,7 +206,7 @@ def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def base_weights_only(module: nn.Module) -> Iterator[None]:
-    """The module computes with W alone in the body. Not for several threads at once."""
+    """Compute with W alone, without the adapter, in the body. Not thread-safe."""
     layers = lora_layers(module).values()
     for layer in layers:
         layer.enabled = False
@@ -206,7 +218,7 @@ def base_weights_only(module: nn.Module) -> Iterator[None]:
 
 
 def base_digest(module: nn.Module) -> str:
-    """A fingerprint of everything that an adapter leaves as it is."""
+    """Return a fingerprint of all weights that the adapter does not train."""
     digest = hashlib.blake2b(digest_size=16)
     trained = adapter_tensors(module).keys()
     for name, parameter in module.named_parameters():

@@ -1,8 +1,8 @@
-"""LoRA adapters as folders that `peft` reads and writes: adapter_config.json and
-adapter_model.safetensors (https://huggingface.co/docs/peft/developer_guides/checkpoint).
+"""Read and write LoRA adapters as `peft` folders.
 
-The merged model is written by `hf_io.save_checkpoint`. Knows names and files; the layers are
-`lora`'s.
+A folder holds adapter_config.json and adapter_model.safetensors
+(https://huggingface.co/docs/peft/developer_guides/checkpoint). `hf_io.save_checkpoint` writes the
+merged model. This module knows names and files; `lora` has the layers.
 """
 
 from __future__ import annotations
@@ -45,23 +45,24 @@ _UNKNOWN = (
     "velora_config",
     "monteclora_config",
 )
-"""What makes an adapter compute anything but W x + alpha / r * B A x."""
+"""Settings with which an adapter computes something other than W x + alpha / r * B A x."""
 
 _INITS = frozenset({"gaussian", "eva", "orthogonal"})
-"""Named ways to begin (`init_lora_weights`) that leave the base model as it is: others, such as
-PiSSA's, take what they begin with out of its weights."""
+"""Values of `init_lora_weights` that leave the base weights unchanged. Others, such as PiSSA's,
+subtract the initial adapter from them."""
 
 
 def save_adapter(decoder: Decoder, folder: Path, *, base_model: str | None = None) -> None:
-    """Write the adapter of `decoder` in fp32 as a folder that `peft.PeftModel.from_pretrained`
-    loads on the base model; `base_model` is its name or folder, for the reader.
+    """Write the adapter of `decoder` in fp32 as a folder for `peft.PeftModel.from_pretrained`.
+
+    `base_model` is the name or folder of the base model, which the configuration records.
 
     Raises:
         ConfigError: the decoder has no adapter.
     """
     layers = lora_layers(decoder)
     if not layers:
-        raise ConfigError(f"{folder}: this model has no LoRA adapter; save it as a whole model")
+        raise ConfigError(f"{folder}: this model has no LoRA adapter; save the whole model instead")
     config = next(iter(layers.values())).config
     tensors = {
         f"base_model.model.{name}.{part}.weight": full(getattr(layer, part).detach())
@@ -92,13 +93,13 @@ def save_adapter(decoder: Decoder, folder: Path, *, base_model: str | None = Non
 
 
 def load_adapter(decoder: Decoder, folder: Path) -> LoraConfig:
-    """Give `decoder` the adapter in `folder`, to go on training it; returns its configuration.
+    """Add the adapter in `folder` to `decoder` for further training. Return its configuration.
 
-    A dropout that it was trained with is not applied here.
+    The adapter's dropout setting is ignored.
 
     Raises:
-        CheckpointError: files are missing or corrupt, the adapter is of another model, or of a kind
-            that computes something else than LoRA.
+        CheckpointError: files are missing or corrupt, the adapter belongs to another model, or it
+            computes something other than plain LoRA.
     """
     config, tensors = read_adapter(folder)
     path = folder / ADAPTER_WEIGHTS
@@ -109,7 +110,8 @@ def load_adapter(decoder: Decoder, folder: Path) -> LoraConfig:
             linear = None
         if not isinstance(linear, nn.Linear):
             raise CheckpointError(
-                f"{path}: {name} is no linear layer of this model; the adapter is of another one"
+                f"{path}: {name} is not a linear layer of this model; the adapter is for another "
+                "model"
             )
         outs, ins = linear.weight.shape
         for part, shape in (("lora_A", (config.rank, ins)), ("lora_B", (outs, config.rank))):
@@ -117,7 +119,7 @@ def load_adapter(decoder: Decoder, folder: Path) -> LoraConfig:
             if tuple(tensor.shape) != shape:
                 raise CheckpointError(
                     f"{path}: {part} of {name} has shape {tuple(tensor.shape)}, expected {shape}; "
-                    "the adapter is of another model"
+                    "the adapter is for another model"
                 )
             if not torch.isfinite(tensor).all():
                 raise CheckpointError(f"{path}: {part} of {name} has NaN or infinite values")
@@ -130,8 +132,11 @@ def load_adapter(decoder: Decoder, folder: Path) -> LoraConfig:
 
 
 def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
-    """Configuration, its targets being dotted names, and tensors by the names of our parameters.
-    Raises CheckpointError as `load_adapter` does."""
+    """Return the adapter's configuration and its tensors by our parameter names.
+
+    The targets in the configuration are dotted layer names. Raises CheckpointError as
+    `load_adapter` does.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"adapter folder {folder} does not exist")
     raw = _config(folder / ADAPTER_CONFIG)
@@ -171,17 +176,17 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text())
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; give a folder that peft has saved") from None
+        raise CheckpointError(f"{path} does not exist; give a folder saved by peft") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: not readable as JSON ({error})") from None
     if not isinstance(raw, dict) or raw.get("peft_type") != "LORA":
         kind = raw.get("peft_type") if isinstance(raw, dict) else None
-        raise CheckpointError(f"{path}: peft_type is {kind!r}; adapters of type LORA are read")
+        raise CheckpointError(f"{path}: peft_type is {kind!r}; only adapters of type LORA are read")
     odd = [name for name in _UNKNOWN if raw.get(name)]
     if raw.get("bias", "none") != "none":
         odd.append("bias")
-    begun = raw.get("init_lora_weights")
-    if isinstance(begun, str) and begun not in _INITS:
+    init = raw.get("init_lora_weights")
+    if isinstance(init, str) and init not in _INITS:
         odd.append("init_lora_weights")
     if odd:
         raise CheckpointError(
@@ -192,7 +197,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _shortest(decoder: Decoder, names: list[str]) -> list[str]:
-    """Last parts of the names where they say the same, else the whole names."""
+    """Return the last parts of the names if these match the same layers, else the whole names."""
     short = sorted({name.rpartition(".")[2] for name in names})
     alike = [
         name

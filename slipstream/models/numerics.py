@@ -1,13 +1,14 @@
-"""Row and width rules of exact mode: what makes a token's numbers independent of its neighbours.
+"""The rules of exact mode that make a token's results independent of the rest of its batch.
 
-On a CPU compiled kernels compute every row by itself (`has_kernels`); bf16 means there that both
-factors of a matrix product are rounded to it, and everything else is fp32 (`activation_dtype`).
-Where torch's own
-operations are used instead, a matrix product computes row i the same way whatever else is in the
-batch only if the row count avoids the library's special cases, and an element-wise operation
-handles the last few elements of a buffer with other instructions. The rules here avoid both
-(measurements: `docs/log/exact_mode.md`). They are applied by the engine and by the trainer alike,
-so that both compute the same bits for the same token.
+On a CPU the compiled kernels compute each row (token) independently (`has_kernels`). There, bf16
+means that both factors of a matrix product are rounded to bf16. Everything else is fp32
+(`activation_dtype`).
+
+With torch's operations two effects must be avoided. The library behind a matrix product computes a
+row differently for some row counts. And an element-wise operation uses other instructions for the
+last few elements of a buffer. The rules for row counts and widths here avoid both (measurements:
+`docs/log/exact_mode.md`). Engine and trainer apply the same rules, so both compute the same bits
+for the same token.
 """
 
 from __future__ import annotations
@@ -17,60 +18,68 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from slipstream.config.engines import engines_with
 from slipstream.errors import ConfigError
-from slipstream.kernels.processor import by_intel, words
-from slipstream.kernels.team import suited
+from slipstream.kernels.processor import cpu_flags, is_intel
+from slipstream.kernels.team import kernels_supported
 
 ROW_MULTIPLE = 4
-"""Rows of every fp32 matrix product: the kernels treat rows in blocks of four."""
+"""The row count of torch's matrix products must be a multiple of this: the math libraries process
+rows in blocks of four."""
 
 KEY_CHUNK = {torch.float32: 128, torch.bfloat16: 512}
-"""Keys per attention chunk: partial sums end at these multiples of the position."""
+"""Keys per attention chunk: partial sums end at positions that are multiples of this."""
 
 KEY_STEP = 16
-"""To what multiple the last chunk is padded where `partial_chunks_are_exact`."""
+"""The last chunk is padded to a multiple of this if `partial_chunks_are_exact`."""
 
 WIDTH_MULTIPLE = 16
-"""Hidden, head and inner widths: no vector kernel is left with a remainder, however its work is
-split among threads. The vocabulary is exempt: what is computed over it is computed row by row."""
+"""Hidden, head and inner widths must be multiples of this. Then no vector operation has leftover
+elements, however its work is split among threads. The vocabulary is exempt, because operations over
+it run row by row."""
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `value`."""
+    """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
 def check_widths(**widths: int) -> None:
-    """Refuse widths for which exact mode does not hold. Raises ConfigError naming the multiple."""
+    """Raise ConfigError if a width does not allow exact mode; the error names the multiple."""
     for name, width in widths.items():
         if width % WIDTH_MULTIPLE:
             raise ConfigError(
                 f"{name}={width} is not a multiple of {WIDTH_MULTIPLE}, which exact mode needs; "
-                "choose another size, or roll out with actor_rollout_ref.rollout.name=hf"
+                "choose another size, or set for rollouts "
+                f"{engines_with(lambda engine: engine.width_multiple == 1)}"
             )
 
 
 def has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the compiled kernels (`kernels`) are for tensors of this kind: what they compute is
-    exact for any number of rows."""
-    return dtype == torch.float32 and device.type == "cpu" and suited()
+    """Return whether the compiled kernels (`slipstream.kernels`) support this dtype and device.
+
+    Their results are exact for any number of rows.
+    """
+    return dtype == torch.float32 and device.type == "cpu" and kernels_supported()
 
 
 def activation_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What rows are stored in where `dtype` is computed in: the same, but for bf16 beside the
-    kernels, which round only what they multiply (as autocast does), fp32. Keys and values are
-    multiplied."""
-    narrow = dtype == torch.bfloat16 and has_kernels(torch.float32, device)
-    return torch.float32 if narrow else dtype
+    """Return the dtype of activations for the compute dtype `dtype`.
+
+    It is `dtype`, except for bf16 with the kernels: these round only the factors of products, as
+    autocast does, so activations are fp32. Keys and values are factors, so they are bf16.
+    """
+    rounds_factors = dtype == torch.bfloat16 and has_kernels(torch.float32, device)
+    return torch.float32 if rounds_factors else dtype
 
 
 def row_multiple(dtype: torch.dtype, device: torch.device) -> int:
-    """How many rows products need at a time to be exact."""
+    """Return the multiple to which the row count of exact products must be padded."""
     return 1 if has_kernels(activation_dtype(dtype, device), device) else ROW_MULTIPLE
 
 
 def pad_rows(x: Tensor, multiple: int = ROW_MULTIPLE) -> Tensor:
-    """(N, ...) -> (N', ...) with N' a multiple of `multiple`, filled with copies of row 0."""
+    """Pad with copies of row 0: (N, ...) -> (N', ...), N' a multiple of `multiple`."""
     missing = -x.shape[0] % multiple
     if not missing:
         return x
@@ -78,7 +87,10 @@ def pad_rows(x: Tensor, multiple: int = ROW_MULTIPLE) -> Tensor:
 
 
 def key_step(dtype: torch.dtype, device: torch.device) -> int:
-    """What the number of keys is rounded up to: whole chunks, or less where that is exact, too."""
+    """Return the multiple to which the number of keys is rounded up.
+
+    It is a whole chunk, or less if that is exact, too.
+    """
     if has_kernels(activation_dtype(dtype, device), device):
         return KEY_STEP
     if dtype == torch.float32 and device.type == "cpu" and partial_chunks_are_exact():
@@ -86,24 +98,31 @@ def key_step(dtype: torch.dtype, device: torch.device) -> int:
     return KEY_CHUNK[dtype]
 
 
-def order_is_kept(device: torch.device) -> bool:
-    """Whether sums over keys are taken in the order of positions whatever slots the keys lie in: on
-    CPUs, where bits are promised. A GPU's libraries add in orders of their own, and there what
-    order takes (keys gathered for each row by itself) would buy nothing."""
+def sums_in_key_order(device: torch.device) -> bool:
+    """Return whether sums over keys must run in the order of positions, whatever their slots.
+
+    CPUs need this for exact mode. GPU libraries choose their own order, so gathering the keys of
+    each row in order would be wasted time there.
+    """
     return device.type == "cpu"
 
 
 def rows_are_exact(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a row has the same bits in whatever batch it is computed, so that engine and trainer
-    agree on each token: by the kernels, or where torch's own products happen to be like that."""
+    """Return whether a row has the same bits in any batch, so that engine and trainer agree.
+
+    This holds with the compiled kernels, and on CPUs where torch's products have this property.
+    """
     kernels = has_kernels(activation_dtype(dtype, device), device)
     return kernels or (device.type == "cpu" and products_are_exact())
 
 
 @cache
 def products_are_exact() -> bool:
-    """Whether torch's fp32 products on this CPU obey the rule of `ROW_MULTIPLE`. Measured once:
-    OpenBLAS and oneDNN do, MKL on Intel's processors computes few rows another way."""
+    """Return whether torch's fp32 products on this CPU are exact for multiples of `ROW_MULTIPLE`.
+
+    The function measures it once. OpenBLAS and oneDNN are exact; MKL on Intel processors computes
+    small row counts differently.
+    """
     generator = torch.Generator().manual_seed(0)
     for width in (64, 192, 512):
         x = torch.randn(64, width, generator=generator)
@@ -117,8 +136,10 @@ def products_are_exact() -> bool:
 
 @cache
 def partial_chunks_are_exact() -> bool:
-    """Whether fp32 products on this CPU give the same bits for a chunk that is cut off where only
-    zeros follow. Measured once (milliseconds): it depends on the library's kernels."""
+    """Return whether fp32 products on this CPU keep their bits if trailing zeros of a chunk go.
+
+    The function measures it once (a few milliseconds), because it depends on the math library.
+    """
     generator = torch.Generator().manual_seed(0)
     chunk = KEY_CHUNK[torch.float32]
     for width in (16, 32, 64, 128):
@@ -130,13 +151,13 @@ def partial_chunks_are_exact() -> bool:
         for end in range(KEY_STEP, chunk, KEY_STEP):
             for rows in (ROW_MULTIPLE, 12):
                 start, seen = q[:, :rows], keys[:, :end]
-                kept = weights[:, :rows].clone()
-                kept[:, :, end - 3 :] = 0
-                flat, cut = kept.view(-1, chunk), kept[:, :, :end]
+                padded = weights[:, :rows].clone()
+                padded[:, :, end - 3 :] = 0
+                flat, cut = padded.view(-1, chunk), padded[:, :, :end]
                 pairs = (
                     (torch.bmm(start, seen.transpose(1, 2)), scores[:, :rows, :end]),
-                    (torch.bmm(cut, seen), torch.bmm(kept, keys)),
-                    (torch.baddbmm(start, cut, seen), torch.baddbmm(start, kept, keys)),
+                    (torch.bmm(cut, seen), torch.bmm(padded, keys)),
+                    (torch.baddbmm(start, cut, seen), torch.baddbmm(start, padded, keys)),
                     (torch.mm(flat[:, :end], ones[:end]), torch.mm(flat, ones)),
                 )
                 if not all(torch.equal(left, right) for left, right in pairs):
@@ -146,32 +167,32 @@ def partial_chunks_are_exact() -> bool:
 
 @cache
 def cpu_has_bf16_units() -> bool:
-    """Whether this CPU multiplies bf16 in hardware (AVX512_BF16, AMX or Arm's BF16).
+    """Return whether this CPU multiplies bf16 in hardware (AVX512_BF16, AMX or Arm's BF16).
 
-    Elsewhere bf16 is emulated and slower than fp32.
+    Other CPUs emulate bf16, which is slower than fp32.
     """
-    return bool(words() & {"avx512_bf16", "amx_bf16", "bf16"})
+    return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 @cache
 def bf16_products_are_faster() -> bool:
-    """Whether torch's products of bf16 matrices take less time here than those of fp32.
+    """Return whether torch's bf16 matrix products are faster on this CPU than fp32 products.
 
-    Not where bf16 is emulated, nor on Intel's processors without AMX: their instruction for pairs
-    takes longer than two fused multiply-adds (docs/log/training_step.md).
+    They are slower if bf16 is emulated, and on Intel processors without AMX: there the bf16 pair
+    instruction takes longer than two fused multiply-adds (docs/log/training_step.md).
     """
-    return "amx_bf16" in words() or (cpu_has_bf16_units() and not by_intel())
+    return "amx_bf16" in cpu_flags() or (cpu_has_bf16_units() and not is_intel())
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
-    """bf16 where the hardware has units for it, fp32 elsewhere."""
+    """Return bf16 if the device multiplies it in hardware, else fp32."""
     if device.type == "cpu":
         return torch.bfloat16 if cpu_has_bf16_units() else torch.float32
     return torch.bfloat16
 
 
 def dtype_from_name(name: str, device: torch.device) -> torch.dtype:
-    """`auto`, `bfloat16` or `float32` as a dtype for `device`."""
+    """Return the dtype for `auto`, `bfloat16` or `float32`. Raises ConfigError for other names."""
     if name == "auto":
         return default_dtype(device)
     known = {"bfloat16": torch.bfloat16, "float32": torch.float32}

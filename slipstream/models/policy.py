@@ -1,6 +1,7 @@
-"""A policy, whoever computes it: the built-in decoder, or transformers (`foreign`).
+"""One interface to both kinds of policy: the built-in decoder and `HFPolicy` (transformers).
 
-What a trainer and the loops ask of either, and files of both. Called by `training` and `loops`.
+It covers what trainers and loops need of a policy: loading, saving, weights and packing. `training`
+and `loops` call it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import torch
 from torch import Tensor
 
 from slipstream.models.config import Family, ModelConfig
-from slipstream.models.decoder import Decoder, PackedDecoder, takes_sequences_in_a_row
+from slipstream.models.decoder import Decoder, PackedDecoder, supports_varlen
 from slipstream.models.hf_io import (
     load_checkpoint,
     load_config,
-    load_spread,
+    load_sharded_weights,
     load_tensors,
     read_json,
     read_tensors,
@@ -43,9 +44,10 @@ PackedPolicy: TypeAlias = PackedDecoder | PackedHFPolicy | ShardedDecoder
 
 
 def policy_config(folder: Path, implementation: Implementation = "auto") -> PolicyConfig:
-    """The architecture in `folder`. `auto`: transformers computes those that the decoder does not.
+    """Return the architecture of the checkpoint in `folder`.
 
-    Raises CheckpointError, naming the file, for one that cannot be read.
+    `auto` selects the built-in decoder for the families that it supports, and transformers for all
+    others. Raises CheckpointError, which names the file, if the configuration cannot be read.
     """
     return (
         hf_policy_config(folder)
@@ -60,21 +62,24 @@ def load_policy(
     *,
     device: torch.device | None = None,
 ) -> Policy:
-    """A policy with fp32 parameters; see `policy_config`."""
+    """Return the policy in `folder` with fp32 parameters.
+
+    `implementation` is as in `policy_config`. Raises CheckpointError.
+    """
     if _needs_transformers(folder, implementation):
         return load_hf_policy(folder, device=device)
     return load_checkpoint(folder, device=device)
 
 
 def load_sharded(folder: Path, mesh: DeviceMesh, *, device: torch.device) -> Decoder:
-    """As `load_policy`, spread over `mesh` (`sharded`): no process ever has all weights.
+    """Return the decoder in `folder`, sharded over `mesh`. No process ever holds all weights.
 
     Raises CheckpointError.
     """
     with torch.device("meta"):
         decoder = Decoder(load_config(folder))
     shard(decoder, mesh).to_empty(device=device)
-    load_spread(decoder, folder)
+    load_sharded_weights(decoder, folder)
     return decoder
 
 
@@ -86,8 +91,11 @@ def save_policy(
     generation: Mapping[str, Any] | None = None,
     save_tokenizer: Callable[[str], object] | None = None,
 ) -> None:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads; `generation` as in
-    `hf_io.save_checkpoint`. A policy that transformers computes keeps its own."""
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads.
+
+    `generation` and `save_tokenizer` are as in `hf_io.save_checkpoint`. An `HFPolicy` ignores
+    `generation` and keeps its own generation config.
+    """
     if isinstance(policy, HFPolicy):
         policy.save(folder, dtype=dtype, save_tokenizer=save_tokenizer)
     else:
@@ -97,8 +105,10 @@ def save_policy(
 
 
 def load_weights(policy: Policy, tensors: Mapping[str, Tensor], *, source: str) -> None:
-    """Copy `tensors`, named as `policy_weights` names them, into `policy`; all are checked before
-    any is changed. Raises CheckpointError."""
+    """Copy `tensors`, with the names of `policy_weights`, into `policy`.
+
+    All tensors are checked before any weight changes. Raises CheckpointError.
+    """
     if isinstance(policy, HFPolicy):
         policy.load_tensors(tensors, source=source)
     else:
@@ -106,22 +116,22 @@ def load_weights(policy: Policy, tensors: Mapping[str, Tensor], *, source: str) 
 
 
 def load_weights_from(policy: Policy, folder: Path) -> None:
-    """Copy the weights of a checkpoint into `policy`. Raises CheckpointError."""
+    """Copy the weights of the checkpoint in `folder` into `policy`. Raises CheckpointError."""
     if isinstance(policy, HFPolicy):
         policy.load_folder(folder)
     elif is_sharded(policy):
-        load_spread(policy, folder)
+        load_sharded_weights(policy, folder)
     else:
         load_tensors(policy, read_tensors(folder), source=str(folder))
 
 
 def policy_weights(policy: Policy) -> Iterator[tuple[str, Tensor | LoraLinear]]:
-    """All weights under their Hugging Face names; see `lora.named_weights`."""
+    """Yield all weights under their Hugging Face names, as `lora.named_weights` does."""
     return policy.weights() if isinstance(policy, HFPolicy) else named_weights(policy)
 
 
 def pack(policy: Policy, dtype: torch.dtype) -> PackedPolicy:
-    """The policy as it computes in `dtype`; differentiable with respect to its parameters."""
+    """Return the policy in compute form. Differentiable with respect to its parameters."""
     if isinstance(policy, Decoder) and is_sharded(policy):
         base_only = not all(layer.enabled for layer in lora_layers(policy).values())
         return ShardedDecoder(policy, dtype, base_only)
@@ -129,10 +139,10 @@ def pack(policy: Policy, dtype: torch.dtype) -> PackedPolicy:
 
 
 def needs_padding(policy: Policy, dtype: torch.dtype) -> bool:
-    """Whether sequences go through the forward pass as padded rows, not one after the other."""
+    """Return whether a forward pass needs sequences padded to one length."""
     if isinstance(policy, HFPolicy):
         return True
-    return not takes_sequences_in_a_row(policy.config, dtype, policy.device)
+    return not supports_varlen(policy.config, dtype, policy.device)
 
 
 def _needs_transformers(folder: Path, implementation: Implementation) -> bool:

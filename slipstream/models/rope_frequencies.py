@@ -1,8 +1,8 @@
-"""Rotary frequencies, plain and scaled: the one place where they are computed.
+"""Compute rotary frequencies, plain and scaled. All callers share this module.
 
-Of their last bit far positions are made, so they are taken as transformers takes them: in fp32, on
-the CPU, in its order of operations. Called by `functional`, whose table engine, trainer, kernels
-and draft heads share.
+An error in the last bit of a frequency grows with the position. So the frequencies are computed as
+in transformers: in fp32, on the CPU, in the same order of operations. `functional` calls this
+module and builds the table that engine, trainer, kernels and draft heads share.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from slipstream.models.rope_scaling import (
 
 
 def inverse_frequencies(theta: float, head_dim: int, scaling: RopeScaling | None) -> Tensor:
-    """Radians that each pair of numbers of a head is turned by from a position to the next,
-    (head_dim / 2,) in fp32, within the context that the model is used in
-    (`ModelConfig.context_limit`)."""
+    """Return the rotation in radians per position of each pair of a head: (head_dim / 2,) fp32.
+
+    The values hold for sequences within `ModelConfig.context_limit`.
+    """
     exponents = torch.arange(0, head_dim, 2).float() / head_dim
     wavelengths = theta**exponents
-    # Times the reciprocal, as transformers does.
+    # A reciprocal, as in transformers: a negative power would differ in the last bit.
     plain = 1.0 / wavelengths
     if isinstance(scaling, LinearScaling):
         return plain / scaling.factor
@@ -41,6 +42,7 @@ def inverse_frequencies(theta: float, head_dim: int, scaling: RopeScaling | None
 
 
 def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """Return the frequencies of Llama 3.1: interpolated by wavelength between two limits."""
     original, factor = scaling.original_max_position_embeddings, scaling.factor
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     wavelengths = 2 * math.pi / plain
@@ -51,10 +53,11 @@ def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _yarn(plain: Tensor, wavelengths: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
+    """Return the frequencies of YaRN (Peng et al. 2023), with a linear ramp between two pairs."""
     width = 2 * len(plain)
 
     def pair_of(turns: float) -> float:
-        """Which pair turns so often in the original context, as a real number."""
+        """Return the (fractional) index of the pair with `turns` turns in the original context."""
         original = scaling.original_max_position_embeddings
         return (width * math.log(original / (turns * 2 * math.pi))) / (2 * math.log(theta))
 

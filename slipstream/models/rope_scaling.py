@@ -1,8 +1,8 @@
-"""RoPE scaling: how a checkpoint's rotary frequencies differ from the plain ones, as data.
+"""RoPE scaling as data: how a checkpoint's rotary frequencies differ from the plain ones.
 
-Reads `rope_parameters` (transformers 5) and `rope_scaling` (before) of a `config.json` and writes
-what both hold. Knows no tensors: what is computed from it is in `rope_frequencies`. Called by
-`config`.
+This module reads `rope_parameters` (transformers 5) and `rope_scaling` (older versions) of a
+`config.json`, and writes the contents of both. It knows no tensors; `rope_frequencies` computes the
+frequencies. `config` calls it.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ _OF_EVERY_KIND = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """What every kind has."""
+    """The base class of all kinds of RoPE scaling."""
 
     kind: ClassVar[str]
+    """The value of `rope_type`."""
 
     @property
     def magnitude(self) -> float:
-        """What cosines and sines are multiplied by: scores are by its square."""
+        """The factor on cosines and sines. It scales attention scores by its square."""
         return 1.0
 
     def check_model(self, head_dim: int, theta: float) -> None:
-        """Raises ConfigError where heads of that width, or that base, cannot be scaled so."""
+        """Raise ConfigError if the scaling does not fit the head width or the base `theta`."""
 
     def to_hf(self) -> dict[str, Any]:
-        """As in `rope_parameters`, without the base."""
-        given = {name: value for name, value in asdict(self).items() if value is not None}
-        lists = {name: list(value) for name, value in given.items() if isinstance(value, tuple)}
-        return {"rope_type": self.kind, **given, **lists}
+        """Return the settings as in `rope_parameters`, without the base."""
+        settings = {name: value for name, value in asdict(self).items() if value is not None}
+        lists = {name: list(value) for name, value in settings.items() if isinstance(value, tuple)}
+        return {"rope_type": self.kind, **settings, **lists}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +55,10 @@ class LinearScaling(RopeScaling):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicScaling(RopeScaling):
-    """NTK-aware scaling that grows with the sequence beyond `max_position_embeddings`; up to there
-    frequencies are the plain ones."""
+    """NTK-aware scaling that grows with the sequence length beyond `max_position_embeddings`.
+
+    Shorter sequences use the plain frequencies.
+    """
 
     kind = "dynamic"
     factor: float
@@ -66,7 +69,7 @@ class DynamicScaling(RopeScaling):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Scaling(RopeScaling):
-    """Slow frequencies are divided by `factor`, fast ones kept, those between mixed (Llama 3.1)."""
+    """Low frequencies are divided by `factor`, high ones kept, and others mixed (Llama 3.1)."""
 
     kind = "llama3"
     factor: float
@@ -84,21 +87,25 @@ class Llama3Scaling(RopeScaling):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnScaling(RopeScaling):
-    """Frequencies of fewer than `beta_slow` turns in the original context are divided by `factor`,
-    those of more than `beta_fast` kept, those between mixed, and scores are sharpened (YaRN, Peng
-    et al. 2023)."""
+    """YaRN (Peng et al. 2023).
+
+    Frequencies with fewer than `beta_slow` turns in the original context are divided by `factor`.
+    Frequencies with more than `beta_fast` turns are kept, and those in between are mixed. Attention
+    scores are scaled up.
+    """
 
     kind = "yarn"
     factor: float
     original_max_position_embeddings: int
     attention_factor: float | None = None
-    """Of cosines and sines; None: after `factor`, and `mscale` where both are given."""
+    """The factor on cosines and sines. None: computed from `factor`, and from `mscale` and
+    `mscale_all_dim` if both are set."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    """Whether the range of those between ends at whole numbers."""
+    """Whether the range of mixed frequencies starts and ends at whole indices."""
 
     def __post_init__(self) -> None:
         _check(self.factor >= 1, "factor", self.factor, "at least 1")
@@ -110,7 +117,7 @@ class YarnScaling(RopeScaling):
 
     @property
     def magnitude(self) -> float:
-        """See `RopeScaling`."""
+        """The factor on cosines and sines: `attention_factor`, or YaRN's formula."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -119,11 +126,11 @@ class YarnScaling(RopeScaling):
 
     @property
     def reach(self) -> int:
-        """Tokens of the context that the frequencies are stretched to."""
+        """The length in tokens of the context that the scaled frequencies cover."""
         return int(self.factor * self.original_max_position_embeddings)
 
     def check_model(self, head_dim: int, theta: float) -> None:
-        """See `RopeScaling`."""
+        """Raise ConfigError if the base `theta` is at most 1, for which no ramp is defined."""
         if theta <= 1:
             raise ConfigError(f"rope_theta={theta:g} must be above 1 for RoPE scaling {self.kind}")
 
@@ -133,8 +140,10 @@ class YarnScaling(RopeScaling):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongRopeScaling(RopeScaling):
-    """Each frequency is divided by a number of its own: of `short_factor` in sequences of up to the
-    original length, of `long_factor` in longer ones (LongRoPE, Ding et al. 2024)."""
+    """LongRoPE (Ding et al. 2024): each frequency is divided by its own factor.
+
+    Sequences up to the original length use `short_factor`, longer ones `long_factor`.
+    """
 
     kind = "longrope"
     short_factor: tuple[float, ...]
@@ -142,7 +151,7 @@ class LongRopeScaling(RopeScaling):
     original_max_position_embeddings: int
     factor: float
     attention_factor: float | None = None
-    """Of cosines and sines; None: after `factor`."""
+    """The factor on cosines and sines. None: computed from `factor`."""
 
     def __post_init__(self) -> None:
         _check(self.factor >= 1, "factor", self.factor, "at least 1")
@@ -155,20 +164,20 @@ class LongRopeScaling(RopeScaling):
 
     @property
     def magnitude(self) -> float:
-        """See `RopeScaling`."""
+        """The factor on cosines and sines: `attention_factor`, or LongRoPE's formula."""
         if self.attention_factor is not None:
             return self.attention_factor
         original = self.original_max_position_embeddings
         return math.sqrt(1 + math.log(self.factor) / math.log(original))
 
     def check_model(self, head_dim: int, theta: float) -> None:
-        """See `RopeScaling`."""
+        """Raise ConfigError unless both lists have `head_dim` / 2 factors."""
         for name in ("short_factor", "long_factor"):
             count = len(getattr(self, name))
             if count != head_dim // 2:
                 raise ConfigError(
-                    f"{name} has {count} entries, and heads of head_dim={head_dim} have "
-                    f"{head_dim // 2} frequencies; give one for each"
+                    f"{name} has {count} entries, but head_dim={head_dim} has {head_dim // 2} "
+                    "frequencies; give one entry for each"
                 )
 
 
@@ -179,17 +188,18 @@ KINDS: Mapping[str, type[RopeScaling]] = {
 
 
 def read_rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
-    """The base of the frequencies and their scaling, from the contents of `config.json`.
+    """Return the base of the frequencies and their scaling, from the contents of `config.json`.
 
-    Raises CheckpointError, which names `source`, the key, its value and the remedy, for kinds and
-    keys that are not known, missing or impossible values, and spellings that contradict each other.
+    Raises CheckpointError for unknown kinds and keys, for missing or impossible values, and if
+    `rope_parameters` and `rope_scaling` contradict each other. The error names `source`, the key,
+    its value and the remedy.
     """
     sections = {name: _section(raw, name, source) for name in SPELLINGS if raw.get(name)}
     scalings = {name: _scaling(section, raw, name, source) for name, section in sections.items()}
     if len(set(scalings.values())) > 1:
-        told = " and ".join(f"{name}={dict(section)}" for name, section in sections.items())
+        shown = " and ".join(f"{name}={dict(section)}" for name, section in sections.items())
         raise CheckpointError(
-            f"{source}: {told} contradict each other; remove the one that the model was not "
+            f"{source}: {shown} contradict each other; remove the one that the model was not "
             "trained with"
         )
     scaling = next(iter(scalings.values()), None)
@@ -203,26 +213,26 @@ def _section(raw: Mapping[str, Any], name: str, source: str) -> Mapping[str, Any
     nested = [key for key, value in section.items() if isinstance(value, Mapping)]
     if nested:
         raise CheckpointError(
-            f"{source}: {name} has frequencies of its own for {nested[0]}; Slipstream's decoder "
-            "turns all layers alike"
+            f"{source}: {name} has separate frequencies for {nested[0]}, but Slipstream's decoder "
+            "uses the same frequencies in all layers"
         )
     return section
 
 
 def _theta(raw: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], source: str) -> float:
     places = {"rope_theta": raw} | {f"{name}.rope_theta": part for name, part in sections.items()}
-    given = {
+    thetas = {
         place: _number(part["rope_theta"], f"{source}: {place}")
         for place, part in places.items()
         if part.get("rope_theta") is not None
     }
-    if len(set(given.values())) > 1:
-        told = " and ".join(f"{place}={theta:g}" for place, theta in given.items())
+    if len(set(thetas.values())) > 1:
+        shown = " and ".join(f"{place}={theta:g}" for place, theta in thetas.items())
         raise CheckpointError(
-            f"{source}: {told} contradict each other; remove the one that the model was not "
+            f"{source}: {shown} contradict each other; remove the one that the model was not "
             "trained with"
         )
-    theta = next(iter(given.values()), DEFAULT_THETA)
+    theta = next(iter(thetas.values()), DEFAULT_THETA)
     if theta <= 0:
         raise CheckpointError(f"{source}: rope_theta={theta:g} must be above 0; 10000 is usual")
     return theta
@@ -235,8 +245,10 @@ def _scaling(
     named = {key: section[key] for key in ("rope_type", "type") if section.get(key) is not None}
     kinds = set(map(str, named.values()))
     if len(kinds) > 1:
-        told = " and ".join(f"{key}={value!r}" for key, value in named.items())
-        raise CheckpointError(f"{where}: {told} contradict each other; keep the one that is meant")
+        shown = " and ".join(f"{key}={value!r}" for key, value in named.items())
+        raise CheckpointError(
+            f"{where}: {shown} contradict each other; keep the one that the model was trained with"
+        )
     kind = kinds.pop() if kinds else "default"
     if kind != "default" and kind not in KINDS:
         raise CheckpointError(
@@ -250,7 +262,7 @@ def _scaling(
         if value is not None and key not in names | _OF_EVERY_KIND:
             raise CheckpointError(
                 f"{where}.{key}={value!r} is no setting of RoPE scaling {kind!r}"
-                f"{did_you_mean(key, names)}; remove it if the model was trained without"
+                f"{did_you_mean(key, names)}; remove it if the model was trained without it"
             )
     if cls is None:
         return None
@@ -263,12 +275,12 @@ def _scaling(
         return cls(**{f.name: _value(values, f, kind, where) for f in known if _given(values, f)})
     except ConfigError as error:
         raise CheckpointError(
-            f"{where}: {error}; put the value there that it was trained with"
+            f"{where}: {error}; set it to the value that the model was trained with"
         ) from None
 
 
 def _lengthened(raw: Mapping[str, Any], original: object) -> float | None:
-    """By how much, where a file gives both lengths instead."""
+    """Return the factor from the extended and the original length, or None if one is missing."""
     longest = raw.get("max_position_embeddings")
     if isinstance(longest, int) and isinstance(original, int) and original > 0:
         return max(1.0, longest / original)
@@ -276,7 +288,7 @@ def _lengthened(raw: Mapping[str, Any], original: object) -> float | None:
 
 
 def _original(section: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> object:
-    """Phi-3's files have it at the top, all others in the section."""
+    """Return the original length. Phi-3's files have it at the top level, others in the section."""
     inner, outer = section.get(_ORIGINAL), raw.get(_ORIGINAL)
     if inner is not None and outer is not None and inner != outer:
         raise CheckpointError(
@@ -295,7 +307,7 @@ def _value(values: Mapping[str, Any], field: Field[Any], kind: str, where: str) 
     place = f"{where}.{field.name}"
     if value is None:
         raise CheckpointError(
-            f"{place} is missing, which RoPE scaling {kind!r} needs; put the value there that the "
+            f"{place} is missing, which RoPE scaling {kind!r} needs; set it to the value that the "
             "model was trained with"
         )
     kind_of_value = str(field.type).removesuffix(" | None")
@@ -319,9 +331,9 @@ def _number(value: object, place: str) -> float:
     return float(value)
 
 
-def _check(holds: bool, name: str, value: object, wanted: str) -> None:
+def _check(holds: bool, name: str, value: object, requirement: str) -> None:
     if not holds:
-        raise ConfigError(f"{name}={value} must be {wanted}")
+        raise ConfigError(f"{name}={value} must be {requirement}")
 
 
 def _check_original(length: int) -> None:

@@ -1,10 +1,12 @@
-"""A decoder whose parameters are spread over processes by PyTorch's FSDP2 (`fully_shard`).
+"""Shard a decoder's parameters over processes with PyTorch's FSDP2 (`fully_shard`).
 
-Each process keeps a slice of every parameter. A layer's weights are gathered when its turn comes,
-forward and backward, and given up again; embedding, last norm and LM head stay for the pass. Sums
-of gradients come back as slices. Everything here is collective: all processes of the mesh make the
-same calls in the same order. Slices are torch's `DTensor`s, which the rest of `models` and
-`training` meets only through `full`, `slice_like` and `assign`. Knows no optimizers and no batches.
+Each process keeps a slice of every parameter. FSDP2 gathers a layer's weights just before the layer
+runs, forward and backward, and frees them afterwards. Embedding, last norm and LM head stay
+gathered for the whole pass. Gradients are reduced to slices.
+
+All calls here are collective: every process of the mesh makes the same calls in the same order.
+Slices are torch's `DTensor`s. The rest of `models` and `training` handles them only through `full`,
+`slice_like` and `assign`. This module knows no optimizers and no batches.
 """
 
 from __future__ import annotations
@@ -26,48 +28,53 @@ if TYPE_CHECKING:
 
 
 def shard(decoder: Decoder, mesh: DeviceMesh) -> Decoder:
-    """Spread the parameters of `decoder`, which every process has alike, over `mesh` (one
-    dimension); returns it. Gradients are summed over the processes, not averaged: losses are
-    normalised by counts of the whole batch."""
-    # Imported here: it takes a second, and one process needs none of it.
+    """Shard the parameters of `decoder` over the one-dimensional `mesh`; return the decoder.
+
+    Every process must pass the same parameters. Gradients are summed over the processes, not
+    averaged, because losses are normalized by counts of the whole batch.
+    """
+    # Imported here, because the import takes a second and a run in one process does not need it.
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     for layer in decoder.model.layers:
         fully_shard(layer, mesh=mesh)
-    # What is gathered stays for the backward pass, in which it is needed at once.
+    # Embedding, norm and head stay gathered, because the backward pass needs them first.
     fully_shard(decoder, mesh=mesh, reshard_after_forward=False)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # Factors are multiplied in by NCCL alone.
+            # Only NCCL applies the divide factor; other backends need a plain sum.
             module.set_force_sum_reduction_for_comms(True)
     return decoder
 
 
 def is_sharded(module: object) -> bool:
-    """Whether `shard` has been here."""
+    """Return whether `shard` was applied to the module."""
     return hasattr(module, "reshard")
 
 
-def give_up(module: object) -> None:
-    """Give up the weights that a pass has gathered, if any: they are none of the next update."""
+def free_gathered(module: object) -> None:
+    """Free the weights that a pass has gathered, if any. An update would make them stale."""
     if is_sharded(module):
         cast(Any, module).reshard()
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be spread over processes; collective where it is."""
+    """Return the whole tensor, gathered from all processes if it is sharded (collective)."""
     gather = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else cast(Tensor, gather())
 
 
 def whole_copy(tensor: Tensor) -> Tensor:
-    """A copy of the whole; of one that is spread in the host's memory, where there is room."""
+    """Return a copy of the whole tensor, in host memory if it is sharded, to save GPU memory."""
     return full(tensor).cpu() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
 def slice_like(value: Tensor, spread: Tensor) -> Tensor:
-    """This process's part of `value`, which every process has alike, spread as `spread` is."""
+    """Return this process's slice of `value`, sharded as `spread` is.
+
+    Every process must pass the same `value`. If `spread` is not sharded, the result is `value`.
+    """
     if not hasattr(spread, "full_tensor"):
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -79,22 +86,25 @@ def slice_like(value: Tensor, spread: Tensor) -> Tensor:
 
 @torch.no_grad()
 def assign(parameter: Tensor, value: Tensor) -> None:
-    """Copy `value`, which every process has alike, into `parameter`, spread or not."""
+    """Copy `value`, the same on every process, into `parameter`, sharded or not."""
     parameter.copy_(slice_like(value, parameter))
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedDecoder:
-    """What `Decoder.pack` is for a whole decoder: weights are packed as they are gathered."""
+    """The compute form of a sharded decoder, as `PackedDecoder` is of a whole one.
+
+    It packs each layer's weights when they are gathered.
+    """
 
     decoder: Decoder
     compute_dtype: torch.dtype
     base_only: bool = False
-    """Whether a LoRA adapter was off when this was made, as it then is whenever it computes."""
+    """Whether to compute without the LoRA adapter."""
 
     @property
     def head(self) -> tuple[Tensor, PackedLinear]:
-        """As `PackedDecoder.head`; after `forward`, before the weights are given up."""
+        """As `PackedDecoder.head`. Valid after `forward`, until `free_gathered` is called."""
         with self._weights():
             weight = self.decoder.lm_head_weight.to(self.compute_dtype)
         return weight, PackedLinear.of(weight)
@@ -113,11 +123,11 @@ class ShardedDecoder:
         aux_layers: Sequence[int] = (),
         recompute: bool = False,
     ) -> HiddenStates:
-        """As `PackedDecoder.forward`, to the bit; collective."""
+        """Return what `PackedDecoder.forward` returns, bit for bit. Collective."""
         from slipstream.models.decoder import HiddenStates
 
         with self._weights():
-            final, tapped = self.decoder(
+            final, aux_inputs = self.decoder(
                 self.compute_dtype,
                 ids_BT,
                 positions_BT,
@@ -125,5 +135,5 @@ class ShardedDecoder:
                 aux_layers=tuple(aux_layers),
                 recompute=recompute,
             )
-        # Not viewed as sequences in there: FSDP2 hangs its hooks on what comes out.
-        return HiddenStates(final, tapped).in_sequences(len(ids_BT))
+        # Reshaped here, because FSDP2 attaches its hooks to the tensors that the module returns.
+        return HiddenStates(final, aux_inputs).in_sequences(len(ids_BT))

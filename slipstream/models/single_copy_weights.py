@@ -1,8 +1,9 @@
-"""A decoder whose parameters are the packed weights themselves: one copy, in the compute dtype.
+"""Single-copy weights: the decoder's parameters are views of its packed weights.
 
-For an engine of a model so large that a second copy, or weights in fp32, would not fit. Only where
-torch multiplies: kernels have a layout of their own. New weights are written straight into the ones
-in use, so an update that turns out to be bad leaves a mixture behind.
+An engine uses this for a model so large that a second copy, or weights in fp32, would not fit in
+memory. It works only if torch computes the matrix products, because the compiled kernels store
+weights in their own layout. New weights overwrite the weights in use. So an update that fails
+halfway leaves old and new weights mixed.
 """
 
 from __future__ import annotations
@@ -18,21 +19,24 @@ from slipstream.models.numerics import activation_dtype, has_kernels
 
 
 def allocate_single_copy(decoder: Decoder, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """`decoder`, which was made on the meta device, with room for weights in `dtype`; returns
-    it."""
+    """Allocate memory in `dtype` for `decoder`, which must be on the meta device. Return it."""
     return decoder.to(dtype).to_empty(device=device)
 
 
 @torch.no_grad()
 def pack_in_place(decoder: Decoder, dtype: torch.dtype) -> PackedDecoder:
-    """`decoder.pack(dtype)`, of which the parameters become views; they are in `dtype` from then
-    on.
+    """Return `decoder.pack(dtype)` and turn the decoder's parameters into views of it.
+
+    The parameters have the type `dtype` from then on.
 
     Raises:
-        ValueError: kernels multiply here.
+        ValueError: the compiled kernels compute the matrix products on this device.
     """
     if has_kernels(activation_dtype(dtype, decoder.device), decoder.device):
-        raise ValueError("compiled kernels keep weights in a layout of their own")
+        raise ValueError(
+            f"single-copy weights need torch's matrix products, and for {dtype} on "
+            f"{decoder.device} the compiled kernels compute them in their own weight layout"
+        )
     decoder.to(dtype)
     packed = decoder.pack(dtype)
     for layer, w in zip(decoder.layers, packed.layers, strict=True):
@@ -44,18 +48,21 @@ def pack_in_place(decoder: Decoder, dtype: torch.dtype) -> PackedDecoder:
 
 @torch.no_grad()
 def write(decoder: Decoder, packed: PackedDecoder, tensors: Mapping[str, Tensor]) -> None:
-    """Give the decoder and `packed`, which `pack_in_place` made of it, new weights: all, or some of
-    them."""
+    """Copy new weights, all or some of them, into the decoder and into `packed`.
+
+    `packed` must be what `pack_in_place` returned for this decoder.
+    """
     parameters = dict(decoder.named_parameters())
     for name, tensor in tensors.items():
         parameters[name].copy_(tensor)
     for layer, w in zip(decoder.layers, packed.layers, strict=True):
         if w.qk_norm is not None:
-            # The one thing that is no view: every head has the same gains.
+            # Only these gains are not views: the packed form repeats them for each head.
             w.qk_norm.copy_(layer.qk_norm(decoder.config))
 
 
 def _view(linears: Iterable[nn.Linear], joined: PackedLinear) -> None:
+    """Make the weights and biases of `linears` views of their rows in `joined`."""
     start = 0
     for linear in linears:
         end = start + linear.weight.shape[0]

@@ -1,5 +1,8 @@
-"""A decoder with a scalar head on its final hidden states: what a critic is. Knows no files and no
-losses; `critic_io` reads and writes it, `training.critic` trains it."""
+"""The critic: a decoder with a scalar head on its final hidden states.
+
+This module knows no files and no losses. `critic_io` reads and writes the model; `training.critic`
+trains it. Shapes: D hidden width.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,11 @@ from slipstream.models.lora import named_weights, value_of
 
 
 class ValueModel(Decoder):
-    """Parameters under the names of Hugging Face's token classification: `model.*`, `score.weight`
-    (1, D) and `score.bias` (1,). There is no LM head, so embeddings count as tied."""
+    """A value model whose parameters have the names of Hugging Face's token classification models.
+
+    They are `model.*`, `score.weight` (1, D) and `score.bias` (1,). There is no LM head, so the
+    configuration says that embeddings are tied.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(replace(config, tie_word_embeddings=True))
@@ -25,13 +31,16 @@ class ValueModel(Decoder):
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """(1, D); in `pack` it stands where the vocabulary's would only take memory."""
+        """(1, D): the value head's weight. `pack` uses it as a small placeholder for an LM head."""
         return self.score.weight
 
     @classmethod
     @torch.no_grad()
     def of(cls, policy: Decoder) -> Self:
-        """A copy of the policy's weights, merged where it has an adapter, whose values are 0."""
+        """Return a value model with a copy of the policy's weights; all its values are 0.
+
+        If the policy has a LoRA adapter, the copy is of the merged weights.
+        """
         model = cls(policy.config).to(policy.device)
         weights = dict(named_weights(policy))
         for name, parameter in model.named_parameters():

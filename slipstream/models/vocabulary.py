@@ -1,4 +1,4 @@
-"""Whether a critic, a reference or a teacher reads the tokens that the policy writes."""
+"""Check that a critic, reference model or teacher has the same vocabulary as the policy."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ def check_vocabulary(
     other_vocab: Mapping[str, int] | None = None,
     policy_vocab: Mapping[str, int] | None = None,
 ) -> None:
-    """Refuse another model that reads other tokens than the policy writes.
+    """Raise an error if another model's vocabulary differs from the policy's.
 
-    `other_vocab` and `policy_vocab` are the tokenizers' `get_vocab()`, where there are any: equal
-    ones decide, since models pad their embeddings differently. `role` says what the other model
-    is, `source` names it, `remedy` what to do instead.
+    `other_vocab` and `policy_vocab` are the tokenizers' `get_vocab()`, if there are tokenizers.
+    Then they decide, because models pad their embeddings differently. Without tokenizers the
+    vocabulary sizes decide. For the message, `role` says what the other model is used for, `source`
+    names it, and `remedy` says what to do.
 
     Raises:
         CheckpointError: the vocabularies differ, or the model has no embedding for a token.
@@ -38,11 +39,11 @@ def check_vocabulary(
         highest = max(policy_vocab.values(), default=-1)
         if highest >= other.vocab_size:
             raise CheckpointError(
-                f"{source}: the {role} has {other.vocab_size} embeddings and the tokenizer goes "
-                f"up to token {highest}; {remedy}"
+                f"{source}: the {role} has {other.vocab_size} embeddings, but the tokenizer has "
+                f"tokens up to id {highest}; {remedy}"
             )
     elif other.vocab_size != policy.vocab_size:
         raise CheckpointError(
-            f"{source}: the {role}'s vocabulary has {other.vocab_size} tokens and the policy's "
-            f"{policy.vocab_size}; {remedy}"
+            f"{source}: the {role}'s vocabulary has {other.vocab_size} tokens, but the policy's "
+            f"has {policy.vocab_size}; {remedy}"
         )

@@ -1,8 +1,8 @@
-"""Sliding windows: which layers of a checkpoint see the last so many tokens only.
+"""Read and write the sliding-window attention settings of a `config.json`.
 
-Reads and writes what a `config.json` says of them, family by family as transformers does. Layers
-with a window are computed as long as it leaves nothing out (`config.ModelConfig.context_limit`).
-Called by `config`.
+The rules differ by model family and follow transformers. The decoder does not implement windows: it
+computes windowed layers only for sequences no longer than the window, which then hides nothing
+(`config.ModelConfig.context_limit`). `config` calls this module.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from slipstream.errors import CheckpointError
 
 _FULL, _WINDOWED = "full_attention", "sliding_attention"
 _DEFAULT_WINDOW = 4096
-"""Of transformers, where a file that has windows says nothing."""
+"""Window size in tokens that transformers assumes if `sliding_window` is missing."""
 _DEFAULT_FULL_LAYERS = 28
+"""Number of leading layers without a window that transformers assumes for `max_window_layers`."""
 _OFF = "set it to null if the model was trained without windows"
 
 
 def read_windows(
     raw: Mapping[str, Any], family: str, num_layers: int, source: str
 ) -> tuple[int | None, tuple[int, ...]]:
-    """How many tokens a layer with a window sees, its own among them, and which layers have one;
-    None and () where no layer has.
+    """Return the window size in tokens and the indices of the layers with a window.
 
-    Raises CheckpointError, naming `source`, for what the family does not have or cannot be.
+    The size counts the query's own token. The result is (None, ()) if no layer has a window. Raises
+    CheckpointError, which names `source`, if the family does not support the settings or they
+    contradict each other.
     """
     types = _layer_types(raw, num_layers, source)
     if family == "llama":
@@ -37,8 +39,7 @@ def read_windows(
         if types is not None and layers != _windowed(types):
             raise CheckpointError(
                 f"{source}: layer_types={list(types)} and sliding_window={size} contradict each "
-                "other, for a Mistral model has a window in all layers or in none; remove "
-                "layer_types"
+                "other: a Mistral model has a window in all layers or in none; remove layer_types"
             )
         return size, layers
     size = _size(raw, source) if raw.get("use_sliding_window") else None
@@ -46,9 +47,9 @@ def read_windows(
         layers = _windowed(types)
         if layers and size is None:
             raise CheckpointError(
-                f"{source}: layer_types has {_WINDOWED}, and use_sliding_window="
-                f"{raw.get('use_sliding_window')!r} with sliding_window="
-                f"{raw.get('sliding_window')!r} gives no window; set both, or remove layer_types"
+                f"{source}: layer_types names {_WINDOWED}, but use_sliding_window="
+                f"{raw.get('use_sliding_window')!r} and sliding_window="
+                f"{raw.get('sliding_window')!r} define no window; set both, or remove layer_types"
             )
     else:
         first = _count(raw, "max_window_layers", _DEFAULT_FULL_LAYERS, source)
@@ -59,7 +60,7 @@ def read_windows(
 def windows_to_hf(
     family: str, num_layers: int, window: int | None, layers: Sequence[int]
 ) -> dict[str, Any]:
-    """What `read_windows` reads."""
+    """Return the `config.json` keys from which `read_windows` restores these settings."""
     if family == "mistral":
         return {"sliding_window": window}
     if window is None:
@@ -67,7 +68,7 @@ def windows_to_hf(
     types = [_WINDOWED if layer in layers else _FULL for layer in range(num_layers)]
     out = {"use_sliding_window": True, "sliding_window": window, "layer_types": types}
     if list(layers) == list(range(layers[0], num_layers)):
-        # Read by programs that do not know `layer_types`.
+        # For programs that do not know `layer_types`.
         out["max_window_layers"] = layers[0]
     return out
 
@@ -79,8 +80,8 @@ def _layer_types(raw: Mapping[str, Any], num_layers: int, source: str) -> tuple[
     known = isinstance(types, list) and all(kind in (_FULL, _WINDOWED) for kind in types)
     if not known or len(types) != num_layers:
         raise CheckpointError(
-            f"{source}: layer_types={types!r} must name {_FULL} or {_WINDOWED} for each of "
-            f"{num_layers} layers"
+            f"{source}: layer_types={types!r} must be a list with {_FULL} or {_WINDOWED} for each "
+            f"of {num_layers} layers"
         )
     return tuple(types)
 
@@ -91,13 +92,13 @@ def _windowed(types: Sequence[str]) -> tuple[int, ...]:
 
 def _refuse_windows(raw: Mapping[str, Any], types: Sequence[str] | None, source: str) -> None:
     size, on = raw.get("sliding_window"), raw.get("use_sliding_window")
-    # Where other families' switch says that they are off, the size says nothing.
+    # A size has no effect if use_sliding_window, which other families have, is false.
     if (size is not None and on is not False) or on or _WINDOWED in (types or ()):
-        told = {"sliding_window": size, "use_sliding_window": on, "layer_types": types}
-        shown = ", ".join(f"{name}={value!r}" for name, value in told.items() if value)
+        settings = {"sliding_window": size, "use_sliding_window": on, "layer_types": types}
+        shown = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value)
         raise CheckpointError(
             f"{source}: {shown}, but Llama models have no sliding-window attention; remove it if "
-            "the model was trained without, or name the family that it is of in model_type"
+            "the model was trained without a window, or set model_type to the model's family"
         )
 
 

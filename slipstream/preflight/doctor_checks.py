@@ -189,7 +189,7 @@ def cpu() -> Iterator[Finding]:
     import torch
 
     from slipstream.kernels import processor as kernels
-    from slipstream.kernels.team import suited
+    from slipstream.kernels.team import kernels_supported
     from slipstream.models.numerics import (
         default_dtype,
         has_kernels,
@@ -223,7 +223,7 @@ def cpu() -> Iterator[Finding]:
         remedy=f"{kernels.NO_AMX} is set: unset it to use the matrix unit" if forbidden else "",
         facts={"dtype": usual, "bf16_products": products},
     )
-    compiled = suited() and has_kernels(torch.float32, device)
+    compiled = kernels_supported() and has_kernels(torch.float32, device)
     exact = compiled or products_are_exact()
     yield Finding(
         section="processor",
@@ -443,7 +443,7 @@ def extras() -> Iterator[Finding]:
 
 def kernels() -> Iterator[Finding]:
     """Where compiled code is kept, and whether there is some."""
-    from slipstream.kernels.compiling import cache_folder, kept_files
+    from slipstream.kernels.compiling import cache_folder, cached_files
 
     folder = cache_folder()
     if folder is None:
@@ -456,7 +456,7 @@ def kernels() -> Iterator[Finding]:
             facts={"folder": None, "files": 0, "bytes": 0},
         )
         return
-    sizes = [path.stat().st_size for path in kept_files()]
+    sizes = [path.stat().st_size for path in cached_files()]
     yield Finding(
         section="kernels",
         name="compiled code",

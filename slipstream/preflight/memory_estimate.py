@@ -29,6 +29,7 @@ from slipstream.build.policy import (
 )
 from slipstream.build.speculation import head_to_be
 from slipstream.checkpoint.layout import lora_folder, policy_folder
+from slipstream.config.engines import engine_entry
 from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
 from slipstream.inference.engine.kv_cache import KVStore
@@ -52,7 +53,7 @@ from slipstream.preflight.trainer_memory import (
 )
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.optim import OptimSettings
-from slipstream.training.single import SingleProcessBackend
+from slipstream.training.protocol import TrainingBackend
 
 ROW_BYTES = 300
 """Of a sampled token in Python's lists: ids, log-probs, masks, advantages."""
@@ -246,11 +247,11 @@ def _maker(config: Config, optim: OptimSettings, lora: LoraConfig | None) -> Mak
     ref = config.actor_rollout_ref
     actor = replace(ref.actor, use_dynamic_bsz=True, ppo_max_token_len_per_gpu=MOST_TOKENS)
 
-    def make(little: ModelConfig, compute: ComputeThread, recompute: bool) -> SingleProcessBackend:
+    def make(little: ModelConfig, compute: ComputeThread, recompute: bool) -> TrainingBackend:
         model = replace(ref.model, enable_gradient_checkpointing=recompute)
         own = replace(config, actor_rollout_ref=replace(ref, actor=actor, model=model))
 
-        def begin() -> SingleProcessBackend:
+        def begin() -> TrainingBackend:
             decoder = Decoder(little)
             decoder.init_weights(0)
             if lora is not None:
@@ -338,8 +339,7 @@ def _engine(
     rows = min(in_flight, rollout.max_num_seqs)
     size = store.size(rows, max_model_len(config))
     copied = _COPIED.get(device.type, 1.0)
-    if rollout.name != "embedded":
-        # transformers' caches have no budget.
+    if not engine_entry(rollout.name).capabilities.kv_budget:
         return {
             "engine's weights": dtype.itemsize * _parameters(policy),
             "keys and values": round(copied * size),

@@ -19,6 +19,7 @@ from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.lora import copy_weights
 from slipstream.models.numerics import rows_are_exact
+from slipstream.training.columns import train_batch
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.optim import OptimSettings
 from slipstream.training.single import SingleProcessBackend
@@ -74,10 +75,9 @@ def self_test(dtype: torch.dtype, device: torch.device, compute: ComputeThread) 
     # Twice: before an update and after it.
     for version in range(2):
         batch = compute.run(partial(_rollout, engine, version))
-        for row, ours in zip(batch.rows, backend.compute_log_probs(batch).wait(), strict=True):
-            theirs = row.rollout_log_probs or []
-            pairs = zip(ours, theirs, row.loss_mask, strict=True)
-            apart += [abs(a - b) for a, b, target in pairs if target]
+        ours, theirs = backend.compute_log_probs(batch).wait(), batch.rollout_log_probs
+        assert theirs is not None
+        apart += (ours.double() - theirs.double())[batch.targets].abs().tolist()
         backend.forward_backward(batch).wait()
         metrics = backend.optim_step().wait()
         if not math.isfinite(metrics.get("actor/grad_norm", math.nan)):
@@ -121,4 +121,4 @@ def _rollout(engine: Engine, version: int) -> TrainBatch:
                 uid=request.request_id,
             )
         )
-    return TrainBatch(rows=rows)
+    return train_batch(rows)

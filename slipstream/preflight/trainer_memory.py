@@ -20,10 +20,11 @@ import torch
 
 from slipstream.metrics.allocations import AllocationTrace
 from slipstream.models.config import ModelConfig
+from slipstream.training.columns import train_batch
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.losses import LossInputs, LossOutputs, sft_loss
-from slipstream.training.single import SingleProcessBackend
-from slipstream.types import TrainBatch, TrainRow
+from slipstream.training.protocol import TrainingBackend
+from slipstream.types import TrainRow
 
 LENGTH = 64
 """Tokens of a sequence of the little steps, and half of those of the longer ones."""
@@ -37,7 +38,7 @@ WORDS = 64
 MOST_TOKENS = 2 * ROWS * LENGTH
 """Of a little step: a forward pass of a trainer has to take them all."""
 
-MakeTrainer = Callable[[ModelConfig, ComputeThread, bool], SingleProcessBackend]
+MakeTrainer = Callable[[ModelConfig, ComputeThread, bool], TrainingBackend]
 """A trainer of a model of such sizes, made and working on the thread, with gradient checkpointing
 or without."""
 
@@ -216,8 +217,8 @@ def one_step(
     """Of the second step: the first one makes the optimizer's state."""
     compute = ComputeThread("footprint")
     trace = AllocationTrace(device)
-    batch = TrainBatch(
-        rows=[
+    batch = train_batch(
+        [
             TrainRow(
                 tokens=[(place * length + i) % config.vocab_size for i in range(length)],
                 loss_mask=[0.0, *[1.0] * (length - 1)],

@@ -1,1 +1,1 @@
-"""A run as one page: read from its folder, drawn, saved or served. Never imports torch."""
+"""The HTML report of a run: reads its folder, saves or serves the page. Never imports torch."""

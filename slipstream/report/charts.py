@@ -1,8 +1,8 @@
-"""The charts of a report as data: which metrics are drawn together, over what.
+"""The charts of a report as JSON values: which metrics are drawn together, over which axis.
 
-A chart is JSON: `id`, `title`, `unit`, `note`, `about` ("rl", "sft" or "draft": whose steps), and
-`lines`, each with a `label`, the index of its run, points `x` (index into the run's steps) and `y`,
-and where there is one an interval `low`, `high`. Knows nothing of how they are drawn.
+A chart has `id`, `title`, `unit`, `note`, `about` ("rl", "sft" or "draft": whose steps) and
+`lines`. A line has a `label`, the index `run` of its run, points `x` (indices into the run's steps)
+and `y`, and optionally an interval `low`, `high`. Knows nothing of how charts are drawn.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slipstream.report.ledger import GEN_PARTS, STAGES, step_parts, writer_of
 from slipstream.report.read import Record, RunData
 
 DIGITS = 5
-"""Significant digits of a drawn number: more than a screen has pixels for."""
+"""Significant digits of the numbers in a chart. More would not be visible on a screen."""
 
 _ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/mean@(?P<n>\d+)")
 _DEPTH = re.compile(r"spec/acceptance_rate_(?P<k>\d+)")
@@ -26,7 +26,7 @@ _PART = re.compile(r"reward/(?P<part>.+)/mean")
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A chart of named metrics. `of` has labels by metric name; `smooth` those that are noisy."""
+    """A chart of named metrics. `of` maps metric name to label; `smooth`: the lines are noisy."""
 
     id: str
     title: str
@@ -43,7 +43,8 @@ class Spec:
 SPECS = (
     Spec(
         "reward", "Reward", "mean score of a step", {"critic/score/mean": "reward"}, "learning",
-        "band: 95 % interval of the smoothed mean, from how much steps differ", smooth=True,
+        "band: 95 % interval of the smoothed mean, estimated from the spread of the steps",
+        smooth=True,
     ),
     Spec(
         "lengths", "Response length", "tokens",
@@ -56,15 +57,15 @@ SPECS = (
         "lengths", smooth=True, zero=True,
     ),
     Spec(
-        "clip", "Cut off at the limit", "share of responses",
+        "clip", "Cut off at the length limit", "share of responses",
         {"response_length/clip_ratio": "cut off"}, "lengths", smooth=True, share=True,
     ),
     Spec(
-        "tail", "The long tail", "longest over median, within a group",
+        "tail", "Long tail", "longest over median, within a group",
         {"rollout/longest_over_median": "longest / median"}, "lengths", smooth=True,
     ),
     Spec(
-        "tail_seconds", "Time of the tail", "seconds of generation with few left running",
+        "tail_seconds", "Tail time", "seconds of generation with few running requests",
         {"rollout/tail_seconds": "tail", "timing_s/gen": "all of generation"}, "lengths",
         smooth=True, zero=True,
     ),
@@ -92,11 +93,11 @@ SPECS = (
         "speculation", smooth=True,
     ),
     Spec(
-        "drafting", "Who decodes", "share of decoding time",
+        "drafting", "Use of drafts", "share of decoding time",
         {
-            "spec/on_fraction": "steps that draft",
-            "spec/head_fraction": "drafts that the head made",
-            "spec/recess_fraction": "steps of rollouts that nobody drafts for",
+            "spec/on_fraction": "decode steps with drafts",
+            "spec/head_fraction": "drafts of the draft head",
+            "spec/recess_fraction": "decode steps in speculation backoff",
         },
         "speculation", share=True,
     ),
@@ -118,7 +119,7 @@ SPECS = (
         "stability", smooth=True,
     ),
     Spec(
-        "drift", "Rollout against trainer", "difference of a sampled token's probability",
+        "drift", "Rollout-trainer mismatch", "difference of a sampled token's probability",
         {
             "training/rollout_probs_diff_mean": "mean",
             "training/rollout_probs_diff_max": "largest",
@@ -149,15 +150,15 @@ SPECS = (
         {"critic/vf_explained_var": "explained"}, "stability", smooth=True,
     ),
     Spec(
-        "groups", "Groups that teach nothing", "groups of a step",
+        "groups", "Groups without training signal", "groups per step",
         {
-            "training/num_zero_variance_groups": "all of one score",
-            "rollout/num_dropped_groups": "left out by a filter",
+            "training/num_zero_variance_groups": "all scores equal",
+            "rollout/num_dropped_groups": "dropped by a filter",
         },
         "failures", smooth=True, zero=True,
     ),
     Spec(
-        "failed", "Failed samples", "samples of a step",
+        "failed", "Failed samples", "samples per step",
         {"training/num_failed_rewards": "failed"}, "failures", zero=True,
     ),
     Spec(
@@ -172,8 +173,11 @@ SPECS = (
 
 
 def charts_of(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """All charts that the runs have something for, in the order of `SPECS`, those of families of
-    metrics (accuracy by source, acceptance by depth, seconds by stage) among them."""
+    """Return all charts for which the runs have data, in the order of `SPECS`.
+
+    They include the charts of metric families: accuracy by source, acceptance by depth, seconds by
+    stage.
+    """
     charts = [_chart(spec, runs) for spec in SPECS]
     charts.insert(1, accuracy_chart(runs))
     charts.insert(2, _parts(runs))
@@ -183,13 +187,15 @@ def charts_of(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 
 def steps_of(run: RunData) -> dict[str, dict[str, list[float | None]]]:
-    """What charts can be drawn over, by kind of steps: `step`, `minutes` since the first record's
-    process began, and `tokens` trained on."""
+    """Return the possible x axes, by kind of steps ("rl", "sft", "draft").
+
+    The axes are `step`, `minutes` of run time, and `tokens` trained on.
+    """
     return {"rl": _axes(run, run.rl), "sft": _axes(run, run.sft), "draft": _axes(run, run.draft)}
 
 
 def number(value: float) -> float | None:
-    """Rounded to what can be seen; None for what JSON has no number for."""
+    """Round `value` to `DIGITS`. Returns None for NaN and infinity, which JSON cannot represent."""
     if not math.isfinite(value):
         return None
     return float(f"{value:.{DIGITS}g}")
@@ -208,7 +214,10 @@ def _axes(run: RunData, records: Sequence[Record]) -> dict[str, list[float | Non
 
 
 def _minutes(run: RunData, records: Sequence[Record]) -> list[float | None]:
-    """Of the processes' own time: that between them is left out. Empty where one is not known."""
+    """Return minutes of process run time; time between processes is left out.
+
+    Empty if the time of any record is unknown.
+    """
     out: list[float | None] = []
     for record in records:
         writer = writer_of(record, run.processes)
@@ -237,7 +246,7 @@ def _line(
     low: Callable[[Record], float | None] | None = None,
     high: Callable[[Record], float | None] | None = None,
 ) -> dict[str, Any] | None:
-    """A line of one run; None where it has no point."""
+    """Return one run's line, or None if it has no points."""
     line: dict[str, Any] = {"label": label, "run": index, "x": [], "y": []}
     if low is not None:
         line |= {"low": [], "high": []}
@@ -248,9 +257,9 @@ def _line(
         line["x"].append(place)
         line["y"].append(number(found))
         if low is not None and high is not None:
-            least, most = low(record), high(record)
-            line["low"].append(number(found if least is None else least))
-            line["high"].append(number(found if most is None else most))
+            lower, upper = low(record), high(record)
+            line["low"].append(number(found if lower is None else lower))
+            line["high"].append(number(found if upper is None else upper))
     return line if line["x"] else None
 
 
@@ -281,10 +290,10 @@ def _named(
 
 
 def accuracy_chart(runs: Sequence[RunData]) -> dict[str, Any]:
-    """Held-out accuracy by data source, with its intervals."""
+    """Return the chart of held-out accuracy by data source, with intervals."""
     chart = _named(
         "accuracy", "Held-out accuracy", "share of right answers", "learning",
-        note="band: 95 % interval (Wilson, each problem one trial)", share=True,
+        note="band: 95 % Wilson interval, one trial per prompt", share=True,
     )  # fmt: skip
     for index, run in enumerate(runs):
         for name, source, n in _validated(run):
@@ -317,7 +326,7 @@ def _parts(runs: Sequence[RunData]) -> dict[str, Any]:
 def _depths(runs: Sequence[RunData]) -> dict[str, Any]:
     chart = _named(
         "depths", "Acceptance by depth", "share of verifications", "speculation",
-        note="of drafts k deep or more, how many had k right", share=True,
+        note="of drafts with k or more tokens, the share with the first k accepted", share=True,
     )  # fmt: skip
     chart["smooth"] = True
     return _family(chart, runs, _DEPTH, lambda match: f"depth {match['k']}")
@@ -343,7 +352,7 @@ def _family(
 
 
 def _seconds(runs: Sequence[RunData]) -> dict[str, Any]:
-    """Seconds of a step by stage, one upon the other; of the first run alone."""
+    """Return the stacked chart of seconds per step by stage, for the first run only."""
     chart = _named("seconds", "A step's time", "seconds, by stage", "time")
     chart["stacked"] = True
     if not runs:

@@ -1,12 +1,12 @@
-"""Where the wall time of a run went: measured parts, and what none of them explains.
+"""Splits the wall time of a run into measured parts and an unexplained rest.
 
     wall = start-up + set-up + SFT + draft head + [steps of RL, by stage] + validation + ... + rest
 
-The wall time is that from the start to the end of each process (`metrics.timeline`); the parts are
-measured each by itself, so the rest is what was not. Within a step of RL two are what others leave:
-`engine idle` of generation, and `rest of the step`. A record counts in the process that wrote it;
-of a process that died, and after which another went on from an earlier step, the time of its phases
-that no record is left of is `work lost to a stop`.
+The wall time is the sum over processes of the time from start to end (`metrics.timeline`). Each
+part is measured independently, so the rest is what no part covers. Two parts within an RL step are
+remainders themselves: `engine idle` of generation, and `rest of the step`. A record counts for the
+process that wrote it. If a process died and the next one resumed from an earlier step, phase time
+of the dead process without a remaining record counts as `work lost to a stop`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STAGES = {
     "other": "rest of the step",
 }
 PHASES = ("sft", "rl")
-"""Spans that are made of steps."""
+"""Spans that consist of steps."""
 
 SPANS = {
     "setup": "set-up",
@@ -61,30 +61,31 @@ PARTS = (
     *(name for span, name in SPANS.items() if span not in ("setup", "draft")),
     LOST,
 )
-"""All that are known, in the order in which they are told."""
+"""All part names, in display order."""
 
 _SHOWN = {**SPANS, "sft": SFT, "rl": "RL"}
-_BY_ITSELF = ("finished", "interrupted")
-"""How a process ends that loses nothing."""
+_CLEAN_ENDS = ("finished", "interrupted")
+"""Final states of a process that lost no work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Seconds by part, in order, with those that are not explained as the last; they add up to
-    `wall`."""
+    """Seconds by part, in display order. The unexplained rest is last. They add up to `wall`."""
 
     wall: float
     parts: dict[str, float]
 
     @property
     def unexplained(self) -> float:
-        """Share of the wall time that no part was measured of."""
+        """Share of the wall time that no part covers."""
         return abs(self.parts[REST]) / self.wall if self.wall else 0.0
 
 
 def step_parts(record: Record) -> dict[str, float]:
-    """Seconds of an RL step by stage; of generation by what the engine did, where it says so.
-    They add up to `timing_s/step`."""
+    """Return seconds of an RL step by stage. They add up to `timing_s/step`.
+
+    Generation is split further if the engine reports its own times (`timing_s/gen/*`).
+    """
     data, parts = record.data, dict[str, float]()
     for name in (*STEP_PARTS, "other"):
         seconds = data.get(f"timing_s/{name}")
@@ -100,7 +101,7 @@ def step_parts(record: Record) -> dict[str, float]:
 
 
 def record_parts(record: Record) -> dict[str, float]:
-    """Seconds of a step of SFT or RL, and of what is written after it."""
+    """Return seconds of an SFT or RL step by part, and of dumping its rollouts."""
     if "sft/loss" in record.data:
         return {SFT: record.data.get("timing_s/step", 0.0)}
     dump = record.data.get("timing_s/dump_rollout_generations", 0.0)
@@ -108,15 +109,18 @@ def record_parts(record: Record) -> dict[str, float]:
 
 
 def writer_of(record: Record, processes: Sequence[Process]) -> Process | None:
-    """The process that wrote it; None where it does not say when, or was there before all."""
+    """Return the process that wrote `record`.
+
+    None if the record has no time, or is older than all processes.
+    """
     if record.time is None:
         return None
-    begun = [process for process in processes if process.begin <= record.time]
-    return begun[-1] if begun else None
+    started = [process for process in processes if process.begin <= record.time]
+    return started[-1] if started else None
 
 
 def ledger_of(run: RunData) -> Ledger | None:
-    """Of all processes of a run; None where it has no timeline."""
+    """Return the ledger of all processes of a run; None if the run has no timeline."""
     if not run.processes:
         return None
     found: dict[str, float] = {}
@@ -135,7 +139,7 @@ def ledger_of(run: RunData) -> Ledger | None:
                 for name, seconds in record_parts(record).items():
                     add(name, seconds)
                     recorded += seconds
-        if number + 1 < len(run.processes) and process.status not in _BY_ITSELF:
+        if number + 1 < len(run.processes) and process.status not in _CLEAN_ENDS:
             phases = sum(span.own for span in process.spans if span.name in PHASES)
             add(LOST, max(0.0, phases - recorded))
     wall = sum(process.seconds for process in run.processes)
@@ -146,7 +150,7 @@ def ledger_of(run: RunData) -> Ledger | None:
 
 
 def _leaves(spans: Sequence[Span]) -> Iterator[Span]:
-    """Spans whose whole time is one part: all but the phases that are made of steps."""
+    """Yield the spans that are one part as a whole: all except phases that consist of steps."""
     for span in spans:
         if span.name in PHASES:
             yield from _leaves(span.inner)
@@ -155,8 +159,10 @@ def _leaves(spans: Sequence[Span]) -> Iterator[Span]:
 
 
 def gantt(processes: Sequence[Process]) -> list[tuple[str, float, float]]:
-    """`(what, begin, end)` of all spans, in seconds since the first process began; parts of the
-    time by the names that they have there."""
+    """Return (name, begin, end) of all spans, in seconds since the start of the first process.
+
+    Spans that are a part of the ledger have the same name as there.
+    """
     if not processes:
         return []
     zero = processes[0].begin

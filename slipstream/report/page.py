@@ -1,6 +1,7 @@
-"""Runs as one HTML page that opens offline: styles, script, plotting library and data inside it.
+"""Builds one self-contained HTML page of runs, with styles, script, plotting library and data.
 
-Knows what stands where; drawing is `assets/page.js`'s. Called by the command line and by `watch`.
+Decides what the page contains; `assets/page.js` draws it. Called by the command line and by
+`watch`.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from slipstream.report.read import Record, RunData, read_run
 
 REPORT_FILE = "report.html"
 
-MOST_RUNS = 8
-"""Runs of one page: colours that can be told apart."""
+MAX_RUNS = 8
+"""Maximum number of runs on one page: more colors could not be told apart."""
 
-MOST_SPANS = 400
-"""Spans that are drawn of a run."""
+MAX_SPANS = 400
+"""Maximum number of spans that are drawn per run."""
 
 _ASSETS = files("slipstream.report") / "assets"
 _PLAN = re.compile(r"spec/plan_seconds/bs_(?P<size>\w+)/(?P<plan>.+)")
 _SIZES = {"1": "1", "4": "2 to 4", "16": "5 to 16", "64": "17 to 64", "more": "65 and more"}
 _LOST = {
-    "rollout/num_dropped_groups/": "groups left out: ",
+    "rollout/num_dropped_groups/": "groups dropped: ",
     "training/num_failed_rewards/": "samples failed: ",
 }
 _SHARES = {
-    "response/aborted_ratio": ("samples stopped from outside", "samples"),
+    "response/aborted_ratio": ("samples aborted", "samples"),
     "rollout_corr/rollout_is_veto_fraction": (
         "responses vetoed by the rollout correction",
         "trained",
@@ -51,22 +52,22 @@ _SHARES = {
         "trained",
     ),
 }
-"""Shares of a step's samples: of all, or of those that are trained on, without failed ones."""
+"""Metrics that are a share of a step's samples: of all, or of the trained (not failed) ones."""
 _BY_RULE = re.compile(r"rollout_corr/rollout_rs_(?P<rule>.+)_seq_masked_fraction")
 _UNSCORED = re.compile(r"val-aux/(?P<source>.+)/num_failed")
 _COUNTED = {
-    "training/num_lone_samples": "samples left out: all others of the group failed",
+    "training/num_lone_samples": "samples dropped: all others of the group failed",
     "training/skipped_batch": "steps without an update: nothing to train on",
-    "training/skipped_steps": "optimizer steps left out: gradient not finite",
+    "training/skipped_steps": "optimizer steps skipped: gradient not finite",
     "rollout/num_carried_over": "samples carried over to a later step (not lost)",
 }
 
 
 def write_report(folders: Sequence[Path], output: Path) -> list[str]:
-    """Write the page of the runs in `folders`; returns what could not be read of them.
+    """Write the page of the runs in `folders`. Returns notes on what could not be read.
 
-    Raises DataError for a folder without a run, for none or too many, and where `output` cannot be
-    written.
+    Raises DataError if a folder has no run, if there are no or too many folders, or if `output`
+    cannot be written.
     """
     runs = read_runs(folders)
     text = page(payload(runs))
@@ -81,18 +82,18 @@ def write_report(folders: Sequence[Path], output: Path) -> list[str]:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunData]:
-    """The runs of one page, each by a name of its own. Raises DataError."""
+    """Return the runs of one page, each with a unique name. Raises DataError."""
     if not folders:
-        raise DataError("no run folder is given")
-    if len(folders) > MOST_RUNS:
-        raise DataError(f"{len(folders)} runs are more than {MOST_RUNS}, which a page can show")
+        raise DataError("no run folder is given; name one or more")
+    if len(folders) > MAX_RUNS:
+        raise DataError(f"{len(folders)} runs are too many for one page; give {MAX_RUNS} or fewer")
     names = _names(folders)
     return [read_run(folder, name=name) for folder, name in zip(folders, names, strict=True)]
 
 
 def page(data: dict[str, Any], *, live: bool = False) -> str:
-    """The page of `payload()`; `live` asks its server for newer data again and again."""
-    # Neither text of a run nor JSON may end the script element that it stands in.
+    """Return the HTML page of `payload()`. With `live`, the page polls its server for new data."""
+    # No text of a run may end the script element that contains the data.
     data = {**data, "made": round(time.time())}
     text = as_json(data).replace("<", "\\u003c")
     parts = {
@@ -103,17 +104,17 @@ def page(data: dict[str, Any], *, live: bool = False) -> str:
         "LIVE": "true" if live else "false",
         "DATA": text,
     }
-    # In one pass: what is filled in may look like a place to fill in.
+    # In one pass, because inserted text may look like a placeholder.
     return re.sub(r"\{\{([A-Z]+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
 
 
 def as_json(data: dict[str, Any]) -> str:
-    """Without a blank, and without what JSON has no number for."""
+    """Return compact, strict JSON. Raises ValueError for NaN and infinity."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False)
 
 
 def payload(runs: Sequence[RunData]) -> dict[str, Any]:
-    """Everything that the page shows, as JSON values."""
+    """Return all data of the page as JSON values."""
     return {
         "title": " · ".join(run.name for run in runs),
         "version": __version__,
@@ -154,7 +155,7 @@ def _run(run: RunData) -> dict[str, Any]:
 
 
 def _tiles(run: RunData) -> list[list[str]]:
-    """`[label, value, explanation]` of what to look at first."""
+    """Return `[label, value, explanation]` of the most important numbers."""
     steps, tiles = run.steps, list[list[str]]()
     last = steps[-1].data if steps else {}
     total = _planned_steps(run)
@@ -172,7 +173,7 @@ def _tiles(run: RunData) -> list[list[str]]:
     if steps:
         wall = sum(r.data["timing_s/step"] for r in steps)
         gen = sum(r.data.get("timing_s/gen", 0.0) for r in steps)
-        tiles.append(["Rollouts", f"{100 * gen / wall:.0f} %", "of the time of RL's steps"])
+        tiles.append(["Rollouts", f"{100 * gen / wall:.0f} %", "of the time of RL steps"])
     speeds = [r.data[n] for r in steps for n in ("rollout/tokens_per_second",) if n in r.data]
     if speeds:
         tiles.append(["Rollout speed", f"{median(speeds):,.0f}", "tokens/s, median of the steps"])
@@ -207,7 +208,7 @@ def _planned_steps(run: RunData) -> int | None:
 
 
 def _lost(steps: Sequence[Record]) -> list[list[Any]]:
-    """`[what, how many]` of all that was dropped, failed, or begun again."""
+    """Return `[description, count]` of everything that was dropped, failed or skipped."""
     found: dict[str, float] = {}
     for record in steps:
         samples = record.data.get("rollout/num_samples", 0.0)
@@ -223,8 +224,10 @@ def _lost(steps: Sequence[Record]) -> list[list[Any]]:
 
 
 def _loss(metric: str) -> tuple[str | None, str]:
-    """What a metric says was lost, None for nothing; and what it is a share of: all "samples",
-    those "trained" on, or "" for a count."""
+    """Return the label of the loss that `metric` measures (None if it measures no loss).
+
+    Also returns its unit: a share of all "samples", a share of "trained" ones, or "" for a count.
+    """
     if metric in _SHARES:
         return _SHARES[metric]
     if match := _BY_RULE.fullmatch(metric):
@@ -239,7 +242,7 @@ def _loss(metric: str) -> tuple[str | None, str]:
 
 
 def _plans(steps: Sequence[Record]) -> dict[str, Any] | None:
-    """Seconds of decoding by plan, for each class of running requests."""
+    """Return seconds of decoding by draft plan, for each class of running requests."""
     seconds: dict[str, dict[str, float]] = {}
     for record in steps:
         for name, value in record.data.items():
@@ -264,22 +267,22 @@ def _plan_order(plan: str) -> tuple[int, ...]:
 
 
 def _longest(spans: Sequence[tuple[str, float, float]]) -> list[tuple[str, float, float]]:
-    """Of very many spans those that could be seen at all."""
-    return sorted(spans, key=lambda span: span[1] - span[2])[:MOST_SPANS]
+    """Return the `MAX_SPANS` longest spans; shorter ones would be invisible."""
+    return sorted(spans, key=lambda span: span[1] - span[2])[:MAX_SPANS]
 
 
 def _process(process: Process) -> list[Any]:
-    """`[begin, seconds, how it ended, command]`."""
+    """Return `[begin, seconds, status, command]`."""
     return [
         round(process.begin),
         number(process.seconds),
-        process.status or "no word of its end",
+        process.status or "end not recorded",
         " ".join(map(str, process.facts.get("argv", []))),
     ]
 
 
 def _differences(runs: Sequence[RunData]) -> list[list[str]]:
-    """`[key, value of each run]` of the settings in which runs differ."""
+    """Return `[key, value of each run]` of the settings in which the runs differ."""
     if len(runs) < 2:
         return []
     found = [dict(leaves(run.config)) for run in runs]
@@ -290,7 +293,7 @@ def _differences(runs: Sequence[RunData]) -> list[list[str]]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell the folders apart."""
+    """Return the shortest path suffixes that distinguish the folders."""
     parts = [folder.resolve().parts for folder in folders]
     length = 1
     while len({p[-length:] for p in parts}) < len(set(parts)):

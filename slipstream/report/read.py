@@ -1,8 +1,7 @@
-"""What a run folder holds, as far as it goes: of a run that is under way, was killed, or is of
-another version, too.
+"""Reads a run folder, also of a run in progress, a killed run, or another version.
 
-Knows file formats; nothing of what is drawn. Files that the report can do without are passed over
-with a note in `RunData.notes`.
+Knows file formats and nothing of drawing. Optional files that cannot be read are skipped with a
+note in `RunData.notes`.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ import yaml
 from slipstream.config.load import CONFIG_FILE
 from slipstream.errors import DataError
 from slipstream.metrics.loggers import METRICS_FILE
-from slipstream.metrics.timeline import EVENTS_FILE, Process, heard_of, read_timeline
+from slipstream.metrics.timeline import EVENTS_FILE, Process, extend_to, read_timeline
 
 LOCK_FILE = ".lock"
 """Locked by the process that works in the folder."""
 
 TOKENS_FOLDER = "tokens"
-"""Below that of the rollouts: a few responses of each step, token by token."""
+"""Subfolder of the rollouts folder with a few responses per step, token by token."""
 
-MOST_TOKENS, HEAD = 2000, 1500
-"""Tokens of a response that a page has, at most, and how many of them from its beginning."""
+MAX_TOKENS, HEAD_TOKENS = 2000, 1500
+"""Maximum number of tokens shown per response, and how many of them are from its start."""
 
-MOST_BYTES = 64 << 20
-"""Of a file of rollouts: reading more takes longer than a report may."""
+MAX_BYTES = 64 << 20
+"""Maximum size of a rollouts file; reading a larger one would take too long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line of a metrics file. `time`: seconds since 1970, None in files of earlier versions."""
+    """One line of a metrics file. `time`: seconds since 1970; None in files of older versions."""
 
     step: int
     data: Mapping[str, float]
@@ -47,9 +46,10 @@ class Record:
 
 @dataclass(slots=True)
 class RunData:
-    """A run. `rl`, `sft` and `draft` are in order of steps; `tokens` has the samples of some steps.
+    """The data of one run. `rl`, `sft` and `draft` are sorted by step.
 
-    `state`: `running`, `finished`, `interrupted`, `killed`, or what ended it.
+    `tokens` maps some steps to their samples. `state` is `running`, `finished`, `interrupted`,
+    `killed`, or the error that ended the run.
     """
 
     name: str
@@ -62,40 +62,40 @@ class RunData:
     processes: list[Process] = field(default_factory=list)
     tokens: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     lengths: dict[int, list[int]] = field(default_factory=dict)
-    """Response lengths of the first and the last step that was dumped."""
+    """Response lengths of the first and the last dumped step."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def steps(self) -> list[Record]:
-        """The records of RL steps: without the validation before the first."""
+        """The records of RL steps, without the validation before the first step."""
         return [record for record in self.rl if "timing_s/step" in record.data]
 
     @property
     def trainer(self) -> dict[str, Any]:
-        """The settings under `trainer`, as far as they are some."""
+        """The settings under `trainer`; empty if they are missing or not a mapping."""
         found = self.config.get("trainer")
         return found if isinstance(found, dict) else {}
 
     @property
     def environment(self) -> dict[str, Any]:
-        """What the last process ran on."""
+        """The environment (hardware, versions) of the last process."""
         return dict(self.processes[-1].facts.get("environment", {})) if self.processes else {}
 
 
 def read_run(folder: Path, *, name: str | None = None) -> RunData:
-    """Read the run in `folder`.
+    """Return the run in `folder`.
 
-    Raises DataError where it is no folder, or holds nothing of a run.
+    Raises DataError if it is not a folder, or contains no run.
     """
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder; give the folder of a run")
     known = [CONFIG_FILE, EVENTS_FILE, METRICS_FILE, f"sft/{METRICS_FILE}"]
     if not any((folder / part).exists() for part in known):
         inside = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_FILE}"))
-        hint = f"; there are runs in it: {', '.join(inside[:5])}" if inside else ""
+        hint = f"; it contains runs: {', '.join(inside[:5])}" if inside else ""
         raise DataError(
-            f"{folder} holds no run: none of {', '.join(known)}{hint}. Give the folder that "
-            "trainer.default_local_dir named"
+            f"{folder} contains no run: none of {', '.join(known)}{hint}. Give the folder that "
+            "trainer.default_local_dir names"
         )
     notes: list[str] = []
     processes, problems = read_timeline(folder / EVENTS_FILE)
@@ -120,18 +120,22 @@ def read_run(folder: Path, *, name: str | None = None) -> RunData:
     for process in processes[-1:]:
         times = [r.time for r in (*run.rl, *run.sft, *run.draft) if r.time is not None]
         if process.status is None and times and max(times) >= process.begin:
-            heard_of(process, max(times))
+            extend_to(process, max(times))
     run.state = _state(processes, running=running)
     if not processes:
         notes.append(
-            f"no {EVENTS_FILE}: just begun, or of an earlier version; where time went is unknown"
+            f"no {EVENTS_FILE}: the run has just started, or an older version wrote it; the split "
+            "of its time is unknown"
         )
     return run
 
 
 def read_records(path: Path, notes: list[str]) -> list[Record]:
-    """The whole lines of a metrics file, the last of those of the same step; lines that are none
-    are counted in `notes`. The last line of a run under way may be torn."""
+    """Return the records of a metrics file, sorted by step; of a repeated step the last one.
+
+    Invalid lines are counted in `notes`. An incomplete last line is ignored, since the run may be
+    writing it.
+    """
     if not path.exists():
         return []
     found: dict[int, Record] = {}
@@ -152,7 +156,7 @@ def read_records(path: Path, notes: list[str]) -> list[Record]:
 
 
 def is_running(folder: Path) -> bool:
-    """Whether a process works in the run folder now: it holds its lock."""
+    """Return whether a process is working in the run folder, that is, holds its lock."""
     try:
         descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY)
     except OSError:
@@ -179,15 +183,18 @@ def _is_draft_run(records: list[Record]) -> bool:
 
 
 def _rollout_folder(run: RunData) -> Path:
-    """Where samples are: a relative `trainer.rollout_data_dir` is of the folder that the run was
-    begun in, which an earlier version did not write down; then it is of this one."""
+    """Return the folder of the rollouts.
+
+    A relative `trainer.rollout_data_dir` is relative to the working directory of the run. Older
+    versions did not record that directory; then the current one is used.
+    """
     configured = run.trainer.get("rollout_data_dir")
     if not isinstance(configured, str) or not configured:
         return run.folder / "rollouts"
-    begun = run.processes[-1].facts.get("cwd", "") if run.processes else ""
-    folder = Path(str(begun)) / configured
+    cwd = run.processes[-1].facts.get("cwd", "") if run.processes else ""
+    folder = Path(str(cwd)) / configured
     if run.steps and not folder.is_dir():
-        run.notes.append(f"trainer.rollout_data_dir={configured} is not here: no samples are shown")
+        run.notes.append(f"trainer.rollout_data_dir={configured} not found: no samples are shown")
     return folder
 
 
@@ -198,7 +205,7 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(raw, dict):
-            raise TypeError(f"it holds {type(raw).__name__}")
+            raise TypeError(f"it contains {type(raw).__name__}")
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         notes.append(f"{path.name} cannot be read ({type(error).__name__})")
         return {}
@@ -208,10 +215,11 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
 def _read_tokens(
     folder: Path, steps: list[Record], notes: list[str]
 ) -> dict[int, list[dict[str, Any]]]:
-    """Of the first, a middle and the last step that has a file."""
-    have = _dumped(folder, steps)
+    """Return samples of the first, a middle and the last step that has a file."""
+    available = _dumped(folder, steps)
     found: dict[int, list[dict[str, Any]]] = {}
-    for step in sorted({have[0], have[len(have) // 2], have[-1]}) if have else ():
+    chosen = {available[0], available[len(available) // 2], available[-1]} if available else set()
+    for step in sorted(chosen):
         try:
             lines = _whole_lines(folder / f"{step}.jsonl")
             found[step] = [_sample_of(json.loads(line)) for line in lines]
@@ -221,13 +229,13 @@ def _read_tokens(
 
 
 def _read_lengths(folder: Path, steps: list[Record], notes: list[str]) -> dict[int, list[int]]:
-    have = _dumped(folder, steps)
+    available = _dumped(folder, steps)
     found: dict[int, list[int]] = {}
-    for step in sorted({have[0], have[-1]}) if have else ():
+    for step in sorted({available[0], available[-1]}) if available else ():
         path = folder / f"{step}.jsonl"
         try:
-            if path.stat().st_size > MOST_BYTES:
-                notes.append(f"the lengths of step {step} are left out: {path.name} is large")
+            if path.stat().st_size > MAX_BYTES:
+                notes.append(f"the lengths of step {step} are skipped: {path.name} is too large")
                 continue
             found[step] = [len(json.loads(line)["response_ids"]) for line in _whole_lines(path)]
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -236,9 +244,9 @@ def _read_lengths(folder: Path, steps: list[Record], notes: list[str]) -> dict[i
 
 
 def _dumped(folder: Path, steps: list[Record]) -> list[int]:
-    """Steps of `steps` that have a file; one that is not logged yet may be half-written."""
-    have = sorted(int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isdigit())
-    return [step for step in have if steps and step <= steps[-1].step]
+    """Return the logged steps that have a file. The file of a later step may be incomplete."""
+    available = sorted(int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isdigit())
+    return [step for step in available if steps and step <= steps[-1].step]
 
 
 def _sample_of(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,13 +255,14 @@ def _sample_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not len(pieces) == len(log_probs) == len(drafted) == len(masked):
         raise ValueError("pieces, log_probs, drafted and masked differ in length")
     tokens, of_drafts = len(pieces), drafted.count("1")
-    if tokens > MOST_TOKENS:
-        # Its beginning and, where answers stand, its end.
-        left_out = tokens - MOST_TOKENS
-        pieces = [*pieces[:HEAD], f"\n[{left_out} tokens left out]\n", *pieces[HEAD + left_out :]]
-        log_probs = [*log_probs[:HEAD], None, *log_probs[HEAD + left_out :]]
-        drafted = drafted[:HEAD] + "0" + drafted[HEAD + left_out :]
-        masked = masked[:HEAD] + "1" + masked[HEAD + left_out :]
+    if tokens > MAX_TOKENS:
+        # Keep the start, and the end, which usually has the answer.
+        left_out = tokens - MAX_TOKENS
+        gap = f"\n[{left_out} tokens omitted]\n"
+        pieces = [*pieces[:HEAD_TOKENS], gap, *pieces[HEAD_TOKENS + left_out :]]
+        log_probs = [*log_probs[:HEAD_TOKENS], None, *log_probs[HEAD_TOKENS + left_out :]]
+        drafted = drafted[:HEAD_TOKENS] + "0" + drafted[HEAD_TOKENS + left_out :]
+        masked = masked[:HEAD_TOKENS] + "1" + masked[HEAD_TOKENS + left_out :]
     score = raw.get("score")
     texts = ("uid", "input", "gts", "status", "stop_reason", "failure")
     return {
@@ -261,7 +270,7 @@ def _sample_of(raw: Mapping[str, Any]) -> dict[str, Any]:
         "score": score if isinstance(score, int | float) and math.isfinite(score) else None,
         "tokens": tokens,
         "of_drafts": of_drafts,
-        "gap": HEAD if tokens > MOST_TOKENS else None,
+        "gap": HEAD_TOKENS if tokens > MAX_TOKENS else None,
         "pieces": pieces,
         "log_probs": list(log_probs),
         "drafted": drafted,

@@ -1,9 +1,9 @@
-"""The report of runs that are under way, served on this machine alone, and read as files change.
+"""Serves the report of runs in progress on localhost, and rereads it when files change.
 
     GET /            the page
-    GET /data.json   its data; 304 while it is what `?have=` names
+    GET /data.json   its data; status 304 if `?have=` is the tag of the current data
 
-Knows HTTP and which files a report is read from. Called by the command line.
+Knows HTTP, and which files a report depends on. Called by the command line.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from slipstream.report.read import is_running
 
 HOST = "127.0.0.1"
 PORT = 6780
-"""The default of `slipstream watch`; other ports are tried where none is asked for."""
+"""The default port of `slipstream watch`; if it is taken, the next ones are tried."""
 
 _TRIED = 20
 _log = logging.getLogger(__name__)
 
 
 class Source:
-    """The data of some runs, as JSON, read again only where a file has changed."""
+    """The data of some runs as JSON, reread only if a file has changed."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        """Raises DataError where a folder holds no run."""
+        """Read the runs. Raises DataError if a folder contains no run."""
         self._folders = list(folders)
         self._lock = threading.Lock()
         self._seen: tuple[object, ...] = ()
@@ -47,7 +47,7 @@ class Source:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read the runs, if something of them is other than the last time. Raises DataError."""
+        """Read the runs again if a file of them has changed. Raises DataError."""
         with self._lock:
             now = self._state()
             if self.body and now == self._seen:
@@ -57,15 +57,17 @@ class Source:
             self._seen, self.data, self.body = now, data, gzip.compress(text, 3)
             self.tag = hashlib.blake2b(text, digest_size=8).hexdigest()
 
-    def look(self) -> None:
-        """`refresh`, where what was read last is shown on while the run cannot be read: it is about
-        to start over, or a file is half there. Each reason is said once."""
+    def try_refresh(self) -> None:
+        """Call `refresh`; on an error keep the previous data and log each new reason once.
+
+        A run cannot be read while it starts over or while one of its files is incomplete.
+        """
         try:
             self.refresh()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             if reason != self._reason:
-                _log.warning("the run cannot be read now: %s", reason)
+                _log.warning("the run cannot be read at the moment: %s", reason)
             self._reason = reason
         else:
             self._reason = ""
@@ -82,14 +84,16 @@ class Source:
                     found.append(None)
                 else:
                     found.append((info.st_size, info.st_mtime_ns, info.st_ino))
-            # That a run has ended changes no file.
+            # The end of a run changes no file, only the lock.
             found.append(is_running(folder))
         return tuple(found)
 
 
 def make_server(source: Source, port: int | None = None) -> ThreadingHTTPServer:
-    """A server of `source` on this machine, not yet serving. Without a `port` the first free one
-    from `PORT` on. Raises ConfigError where it is taken."""
+    """Return a server of `source` on localhost that is not yet serving.
+
+    `port` None is the first free port from `PORT` on. Raises ConfigError if no port is free.
+    """
     ports = range(PORT, PORT + _TRIED) if port is None else (port,)
     for number in ports:
         try:
@@ -98,32 +102,34 @@ def make_server(source: Source, port: int | None = None) -> ThreadingHTTPServer:
             reason = error
     where = f"port {port} is" if port is not None else f"ports {PORT} to {PORT + _TRIED - 1} are"
     raise ConfigError(
-        f"{where} not to be had ({reason}); give another one: slipstream watch --port N"
+        f"{where} not available ({reason}); give another one: slipstream watch --port N"
     )
 
 
-def _say(text: str) -> None:
-    # At once, where somebody reads it through a pipe, too: the address is of no use afterwards.
+def _print_now(text: str) -> None:
+    # Flushed, because the reader of a pipe needs the address while the server runs.
     print(text, flush=True)
 
 
-def serve(folders: Sequence[Path], port: int | None, announce: Callable[[str], None] = _say) -> int:
-    """Serve the runs in `folders` until Ctrl-C; the exit status."""
+def serve(
+    folders: Sequence[Path], port: int | None, announce: Callable[[str], None] = _print_now
+) -> int:
+    """Serve the runs in `folders` until Ctrl-C. Returns the exit status."""
     source = Source(folders)
     with make_server(source, port) as server:
         host, number = server.server_address[:2]
         announce(f"watching {', '.join(map(str, folders))}")
-        announce(f"open http://{host!s}:{number} (Ctrl-C ends it; the run goes on)")
+        announce(f"open http://{host!s}:{number} (Ctrl-C stops the server, not the run)")
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
-            announce("ended")
+            announce("stopped")
     return 0
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    # The port of a server that has just ended can be had at once; one that is served cannot.
+    # Reuse the port of a server that has just ended, but never that of a running server.
     allow_reuse_address = True
     allow_reuse_port = False
 
@@ -132,7 +138,7 @@ def _handler(source: Source) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             url = urlsplit(self.path)
-            # A page of another site must not read this one through a name of its own.
+            # Prevents DNS rebinding: a foreign site could point its own name at this server.
             if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in (HOST, "localhost"):
                 self.send_error(HTTPStatus.FORBIDDEN, "ask for 127.0.0.1 or localhost")
             elif url.path == "/":
@@ -143,12 +149,12 @@ def _handler(source: Source) -> type[BaseHTTPRequestHandler]:
                 self.send_error(HTTPStatus.NOT_FOUND)
 
         def _page(self) -> None:
-            source.look()
+            source.try_refresh()
             body = gzip.compress(page(source.data, live=True).encode(), 3)
             self._send(body, "text/html; charset=utf-8", source.tag)
 
         def _data(self, have: str) -> None:
-            source.look()
+            source.try_refresh()
             if have == source.tag:
                 self.send_response(HTTPStatus.NOT_MODIFIED)
                 self.end_headers()
@@ -166,6 +172,6 @@ def _handler(source: Source) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing: the terminal is for the person."""
+            """Log nothing: the terminal is for the user."""
 
     return Handler

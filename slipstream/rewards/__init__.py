@@ -1,1 +1,1 @@
-"""What a response is worth: reward functions and the managers that run them."""
+"""Reward functions, and the reward managers that call them on finished samples."""

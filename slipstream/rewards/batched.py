@@ -1,8 +1,7 @@
-"""Scoring of many responses in one call: VERL's `batch` manager, and the base of learned reward
-models.
+"""Scores many responses in one call: verl's `batch` manager, and the base of learned reward models.
 
-Responses end one by one; those that wait while a call runs are scored together by the next. Knows
-functions of lists, not what they compute.
+Responses finish one at a time. Those that finish during a call are scored together by the next
+call. Knows functions of lists, not what they compute.
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ from slipstream.types import Sample
 
 
 class BatchRewardManager(NaiveRewardManager):
-    """One call at a time, each of all responses that wait, at most `max_batch`.
+    """Runs one call at a time, for all pending responses, but at most `max_batch`.
 
-    `compute_score` takes lists: VERL's `compute_score(data_sources, solution_strs, ground_truths,
-    extra_infos)`, TRL's, or one of a `DataProto`. Which responses share a call depends on when they
-    end, so a score must not depend on the others; rewards of whole groups are terms
-    (`reward_model.terms`, `group: true`). A call that fails is a failure of each of its responses.
+    `compute_score` takes lists: verl's `compute_score(data_sources, solution_strs, ground_truths,
+    extra_infos)`, TRL's signature, or a `DataProto`. Which responses share a call depends on when
+    they finish, so a score must not depend on the other responses. For rewards that compare the
+    responses of a group use terms (`reward_model.terms`, `group: true`). If a call fails, all its
+    responses fail.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class BatchRewardManager(NaiveRewardManager):
         num_workers: int | None = None,
         max_batch: int = 256,
     ) -> None:
-        """Raises ConfigError for a function of single responses."""
+        """Raises ConfigError if `compute_score` takes single responses."""
         super().__init__(
             compute_score,
             decode=decode,
@@ -48,38 +48,37 @@ class BatchRewardManager(NaiveRewardManager):
         )
         if not self._signature.many:
             raise ConfigError(
-                f"reward_model.reward_manager=batch calls {self._name} with lists, and it takes "
+                f"reward_model.reward_manager=batch calls {self._name} with lists, but it takes "
                 "one response: give it the parameters data_sources, solution_strs, ground_truths "
                 "and extra_infos, or set reward_model.reward_manager=naive"
             )
         if isinstance(max_batch, bool) or not isinstance(max_batch, int) or max_batch < 1:
             raise ConfigError(
-                f"reward_model.reward_kwargs.max_batch={max_batch} must be a whole number of at "
-                "least 1"
+                f"reward_model.reward_kwargs.max_batch={max_batch} must be an integer of 1 or more"
             )
         self._max_batch = max_batch
-        self._waiting: list[_Waiting] = []
-        self._turn = anyio.Lock()
+        self._pending: list[_PendingSample] = []
+        self._call_lock = anyio.Lock()
 
     async def score_sample(self, sample: Sample) -> Score:
-        if not self._waiting:
-            self._turn = anyio.Lock()  # of the event loop that scores now
-        mine = _Waiting(sample)
-        self._waiting.append(mine)
+        if not self._pending:
+            self._call_lock = anyio.Lock()  # locks belong to an event loop, which may be a new one
+        mine = _PendingSample(sample)
+        self._pending.append(mine)
         try:
-            async with self._turn:
+            async with self._call_lock:
                 while mine.result is None:
-                    await self._score_waiting()
+                    await self._score_pending()
         finally:
-            if mine in self._waiting:
-                self._waiting.remove(mine)
+            if mine in self._pending:
+                self._pending.remove(mine)
         if isinstance(mine.result, str):
             return self._failed(sample, mine.result)
         return self.finish(sample, mine.result)
 
-    async def _score_waiting(self) -> None:
-        """Score the responses that have waited longest. Where that is cancelled they wait on."""
-        batch = self._waiting[: self._max_batch]
+    async def _score_pending(self) -> None:
+        """Score the oldest pending responses. If the call is cancelled, they stay pending."""
+        batch = self._pending[: self._max_batch]
         samples = [one.sample for one in batch]
         assert self._compute_score is not None
         texts = [self._decode(sample.response_ids) for sample in samples]
@@ -96,12 +95,12 @@ class BatchRewardManager(NaiveRewardManager):
                 results = [str(error)] * len(batch)
         for one, result in zip(batch, results, strict=True):
             one.result = result
-            if one in self._waiting:  # else its caller has given up
-                self._waiting.remove(one)
+            if one in self._pending:  # else its caller was cancelled
+                self._pending.remove(one)
 
 
-class _Waiting:
-    """A response, and what came of it: a score, or why there is none."""
+class _PendingSample:
+    """A sample, and its result: a score, a failure reason, or None until it is scored."""
 
     __slots__ = ("result", "sample")
 

@@ -1,7 +1,7 @@
 """Checks answers of the countdown task: reach a target from given numbers with + and -.
 
-Knows the answer syntax and nothing about how problems are drawn, who wrote the response, or
-tokens. Called by the reward functions and by `data.countdown`.
+Knows the syntax of answers. Does not know tokens, or how problems are generated. Called by the
+reward functions and by `data.countdown`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 END_OF_TEXT = "<eos>"
-"""End marker of the task's own vocabulary; text after it is not part of the answer."""
+"""End marker in the task's own vocabulary; text after it is ignored."""
 
 _ANSWER = re.compile(r"(?<![\w<])answer(?![\w>])\s*:?", re.IGNORECASE)
-# ASCII digits only: `\d` would also take digits of other scripts.
+# ASCII digits only: `\d` would also match digits of other scripts.
 _TOKEN = re.compile(r"\s*([0-9]+|[+-])")
 _MAX_DIGITS = 9
 _MAX_TERMS = 64
@@ -24,14 +24,14 @@ _MAX_TERMS = 64
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether an answer is right, and in a few words why (not)."""
+    """Whether an answer is correct, and the reason in a few words."""
 
     correct: bool
     reason: str
 
 
 def _tokens(expression: str) -> list[str] | str:
-    """The numbers and signs of `expression`, or what is wrong with it."""
+    """Return the numbers and signs of `expression`, or an error text."""
     out: list[str] = []
     position = 0
     text = expression.rstrip()
@@ -50,12 +50,12 @@ def _tokens(expression: str) -> list[str] | str:
 
 
 def verify(numbers: Sequence[int], target: int, response_text: str) -> Verdict:
-    """Judge the last `answer <expression>` of a response.
+    """Check the last `answer <expression>` of a response.
 
-    An expression is `number (+|-) number ...`, read from left to right, without brackets or a
-    leading sign. It is correct if it uses each entry of `numbers` at most once and nothing else,
-    and equals `target`. Everything from the last word "answer" to the end of the text (or to
-    `<eos>`) must be the expression. Never raises on any text; nothing is evaluated as code.
+    An expression is `number (+|-) number ...`, evaluated from left to right, without brackets or a
+    leading sign. It is correct if it uses each entry of `numbers` at most once and no other
+    number, and equals `target`. All text from the last word "answer" to the end (or to `<eos>`)
+    must be the expression. Never raises for any text, and never evaluates text as code.
     """
     text = response_text.split(END_OF_TEXT, 1)[0]
     answers = list(_ANSWER.finditer(text))
@@ -90,10 +90,10 @@ def compute_score(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
 ) -> float:
-    """1.0 for a correct answer, else 0.0; `ground_truth` is `{"numbers": [...], "target": n}`.
+    """Return 1.0 for a correct answer, else 0.0.
 
-    Raises `ValueError` where the ground truth is not of that form: that is an error of the data,
-    not of the response.
+    `ground_truth` is `{"numbers": [...], "target": n}`. Raises ValueError if it has another form,
+    which is an error in the data, not in the response.
     """
     try:
         numbers = [int(n) for n in ground_truth["numbers"]]

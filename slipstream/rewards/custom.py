@@ -25,23 +25,23 @@ from slipstream.rewards.signatures import (
 )
 from slipstream.user_code import import_module, load_named
 
-_TRLS = (COMPLETIONS, "prompts", "completion_ids")
-_TRAINERS = ("trainer_state", "log_extra", "log_metric")
-"""What TRL's trainer passes of itself."""
+_TRL_ARGUMENTS = (COMPLETIONS, "prompts", "completion_ids")
+_TRL_TRAINER_ARGUMENTS = ("trainer_state", "log_extra", "log_metric")
+"""Arguments that only TRL's trainer can pass."""
 
 _PATH_KEY = "custom_reward_function.path"
 _PREFIX = "slipstream_custom_reward_"
-"""Of the names of modules that files become."""
+"""Prefix of the module names under which user files are imported."""
 
 
 def get_custom_reward_fn(
     path: str | Path, name: str = "compute_score", reward_kwargs: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """The function `name` of the file `path`, with `reward_kwargs` bound.
+    """Return the function `name` of the file `path`, with `reward_kwargs` bound.
 
-    It has VERL's signature or TRL's (`rewards.signatures`), and may be `async def`. Raises
-    `ConfigError` for a missing file or name, a file that does not import, and a signature that
-    does not take these arguments.
+    It has verl's or TRL's signature (see `rewards.signatures`), and may be `async def`. Raises
+    ConfigError if file or name is missing, if the file cannot be imported, or if the signature
+    does not accept these arguments.
     """
     function = load_named(
         path,
@@ -57,13 +57,13 @@ def get_custom_reward_fn(
 
 
 def is_custom(function: Callable[..., Any]) -> bool:
-    """Whether a function, or what keywords were bound to, is of a user's file."""
+    """Return whether a function, possibly with bound keywords, comes from a user's file."""
     inner = function.func if isinstance(function, functools.partial) else function
     return str(getattr(inner, "__module__", "")).startswith(_PREFIX)
 
 
 def call_custom(path: str, name: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Call the function `name` of a user's file; for a process that has not loaded it."""
+    """Call the function `name` of a user's file, which is imported in this process if needed."""
     return _loaded(path, name)(*args, **kwargs)
 
 
@@ -78,15 +78,15 @@ def _check_signature(
 ) -> None:
     trl = takes(function, COMPLETIONS)
     batch = takes(function, SOLUTIONS)
-    verls = VerlBatchSignature.ARGUMENTS if batch else VerlSignature.ARGUMENTS
+    verl_arguments = VerlBatchSignature.ARGUMENTS if batch else VerlSignature.ARGUMENTS
     if wants_data(function):
-        verls = DataProtoSignature.ARGUMENTS
-    given = _TRLS if trl else verls
+        verl_arguments = DataProtoSignature.ARGUMENTS
+    given = _TRL_ARGUMENTS if trl else verl_arguments
     clash = sorted(set(kwargs) & set(given))
     if clash:
         raise ConfigError(
-            f"custom_reward_function.reward_kwargs must not contain {', '.join(clash)}: these come "
-            "from the data"
+            f"custom_reward_function.reward_kwargs must not contain {', '.join(clash)}: their "
+            "values come from the data"
         )
     signature = inspect.signature(function)
     if trl:
@@ -107,19 +107,20 @@ def _check_signature(
 def _check_known(
     signature: inspect.Signature, kwargs: Mapping[str, Any], name: str, file: str | Path
 ) -> None:
-    """Of TRL's functions: which columns a row has is known only when it comes."""
+    """Check a TRL function. Which columns a row has is known only when it is scored."""
     parameters = signature.parameters
-    asked = [
+    required = [
         key
-        for key in _TRAINERS
+        for key in _TRL_TRAINER_ARGUMENTS
         if key in parameters
         and parameters[key].default is inspect.Parameter.empty
         and key not in kwargs
     ]
-    if asked:
+    if required:
         raise ConfigError(
-            f"{name}{signature} in {str(file)!r} needs {', '.join(asked)} of TRL's trainer, which "
-            "is not here: give it a default, and log by returning a mapping for each response"
+            f"{name}{signature} in {str(file)!r} needs {', '.join(required)} of TRL's trainer, "
+            "which is not used here: give it a default, and log by returning a mapping for each "
+            "response"
         )
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return

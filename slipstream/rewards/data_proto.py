@@ -1,8 +1,8 @@
-"""VERL's `DataProto`, as far as reward functions and managers of whole batches use it.
+"""verl's `DataProto`: the part of it that reward functions and batch managers use.
 
-Named tensors in `batch`, everything else in `non_tensor_batch`. Knows samples. Batches of such keys
-are made for code of users that was written for them (`signatures`, samplers and data sets that
-listen) and for learned reward models; nothing is computed from them otherwise.
+Tensors are in `batch`, all other values in `non_tensor_batch`. Such batches are built only for user
+code that was written for verl (`signatures`, samplers and data sets with callbacks), and for
+learned reward models.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from slipstream.types import Sample
 
 
 class TensorColumns(dict[str, Any]):
-    """Named tensors of one length, which is the length of the batch.
+    """Named tensors with the same number of rows, which is the batch's length.
 
-    What is no tensor is found here, too: code that was written before VERL split them looks for the
-    fields of its own data set (`batch["state"]`) beside `batch["responses"]`.
+    Non-tensor fields can be looked up here too. Code older than verl's split of the two expects
+    fields of its own data set (`batch["state"]`) next to `batch["responses"]`.
     """
 
     def __init__(self, tensors: Mapping[str, Any], others: Mapping[str, Any], size: int) -> None:
@@ -40,7 +40,7 @@ class TensorColumns(dict[str, Any]):
         if len(self) == 0 and self._size == 0 and not self._others:
             self._size = len(value)
         if len(value) != self._size:
-            raise ValueError(f"{key!r} has {len(value)} rows, and the batch {self._size}")
+            raise ValueError(f"{key!r} has {len(value)} rows, but the batch has {self._size}")
         super().__setitem__(key, value)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -53,7 +53,7 @@ class TensorColumns(dict[str, Any]):
         if key in self._others:
             return self._others[key]
         known = ", ".join([*self, *self._others])
-        raise KeyError(f"{key!r} is not a field of the batch (there are: {known})")
+        raise KeyError(f"{key!r} is not a field of the batch (fields: {known})")
 
     @property
     def batch_size(self) -> torch.Size:
@@ -61,8 +61,11 @@ class TensorColumns(dict[str, Any]):
 
 
 class DataProto:
-    """Rows of tensors and of other values. `data[i]` is one row, without the first dimension;
-    `data[i:j]`, and a list of places, are batches again."""
+    """Rows of tensors and of other values.
+
+    `data[i]` is one row, without the first dimension. `data[i:j]`, and indexing with a list of
+    positions, return batches.
+    """
 
     def __init__(
         self,
@@ -70,7 +73,7 @@ class DataProto:
         non_tensor_batch: Mapping[str, Any] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises ValueError where the fields differ in length."""
+        """Raises ValueError if the fields differ in length."""
         tensors = dict(batch or {})
         self.non_tensor_batch = {k: _objects(v) for k, v in (non_tensor_batch or {}).items()}
         lengths = {k: len(v) for k, v in tensors.items()}
@@ -84,7 +87,7 @@ class DataProto:
     def from_single_dict(
         cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None
     ) -> DataProto:
-        """Tensors apart from the rest, as a `collate_fn` gives both."""
+        """Build a batch from one mapping of tensors and other values, as `collate_fn` returns."""
         tensors = {k: v for k, v in data.items() if isinstance(v, torch.Tensor)}
         others = {k: v for k, v in data.items() if k not in tensors}
         return cls(tensors, others, meta_info)
@@ -96,13 +99,15 @@ class DataProto:
         non_tensors: Mapping[str, Any] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> DataProto:
-        """The same as the class itself, under VERL's name and keywords."""
+        """Build a batch like the constructor, under verl's name and keywords."""
         return cls(tensors, non_tensors, meta_info)
 
     @classmethod
     def concat(cls, parts: Sequence[DataProto]) -> DataProto:
-        """Rows of all parts, in order, with the first one's `meta_info`. Raises ValueError where
-        their fields differ, or there is no part."""
+        """Concatenate the rows of all parts; `meta_info` is that of the first one.
+
+        Raises ValueError if there is no part or the fields differ.
+        """
         if not parts:
             raise ValueError("no batch to concatenate")
         first = parts[0]
@@ -119,25 +124,27 @@ class DataProto:
 
     @property
     def responses(self) -> list[str]:
-        """The texts of the responses."""
+        """The decoded responses."""
         return list(self.non_tensor_batch["response_text"])
 
     @property
     def ground_truth_answers(self) -> list[Any]:
-        """What the rows' `reward_model` has as `ground_truth`."""
+        """The `ground_truth` of each row's `reward_model`."""
         rows = self.non_tensor_batch["reward_model"]
         return [None if row is None else row.get("ground_truth") for row in rows]
 
     def union(self, other: DataProto) -> DataProto:
-        """This batch with the fields of `other`, too; returns itself. Raises ValueError for another
-        length, and for a field that both have with other values."""
+        """Add the fields of `other` to this batch and return it.
+
+        Raises ValueError if the lengths differ, or a shared field has different values.
+        """
         for mine, theirs in (
             (self.batch, other.batch),
             (self.non_tensor_batch, other.non_tensor_batch),
         ):
             for key, value in theirs.items():
                 if key in mine and not _same(mine[key], value):
-                    raise ValueError(f"both batches have a field {key!r}, and it differs")
+                    raise ValueError(f"both batches have a field {key!r}, but its values differ")
         merged = DataProto(
             {**self.batch, **other.batch},
             {**self.non_tensor_batch, **other.non_tensor_batch},
@@ -153,7 +160,7 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
-        """Some fields; None: all of that kind. Raises KeyError for one that is not there."""
+        """Return a batch of some fields (None: all). Raises KeyError if a field is missing."""
         tensors = self.batch if batch_keys is None else {k: self.batch[k] for k in batch_keys}
         others: Mapping[str, Any] = self.non_tensor_batch
         if non_tensor_batch_keys is not None:
@@ -169,48 +176,48 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] = (),
         meta_info_keys: Sequence[str] = (),
     ) -> DataProto:
-        """Take fields out, as a batch of their own. Raises KeyError for one that is not there."""
-        taken = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
+        """Remove fields and return them as a batch. Raises KeyError if one is missing."""
+        popped = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
         for key in batch_keys:
             del self.batch[key]
         for key in non_tensor_batch_keys:
             del self.non_tensor_batch[key]
         for key in meta_info_keys:
             del self.meta_info[key]
-        return taken
+        return popped
 
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> DataProto:
-        """Give tensors other names; returns itself. Raises KeyError for one that is not there."""
+        """Rename tensors in place and return the batch. Raises KeyError if one is missing."""
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys)
         if len(old) != len(new):
-            raise ValueError(f"{len(old)} fields and {len(new)} new names")
+            raise ValueError(f"{len(old)} fields cannot be renamed to {len(new)} names")
         tensors = {key: dict.pop(self.batch, key) for key in old}
         for name, key in zip(new, old, strict=True):
             self.batch[name] = tensors[key]
         return self
 
     def select_idxs(self, idxs: Any) -> DataProto:
-        """The rows at these places, or where a mask is true."""
+        """Return the rows at these positions, or at which a mask is true."""
         chosen: DataProto = self[idxs]
         return chosen
 
     def slice(self, start: int | None = None, end: int | None = None) -> DataProto:
-        """Rows from `start` up to `end`."""
+        """Return the rows from `start` up to, but not including, `end`."""
         rows: DataProto = self[start:end]
         return rows
 
     def reorder(self, indices: Any) -> None:
-        """Put the rows into another order, in place."""
+        """Reorder the rows in place."""
         ordered = self[indices]
         self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
 
     def split(self, split_size: int) -> list[DataProto]:
-        """Parts of so many rows; the last one may have fewer."""
+        """Split into batches of `split_size` rows; the last one may have fewer."""
         return [self[at : at + split_size] for at in range(0, len(self), split_size)]
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """So many parts of one size. Raises ValueError where the rows cannot be divided so."""
+        """Split into `chunks` batches of equal size. Raises ValueError if that is impossible."""
         if chunks < 1 or len(self) % chunks:
             raise ValueError(f"{len(self)} rows cannot be divided into {chunks} equal parts")
         return self.split(len(self) // chunks)
@@ -218,8 +225,10 @@ class DataProto:
     def make_iterator(
         self, mini_batch_size: int, epochs: int, seed: int | None = None
     ) -> Iterator[DataProto]:
-        """Mini-batches of the rows, `epochs` times over, in another order each time. Raises
-        ValueError where the rows cannot be divided so."""
+        """Yield mini-batches for `epochs` passes, with a new random order in each pass.
+
+        Raises ValueError if the number of rows is not a multiple of `mini_batch_size`.
+        """
         if mini_batch_size < 1 or len(self) % mini_batch_size:
             raise ValueError(f"{len(self)} rows do not fill mini-batches of {mini_batch_size}")
         generator = None if seed is None else torch.Generator().manual_seed(seed)
@@ -228,14 +237,14 @@ class DataProto:
             yield from self[order].split(mini_batch_size)
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
-        """Each row so many times: row by row, or the whole batch again and again."""
+        """Repeat each row (`interleave`), or the whole batch, `repeat_times` times."""
         rows = np.arange(len(self))
         order = np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times)
         repeated: DataProto = self[torch.from_numpy(order)]
         return repeated
 
     def to(self, device: Any) -> DataProto:
-        """Move the tensors; returns itself."""
+        """Move the tensors to `device` and return the batch."""
         for key, value in self.batch.items():
             self.batch[key] = value.to(device)
         return self
@@ -273,7 +282,7 @@ class DataProto:
 
 
 class DataProtoItem:
-    """One row: the values of each field."""
+    """One row of a `DataProto`: the value of each field."""
 
     def __init__(
         self,
@@ -287,27 +296,28 @@ class DataProtoItem:
 
 
 def proto_of(samples: Sequence[Sample], responses: Sequence[str]) -> DataProto:
-    """Finished samples as VERL has them where rewards are computed.
+    """Return finished samples as the batch that verl passes to reward managers.
 
-    B rows of P prompt and R response tokens, the longest ones: `prompts` (B, P) padded on the left,
-    `responses` (B, R) and `response_mask` on the right, `input_ids`, `attention_mask` and
-    `position_ids` (B, P + R); padding is 0. Beside them `data_source`, `reward_model` (with
-    `ground_truth`), `extra_info`, `uid`, `raw_prompt`, `response_text`, and what `extra_info`
-    holds, by its own names: tensors of one shape as a tensor, too. `responses` are the texts.
+    B rows of P prompt tokens and R response tokens (the maximum lengths); padding is 0. Tensors:
+    `prompts` (B, P), padded on the left; `responses` and `response_mask` (B, R), padded on the
+    right; `input_ids`, `attention_mask` and `position_ids` (B, P + R). Other fields:
+    `data_source`, `reward_model` (with `ground_truth`), `extra_info`, `uid`, `raw_prompt`, and
+    `response_text`, which is `responses`, the decoded texts. Each entry of `extra_info` is also a
+    field of its own; if all its values are tensors of one shape, it is a stacked tensor.
     """
     width = max((len(s.prompt_ids) for s in samples), default=0)
     length = max((s.response_length for s in samples), default=0)
     prompts = torch.zeros((len(samples), width), dtype=torch.long)
     answers = torch.zeros((len(samples), length), dtype=torch.long)
-    there = torch.zeros((len(samples), width + length), dtype=torch.long)
+    attention = torch.zeros((len(samples), width + length), dtype=torch.long)
     mask = torch.zeros((len(samples), length), dtype=torch.long)
     for i, sample in enumerate(samples):
         prompt, answer = sample.prompt_ids, sample.response_ids
         prompts[i, width - len(prompt) :] = torch.tensor(prompt, dtype=torch.long)
         answers[i, : len(answer)] = torch.tensor(answer, dtype=torch.long)
-        there[i, width - len(prompt) : width + len(answer)] = 1
-        written = sample.loss_mask[len(prompt) :]
-        mask[i, : len(answer)] = torch.tensor(written).ne(0).long()
+        attention[i, width - len(prompt) : width + len(answer)] = 1
+        loss_mask = sample.loss_mask[len(prompt) :]
+        mask[i, : len(answer)] = torch.tensor(loss_mask).ne(0).long()
     fields: dict[str, list[Any]] = {
         "data_source": [s.data_source for s in samples],
         "reward_model": [{"ground_truth": s.ground_truth, "style": "rule"} for s in samples],
@@ -326,8 +336,8 @@ def proto_of(samples: Sequence[Sample], responses: Sequence[str]) -> DataProto:
             "prompts": prompts,
             "responses": answers,
             "input_ids": torch.cat([prompts, answers], dim=1),
-            "attention_mask": there,
-            "position_ids": (there.cumsum(1) - 1).clamp(min=0),
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
             "response_mask": mask,
         },
         fields,
@@ -335,12 +345,12 @@ def proto_of(samples: Sequence[Sample], responses: Sequence[str]) -> DataProto:
 
 
 def _plain(place: Any) -> Any:
-    """An index that NumPy takes."""
+    """Convert an index tensor to NumPy; other indices are unchanged."""
     return place.cpu().numpy() if isinstance(place, torch.Tensor) else place
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Whether two fields, or two values in them, are equal."""
+    """Return whether two fields, or two of their values, are equal. NaN equals NaN."""
     if left is right:
         return True
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
@@ -357,12 +367,12 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def _alike(values: Sequence[Any]) -> bool:
-    """Whether they are tensors that can be stacked."""
+    """Return whether all values are tensors of one shape, so that they can be stacked."""
     return all(isinstance(v, torch.Tensor) for v in values) and len({v.shape for v in values}) == 1
 
 
 def _objects(values: Any) -> np.ndarray[Any, Any]:
-    """An array of objects, one for each row, whatever they are."""
+    """Return a 1-D object array with one entry per row, whatever the type of the values."""
     if isinstance(values, np.ndarray) and values.dtype == object:
         return values
     array = np.empty(len(values), dtype=object)

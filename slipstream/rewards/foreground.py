@@ -1,7 +1,7 @@
-"""`slipstream reward`: a reward function on the responses of a dump, one after the other.
+"""`slipstream reward`: calls a reward function on the responses of a dump, one at a time.
 
-Calls the function in the main thread and without a deadline, so that a debugger can stop in it.
-Knows dumps (one JSON object a line, VERL's names), not runs.
+Calls it in the main thread and without a deadline, so that a debugger can stop in it. Knows dump
+files (one JSON object per line, with verl's names), not runs.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from slipstream.rewards.signatures import signature_of
 from slipstream.types import Sample, Segment, Status
 
 _SHOWN = 5
-"""Failures, and differences, that are printed one by one."""
+"""Maximum number of failures, and of differing scores, that are printed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One response of a dump. `text`: what a reward function is given; `recorded`: its score in the
-    run, None where there is none."""
+    """One response of a dump. `text` is passed to the reward function.
+
+    `recorded` is the score in the dump, None if it has none.
+    """
 
     number: int
     sample: Sample
@@ -45,7 +47,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A line with its score, and the seconds that the call took."""
+    """A line, its score, and the duration of the call in seconds."""
 
     line: Line
     score: Score
@@ -53,9 +55,9 @@ class Scored:
 
 
 def read_dump(path: Path, data_source: str | None = None) -> Iterator[Line]:
-    """The responses of a file that a run has written (`trainer.rollout_data_dir`), or VERL.
+    """Yield the responses of a dump file, written by a run (`trainer.rollout_data_dir`) or by verl.
 
-    `data_source` goes before that of the lines. Raises DataError naming the line.
+    `data_source` overrides the data source of the lines. Raises DataError that names the line.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -71,10 +73,10 @@ def _line(path: Path, number: int, text: str, data_source: str | None) -> Line:
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where} is no JSON: {error.msg}") from error
+        raise DataError(f"{where} is not JSON: {error.msg}") from error
     if not isinstance(row, dict) or not isinstance(row.get("output"), str):
         found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise DataError(f"{where} has no text `output` ({found}); give a dump of responses")
+        raise DataError(f"{where} has no text in `output` ({found}); give a dump of responses")
     extra = row.get("extra_info") or {}
     if not isinstance(extra, dict):
         raise DataError(f"{where}: extra_info is {type(extra).__name__}, not a mapping")
@@ -97,8 +99,11 @@ def _line(path: Path, number: int, text: str, data_source: str | None) -> Line:
 
 
 def score_line(function: Callable[..., Any], line: Line, *, reraise: bool = False) -> Scored:
-    """Call a reward function as a manager would. `reraise`: what it raises is not turned into a
-    failure. Raises RewardError as it does."""
+    """Call a reward function as a manager would, and return the score.
+
+    An exception of the function becomes a failure, or with `reraise` is raised. A RewardError is
+    always raised.
+    """
     signature = signature_of(function)
     arguments = signature.arguments([line.sample], [line.text])
     began = time.perf_counter()
@@ -109,7 +114,7 @@ def score_line(function: Callable[..., Any], line: Line, *, reraise: bool = Fals
         read = read_result(signature.results(returned, 1)[0])
     except RewardError:
         raise
-    except Exception as error:  # the user's code may raise anything; the reason is kept
+    except Exception as error:  # user code may raise anything
         if reraise:
             raise
         read = failure_of(error)
@@ -123,10 +128,13 @@ async def _awaited(value: Any) -> Any:
 
 
 def load_function(fn: str | None, kwargs: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """`FILE.py` (its `compute_score`) or `FILE.py:NAME`; None: the built-in ones by data source."""
+    """Return the function named by `FILE.py` (its `compute_score`) or `FILE.py:NAME`.
+
+    None is the built-in function, which chooses by data source.
+    """
     if fn is None:
         if kwargs:
-            raise ConfigError("--kwargs are of a function of your own; add --fn FILE.py[:NAME]")
+            raise ConfigError("--kwargs needs a function of your own; add --fn FILE.py[:NAME]")
         return default_compute_score
     path, colon, name = fn.rpartition(":")
     if not colon or name.endswith(".py"):
@@ -145,12 +153,12 @@ def main(
     reraise: bool = False,
     out: TextIO | None = None,
 ) -> int:
-    """Score a dump and print what came of it; `output`: a line of JSON for each response.
+    """Score a dump and print a summary. With `output`, write one JSON line per response to it.
 
-    Returns 0, or the exit code of `RewardError` where scoring failed for a response.
+    Returns 0, or the exit code of `RewardError` if scoring failed for a response.
     """
     function = load_function(fn, kwargs)
-    told = out or sys.stdout
+    stream = out or sys.stdout
     scored: list[Scored] = []
     for line in read_dump(dump, data_source):
         if limit is not None and len(scored) == limit:
@@ -160,7 +168,7 @@ def main(
         raise DataError(f"the dump {dump} has no responses")
     if output is not None:
         _write(output, scored)
-    print(_report(_name(function), scored), file=told)
+    print(_report(_name(function), scored), file=stream)
     failed = any(s.score.failure is not None for s in scored)
     return RewardError.exit_code if failed else 0
 
@@ -172,7 +180,7 @@ def _report(name: str, scored: list[Scored]) -> str:
     if good:
         values = [s.score.value for s in good]
         lines.append(
-            f"  score          mean {statistics.fmean(values):.4f}, least {min(values):g}, most "
+            f"  score          mean {statistics.fmean(values):.4f}, min {min(values):g}, max "
             f"{max(values):g}"
         )
         parts = {key: None for s in good for key in s.score.parts}
@@ -181,8 +189,8 @@ def _report(name: str, scored: list[Scored]) -> str:
             lines.append(f"  {key:<14} mean {statistics.fmean(of):.4f} of {len(of):,}")
     seconds = [s.seconds for s in scored]
     lines.append(
-        f"  time           {1e3 * statistics.median(seconds):.3f} ms a response (median), "
-        f"{1e3 * max(seconds):.3f} at most, {len(seconds) / max(sum(seconds), 1e-9):,.0f} a second"
+        f"  time           {1e3 * statistics.median(seconds):.3f} ms per response (median), "
+        f"max {1e3 * max(seconds):.3f} ms, {len(seconds) / max(sum(seconds), 1e-9):,.0f} per second"
     )
     reasons = Counter(str(s.score.failure) for s in bad)
     for reason, count in reasons.most_common(_SHOWN):

@@ -1,12 +1,12 @@
-"""Built-in reward functions in VERL's signature, chosen by a row's `data_source`.
+"""Built-in reward functions with verl's signature, selected by a row's `data_source`.
 
-Pure functions of text; they know nothing of samples, tokens or tokenizers. Called by the reward
-managers, and by users as building blocks of their own reward functions.
+They are pure functions of text and know nothing of samples, tokens or tokenizers. Called by the
+reward managers, and by users as building blocks of their own reward functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,26 +28,14 @@ from slipstream.rewards.scorers import (
 from slipstream.rewards.scorers.truth import text_of
 
 _SEARCHED = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
-"""Search-R1's sets of questions."""
+"""Data sets of Search-R1."""
 
 _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
-"""NuminaMath's sets of problems."""
-
-
-class ComputeScore(Protocol):
-    """VERL's reward function: a number, or a mapping with the key `score`; may be async."""
-
-    def __call__(
-        self,
-        data_source: str,
-        solution_str: str,
-        ground_truth: Any,
-        extra_info: Mapping[str, Any] | None = None,
-    ) -> float | Mapping[str, Any] | Awaitable[float | Mapping[str, Any]]: ...
+"""Data sets of NuminaMath."""
 
 
 class SyncComputeScore(Protocol):
-    """A `ComputeScore` that answers at once."""
+    """verl's reward function: returns a number, or a mapping with key `score`."""
 
     def __call__(
         self,
@@ -64,9 +52,9 @@ def exact_match(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
 ) -> float:
-    """1.0 if the response equals the ground truth (or one of a list) up to outer white space.
+    """Return 1.0 if the response equals the ground truth, or one entry of a list, else 0.0.
 
-    Raises `ValueError` where there is no ground truth.
+    Leading and trailing white space is ignored. Raises ValueError if there is no ground truth.
     """
     several = isinstance(ground_truth, list | tuple) and len(ground_truth) > 0
     accepted = ground_truth if several else [ground_truth]
@@ -93,27 +81,27 @@ _BY_PREFIX: dict[str, SyncComputeScore] = {
     "aime": math_dapo.compute_score,
     reasoning_gym.PREFIX: reasoning_gym.compute_score,
 }
-"""For sources whose names begin so."""
+"""Reward functions by prefix of the data source."""
 
 
 _CODE = ("codecontests", "apps", "codeforces", "taco")
-"""Sources whose responses are programs."""
+"""Data sources whose responses are programs."""
 
 
 def data_sources() -> list[str]:
-    """The `data_source` values with a built-in reward function, sorted; `*`: whatever follows."""
+    """Return the `data_source` values with a built-in function, sorted. `*` matches any suffix."""
     return sorted([*_BY_SOURCE, *_CODE, *(f"{begin}*" for begin in _BY_PREFIX)])
 
 
 def register_reward(data_source: str, function: SyncComputeScore) -> None:
-    """Give a `data_source` its reward function. Raises `ConfigError` if it has one."""
+    """Register the reward function of a `data_source`. Raises ConfigError if it has one already."""
     if data_source in _BY_SOURCE or data_source in _CODE:
-        raise ConfigError(f"data_source {data_source!r} has a reward function already")
+        raise ConfigError(f"data_source {data_source!r} already has a reward function")
     _BY_SOURCE[data_source] = function
 
 
 def sandbox_of(compute_score: Callable[..., Any]) -> Sandbox | None:
-    """Where the built-in functions run programs; None for other functions."""
+    """Return the sandbox in which the built-in functions run programs; None for other functions."""
     bound = compute_score.keywords if isinstance(compute_score, partial) else {}
     inner = compute_score.func if isinstance(compute_score, partial) else compute_score
     if inner is not default_compute_score:
@@ -123,7 +111,7 @@ def sandbox_of(compute_score: Callable[..., Any]) -> Sandbox | None:
 
 
 def is_program(data_source: str) -> bool:
-    """Whether responses of a source are run."""
+    """Return whether the responses of a data source are programs to run."""
     return data_source in _CODE
 
 
@@ -135,11 +123,11 @@ def default_compute_score(
     *,
     sandbox: Sandbox | None = None,
 ) -> float | Mapping[str, Any]:
-    """Score with the function that belongs to `data_source`. `sandbox`: where programs run; this
-    machine by default, isolated.
+    """Return the score from the built-in function of `data_source`.
 
-    Raises `RewardError` for a source without one: that no response can repair, so it ends the run
-    whatever the policy for failures.
+    `sandbox` runs programs; None runs them on this machine, isolated. Raises RewardError if the
+    data source has no function. That ends the run under any `on_failure` policy, because no
+    response can fix it.
     """
     if data_source in _CODE:
         return code.compute_score(

@@ -1,4 +1,4 @@
-"""Scoring by a service that allows so many requests: VERL's `rate_limited` manager."""
+"""Scores through a service with rate limits: verl's `rate_limited` manager."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from slipstream.rewards.limits import Limits
 from slipstream.rewards.manager import Decode, NaiveRewardManager
 from slipstream.rewards.protocol import OnFailure, Reward
 from slipstream.rewards.runner import CallOutcome
-from slipstream.rewards.slots import MOST
+from slipstream.rewards.slots import MAX_AT_ONCE
 
 
 class LimitedRewardManager(NaiveRewardManager):
-    """Naive scoring, no faster than `max_rpm` calls and `max_tpm` tokens a minute, and at most
-    `max_concurrent` calls at once (None: no limit).
+    """Naive scoring with rate limits (None: no limit).
 
-    A call counts as `estimated_tokens_per_request` tokens. Its deadline begins when it does: what
-    waits for its turn is not late. One budget for all that this manager scores.
+    At most `max_rpm` calls and `max_tpm` tokens per minute, and `max_concurrent` calls at once. A
+    call counts as `estimated_tokens_per_request` tokens. Its deadline starts when the call starts,
+    so time spent waiting for the rate limit does not count. All calls of this manager share the
+    limits.
     """
 
     def __init__(
@@ -43,17 +44,18 @@ class LimitedRewardManager(NaiveRewardManager):
             on_failure=on_failure,
             num_workers=num_workers,
         )
-        workers = MOST if num_workers is None else num_workers
+        workers = MAX_AT_ONCE if num_workers is None else num_workers
         if max_concurrent is not None and max_concurrent > workers:
             raise ConfigError(
-                f"reward_model.reward_kwargs.max_concurrent={max_concurrent} calls at once need as "
-                f"many workers; set reward_model.num_workers={max_concurrent} (there are {workers})"
+                f"reward_model.reward_kwargs.max_concurrent={max_concurrent} concurrent calls need "
+                f"as many workers, but there are {workers}; set "
+                f"reward_model.num_workers={max_concurrent}"
             )
         if not estimated_tokens_per_request > 0:
             raise ConfigError(
                 "reward_model.reward_kwargs.estimated_tokens_per_request="
-                f"{estimated_tokens_per_request:g}: a call counts as that many tokens of max_tpm; "
-                "set it above 0"
+                f"{estimated_tokens_per_request:g}: each call counts as this many tokens of "
+                "max_tpm; set it above 0"
             )
         self.limits = Limits(max_rpm=max_rpm, max_tpm=max_tpm, max_concurrent=max_concurrent)
         self._tokens = estimated_tokens_per_request

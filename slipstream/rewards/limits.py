@@ -1,6 +1,7 @@
-"""Requests and tokens a minute, and how many at once: what a service allows.
+"""Rate limits: requests per minute, tokens per minute, and concurrent requests.
 
-Used by `limited`. Knows nothing of rewards; the clock is given, so that tests need no time.
+Used by `limited`. Knows nothing of rewards. The clock is a parameter, so that tests need no
+waiting.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from slipstream.errors import ConfigError
 _MINUTE = 60.0
 
 
-class Pace:
-    """So many units a minute, one after the other: who comes waits until those before are paid for.
+class RateLimit:
+    """Spaces out units evenly at a rate per minute; a later caller waits for all earlier ones.
 
-    Evenly, so that in no minute there are more: a bucket that may be full would let twice as many
-    pass in its first one.
+    Even spacing keeps every minute within the limit. A token bucket that starts full would let
+    twice as many units pass in its first minute.
     """
 
     def __init__(self, per_minute: float, clock: Callable[[], float]) -> None:
@@ -30,7 +31,7 @@ class Pace:
         self._free = -math.inf
 
     def reserve(self, units: float) -> float:
-        """Seconds until these units may begin; those that come later wait for them, too."""
+        """Reserve `units` and return the seconds to wait before using them."""
         now = self._clock()
         begin = max(now, self._free)
         self._free = begin + units * self._seconds
@@ -38,8 +39,10 @@ class Pace:
 
 
 class Limits:
-    """At most `max_rpm` requests and `max_tpm` tokens a minute, and `max_concurrent` requests at
-    once; None: no such limit. Raises ConfigError for limits that nothing could pass."""
+    """Limits of `max_rpm` requests and `max_tpm` tokens per minute, and of concurrent requests.
+
+    None means no limit. Raises ConfigError for a limit of 0 or less.
+    """
 
     def __init__(
         self,
@@ -50,33 +53,33 @@ class Limits:
         clock: Callable[[], float] = anyio.current_time,
         sleep: Callable[[float], Awaitable[object]] = anyio.sleep,
     ) -> None:
-        given = {"max_rpm": max_rpm, "max_tpm": max_tpm, "max_concurrent": max_concurrent}
-        for name, value in given.items():
+        limits = {"max_rpm": max_rpm, "max_tpm": max_tpm, "max_concurrent": max_concurrent}
+        for name, value in limits.items():
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(
-                    f"reward_model.reward_kwargs.{name}={value} lets nothing pass; set a number "
+                    f"reward_model.reward_kwargs.{name}={value} allows no request; set a number "
                     "above 0, or null for no limit"
                 )
-        self._requests = None if max_rpm is None else Pace(max_rpm, clock)
-        self._tokens = None if max_tpm is None else Pace(max_tpm, clock)
-        self._most = max_concurrent
+        self._requests = None if max_rpm is None else RateLimit(max_rpm, clock)
+        self._tokens = None if max_tpm is None else RateLimit(max_tpm, clock)
+        self._max_concurrent = max_concurrent
         self._slots: anyio.CapacityLimiter | None = None
         self._loop: object = None
         self._sleep = sleep
 
     @asynccontextmanager
     async def request(self, tokens: float) -> AsyncIterator[None]:
-        """In the body a request of about so many tokens is under way."""
+        """Hold a request of about `tokens` tokens during the body; waits until it is allowed."""
         slots = self._limiter()
         if slots is None:
-            await self._in_turn(tokens)
+            await self._wait(tokens)
             yield
             return
         async with slots:
-            await self._in_turn(tokens)
+            await self._wait(tokens)
             yield
 
-    async def _in_turn(self, tokens: float) -> None:
+    async def _wait(self, tokens: float) -> None:
         waits = [0.0]
         if self._requests is not None:
             waits.append(self._requests.reserve(1))
@@ -86,10 +89,10 @@ class Limits:
             await self._sleep(longest)
 
     def _limiter(self) -> anyio.CapacityLimiter | None:
-        if self._most is None:
+        if self._max_concurrent is None:
             return None
-        # A limiter belongs to one event loop; a manager may outlive it.
+        # A limiter belongs to one event loop, and the manager may outlive that loop.
         loop = anyio.lowlevel.current_token()
         if self._slots is None or self._loop != loop:
-            self._slots, self._loop = anyio.CapacityLimiter(self._most), loop
+            self._slots, self._loop = anyio.CapacityLimiter(self._max_concurrent), loop
         return self._slots

@@ -1,4 +1,7 @@
-"""Reward managers by name, with the user's function or the built-in ones. Called by the loops."""
+"""Creates reward managers by name, for a user's function or the built-in ones.
+
+Called by the loops.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,9 @@ _MANAGERS: dict[str, Callable[..., RewardManager]] = {
 
 
 def register_reward_manager(name: str, factory: Callable[..., RewardManager]) -> None:
-    """Add a manager; the factory takes what `NaiveRewardManager` takes, and its own options."""
+    """Register a manager. The factory takes the arguments of `NaiveRewardManager`, plus options."""
     if name in _MANAGERS:
-        raise ConfigError(f"reward manager {name!r} exists already; choose another name")
+        raise ConfigError(f"reward manager {name!r} already exists; choose another name")
     _MANAGERS[name] = factory
 
 
@@ -54,13 +57,13 @@ def load_reward_manager(
     reward_kwargs: Mapping[str, Any] | None = None,
     terms: Mapping[str, Any] | None = None,
 ) -> RewardManager:
-    """The manager `name` around the user's reward function, or the built-in ones.
+    """Return the reward manager `name` for the user's reward function or the built-in ones.
 
-    `sandbox`: where the built-in ones run programs; this machine by default, isolated.
-    `custom_path`, `custom_name` and `custom_kwargs` are `custom_reward_function.*`, and `function`
-    is a function of one's own that comes before them;
-    `reward_kwargs` are the manager's own options; `terms` what is added to it (`rewards.terms`).
-    Raises `ConfigError` for unknown ones.
+    `sandbox` runs programs for the built-in functions; None runs them on this machine, isolated.
+    `custom_path`, `custom_name` and `custom_kwargs` are the settings `custom_reward_function.*`.
+    `function` is a Python function that takes precedence over them. `reward_kwargs` are the
+    manager's own options. `terms` are added to its score (see `rewards.terms`). Raises ConfigError
+    for unknown names and options.
     """
     factory = _MANAGERS.get(name)
     if factory is None:
@@ -70,8 +73,8 @@ def load_reward_manager(
         )
     if custom_path is None and custom_kwargs:
         raise ConfigError(
-            "custom_reward_function.reward_kwargs are set, but custom_reward_function.path is not: "
-            "the built-in reward functions take none"
+            "custom_reward_function.reward_kwargs is set, but custom_reward_function.path is not: "
+            "the built-in reward functions take no keywords; set the path or unset reward_kwargs"
         )
     if function is not None:
         compute_score = function
@@ -88,8 +91,8 @@ def load_reward_manager(
     clash = sorted(set(options) & set(reward_kwargs or {}))
     if clash:
         raise ConfigError(
-            f"reward_model.reward_kwargs must not contain {', '.join(clash)}: these are settings "
-            "of their own (reward_model.*)"
+            f"reward_model.reward_kwargs must not contain {', '.join(clash)}: set "
+            "reward_model.* of the same name instead"
         )
     options.update(reward_kwargs or {})
     try:
@@ -103,7 +106,7 @@ def load_reward_manager(
     if not terms:
         return manager
     weight, parsed = read_terms(terms)
-    alone = (term for term in parsed if term.custom and not term.group)
+    sample_terms = (term for term in parsed if term.custom and not term.group)
     return TermsRewardManager(
         manager,
         weight,
@@ -116,7 +119,7 @@ def load_reward_manager(
                 on_failure=on_failure,
                 num_workers=num_workers,
             )
-            for term in alone
+            for term in sample_terms
         },
         decode=decode,
         runner=DeadlineRunner(timeout_s=timeout_s, num_workers=num_workers),

@@ -1,8 +1,8 @@
-"""Reward managers: from a finished sample to its score, whatever the reward function does.
+"""Reward managers: compute the score of a finished sample, and handle failing reward functions.
 
-A function that raises, hangs or returns nonsense gives a failure with a reason, and `on_failure`
-decides what that means. Knows samples and decoding (injected), not rollouts or advantages. Called
-by the rollout manager and by evaluation.
+If a function raises, hangs or returns an invalid value, the result is a failure with a reason, and
+`on_failure` decides what follows. Knows samples and decoding (passed in), not rollouts or
+advantages. Called by the rollout manager and by evaluation.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _ON_FAILURE = ("zero", "drop", "stop")
 
 
 class NaiveRewardManager:
-    """Scores every sample by itself with one function.
+    """Scores each sample independently with one function.
 
-    `compute_score` has VERL's or TRL's signature (`rewards.signatures`), or is a `Reward`, which
-    sees the whole sample. `decode` turns response ids into text, without special tokens.
-    `timeout_s` is the deadline of one call, counted from its start; `num_workers` calls
-    run at once, None: four, and more while those that run compute nothing (`rewards.slots`).
-    `failures` and `timeouts` count since the start.
+    `compute_score` has verl's or TRL's signature (see `rewards.signatures`), or is a `Reward`,
+    which gets the whole sample. `decode` turns response ids into text without special tokens.
+    `timeout_s` is the deadline of one call, counted from its start. `num_workers` is the number of
+    concurrent calls; None is four, and more while the running calls only wait (`rewards.slots`).
+    `failures` and `timeouts` are counts since the start.
     """
 
     def __init__(
@@ -71,19 +71,19 @@ class NaiveRewardManager:
 
     @property
     def timeouts(self) -> int:
-        """Calls that ran past the deadline."""
+        """Number of calls that exceeded the deadline."""
         return self._runner.timeouts
 
     @property
     def abandoned(self) -> int:
-        """Calls past the deadline that still run in a thread."""
+        """Number of calls that exceeded the deadline and still run in a thread."""
         return self._runner.abandoned
 
     async def score_sample(self, sample: Sample) -> Score:
-        """The score of a finished sample; the sample is not changed (see `apply_score`).
+        """Return the score of a finished sample. Does not change the sample (see `apply_score`).
 
-        Raises `RewardError` on a failure with policy "stop", on any `RewardError` of the function
-        (no reward for this data source) and when too many calls hang.
+        Raises RewardError on a failure under the policy "stop", if the function raises RewardError
+        (for example, no reward for this data source), and if too many calls hang.
         """
         async with self._place(sample):
             outcome = await self._outcome(self._call(sample))
@@ -93,7 +93,7 @@ class NaiveRewardManager:
         return self.finish(sample, result)
 
     def _place(self, sample: Sample) -> AbstractAsyncContextManager[None]:
-        """To be held during a call: programs wait for a place before their deadline begins."""
+        """Return a context to hold during a call. Programs wait there before their deadline."""
         if self._programs is not None and is_program(sample.data_source):
             return self._programs.one()
         return nullcontext()
@@ -108,9 +108,9 @@ class NaiveRewardManager:
             return str(error)
 
     async def score_group(self, samples: Sequence[Sample]) -> list[Score]:
-        """One score for each sample, in order, computed at the same time.
+        """Return one score per sample, in order. They are computed concurrently.
 
-        Raises the first `RewardError`, after cancelling the others.
+        Raises the first RewardError, after cancelling the other calls.
         """
         scores: list[Score | None] = [None] * len(samples)
         errors: list[RewardError] = []
@@ -130,7 +130,7 @@ class NaiveRewardManager:
         return [score for score in scores if score is not None]
 
     def finish(self, sample: Sample, score: Score) -> Score:
-        """A hook for managers that adjust a successful score."""
+        """Hook for subclasses that adjust a successful score."""
         return score
 
     def _call(self, sample: Sample) -> functools.partial[Any]:
@@ -146,7 +146,7 @@ class NaiveRewardManager:
         if self._on_failure == "stop":
             raise RewardError(
                 f"the reward function {self._name} failed on sample {sample.uid!r} (data_source "
-                f"{sample.data_source!r}): {reason}. Repair it, or set reward_model.on_failure to "
+                f"{sample.data_source!r}): {reason}. Fix it, or set reward_model.on_failure to "
                 "zero or drop"
             )
         return Score(0.0, ok=self._on_failure == "zero", failure=reason)
@@ -155,9 +155,9 @@ class NaiveRewardManager:
 class DAPORewardManager(NaiveRewardManager):
     """Naive scoring plus DAPO's soft penalty for overlong responses (Yu et al. 2025, eq. 13).
 
-    The last `len` of `max_resp_len` tokens are a buffer: a response that uses x of them gets
-    `-penalty_factor * x / len`, at most. `overlong_buffer_cfg` has VERL's keys: enable, len,
-    penalty_factor, log (add `overlong` and `overlong_reward` to the parts).
+    The last `len` of `max_resp_len` tokens are a buffer. A response that uses x buffer tokens gets
+    a penalty of `-penalty_factor * x / len`. `overlong_buffer_cfg` has verl's keys: enable, len,
+    penalty_factor, and log (add the reward parts `overlong` and `overlong_reward`).
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class DAPORewardManager(NaiveRewardManager):
 
     def finish(self, sample: Sample, score: Score) -> Score:
         if not score.parts:
-            # Under VERL's name, for filters and validation: what the penalty does not touch.
+            # Keep the unpenalized score as `acc`, as in verl, for filters and validation.
             score = replace(score, parts={"acc": score.value})
         if not self._penalise:
             return score
@@ -213,11 +213,11 @@ class DAPORewardManager(NaiveRewardManager):
 
 
 def read_result(result: Any) -> Score | str:
-    """A function's return value as a score, or what is wrong with it.
+    """Return a function's return value as a score, or a text that says why it is invalid.
 
-    A number, or a mapping with the key `score`; its other numbers become `parts`, `pred` is the
-    answer that was read, other values are for the function's own use. Zero-dimensional arrays and
-    tensors count as numbers.
+    Valid values are a number, or a mapping with the key `score`. Other numbers of the mapping
+    become `parts`; `pred` is the parsed answer; other values are ignored. Zero-dimensional arrays
+    and tensors count as numbers.
     """
     if isinstance(result, Score):
         if not result.ok:
@@ -236,8 +236,8 @@ def read_result(result: Any) -> Score | str:
             part = _number(entry)
             if key != SCORE_PART and part is not None and math.isfinite(part):
                 parts[str(key)] = part
-        told = result.get("pred")
-        answer = None if told is None else str(told)
+        pred = result.get("pred")
+        answer = None if pred is None else str(pred)
     number = _number(value)
     if inspect.iscoroutine(value):
         value.close()
@@ -268,10 +268,10 @@ def _name(compute_score: Any) -> str:
 
 
 def compute_reward(sample: Sample) -> float:
-    """The reward of a sample that was scored, or graded by its environment (`rollouts` design).
+    """Return the reward of a sample that was scored, or graded by its environment.
 
-    A scored sample (see `apply_score`) gives its reward; otherwise `metadata["correct"]` gives 1.0
-    or 0.0. Raises `RewardError` where there is neither.
+    A scored sample (see `apply_score`) has a reward. For another sample the result is 1.0 or 0.0,
+    depending on `metadata["correct"]`. Raises RewardError if it has neither.
     """
     if SCORE_PART in sample.reward_parts:
         return sample.reward

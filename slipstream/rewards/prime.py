@@ -1,7 +1,7 @@
-"""Scoring in processes, which can be stopped: VERL's `prime` manager.
+"""Scores in worker processes, which can be killed: verl's `prime` manager.
 
-A thread that never returns cannot be stopped, and one function that computes keeps all others
-waiting (Python runs one thread at a time). A process can be killed, and dies alone.
+Python cannot stop a thread. It also runs one thread at a time, so a function that computes blocks
+all others. A worker process can be killed, without affecting other calls.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _PROCESSES = 4
 
 
 class PrimeRewardManager(NaiveRewardManager):
-    """Naive scoring, each call in one of `num_workers` processes (4), which are kept. One that
-    does not answer within `timeout_s` is killed.
+    """Naive scoring in `num_workers` reusable processes (default 4).
 
-    Raises ConfigError for functions that no other process can be told of, and async ones.
+    A process that does not answer within `timeout_s` is killed. Raises ConfigError for async
+    functions, and for functions that cannot be sent to another process.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class PrimeRewardManager(NaiveRewardManager):
         function = compute_score.score if isinstance(compute_score, Reward) else compute_score
         if is_async(function):
             raise ConfigError(
-                "reward_model.reward_manager=prime calls functions in processes, and this one is "
-                "async; set reward_model.reward_manager=naive"
+                "reward_model.reward_manager=prime calls functions in processes, but this function "
+                "is async; set reward_model.reward_manager=naive"
             )
         self._portable = _portable(function)
         self._killed = 0
@@ -64,31 +64,31 @@ class PrimeRewardManager(NaiveRewardManager):
         return self._killed
 
     async def _outcome(self, call: functools.partial[Any]) -> CallOutcome:
-        there = functools.partial(_there, self._portable, *call.args, **call.keywords)
+        remote = functools.partial(_call_in_worker, self._portable, *call.args, **call.keywords)
         async with self._runner.slot():
             with anyio.move_on_after(self._runner.timeout_s):
                 try:
-                    return CallOutcome(value=await to_process.run_sync(there, cancellable=True))
+                    return CallOutcome(value=await to_process.run_sync(remote, cancellable=True))
                 except RewardError:
                     raise
                 except BrokenWorkerProcess:
                     return CallOutcome(failure="the scoring process ended")
-                except Exception as error:  # supervisor: keeps the reason
+                except Exception as error:  # user code may raise anything; keep the reason
                     return CallOutcome(failure=failure_of(error))
         self._killed += 1
         return CallOutcome(failure=f"no answer within {self._runner.timeout_s:g} s")
 
 
-def _there(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-    """In the scoring process: call it."""
-    # A process of anyio's has no main module where the one that asked has no file (a notebook), and
-    # what is imported there may look for it.
+def _call_in_worker(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """Call the function in the worker process."""
+    # If the parent has no main file (a notebook), anyio's worker process has no main module, which
+    # some imports look for.
     sys.modules.setdefault("__main__", ModuleType("__main__"))
     return function(*args, **keywords)
 
 
 def _portable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as another process can be told of it."""
+    """Return a function that another process can unpickle. Raises ConfigError if impossible."""
     if is_custom(function):
         inner = function.func if isinstance(function, functools.partial) else function
         bound = function.keywords if isinstance(function, functools.partial) else {}
@@ -97,8 +97,8 @@ def _portable(function: Callable[..., Any]) -> Callable[..., Any]:
         pickle.dumps(function)
     except Exception as error:
         raise ConfigError(
-            f"reward_model.reward_manager=prime cannot hand {function!r} to another process "
-            f"({type(error).__name__}: {error}); define it at the top of a module, or set "
+            f"reward_model.reward_manager=prime cannot send {function!r} to another process "
+            f"({type(error).__name__}: {error}); define it at the top level of a module, or set "
             "reward_model.reward_manager=naive"
         ) from error
     return function

@@ -1,7 +1,7 @@
-"""The seam of rewards: what a score is, and who gives one.
+"""The interface of rewards: scores, and who computes them.
 
-Knows no reward. Rollouts call a `RewardManager`; a `Reward` is what users may write against whole
-samples instead of VERL's text signature.
+Rollouts call a `RewardManager`. Users may implement `Reward`, which gets whole samples, instead of
+a function with verl's text signature.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Literal, Protocol, runtime_checkable
 from slipstream.types import Sample, Status
 
 OnFailure = Literal["zero", "drop", "stop"]
-"""What a failed scoring call means: value 0, no usable score, or the end of the run."""
+"""Policy for failed scoring calls: score 0, drop the sample, or stop the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What one response is worth.
+    """The score of one response.
 
-    `parts` are named components for metrics. `answer` is what was read as the response's answer, by
-    which responses vote. `ok` says whether the score may be trained on;
-    `failure` why scoring failed. A failure with policy "zero" has value 0.0 and `ok`, with policy
-    "drop" it is not `ok`.
+    `parts` are named components for metrics. `answer` is the answer parsed from the response, used
+    for majority votes. `ok` says whether the score may be used for training. `failure` says why
+    scoring failed. After a failure, the policy "zero" gives value 0.0 and `ok` True; the policy
+    "drop" gives `ok` False.
     """
 
     value: float
@@ -35,32 +35,32 @@ class Score:
 
 @runtime_checkable
 class Reward(Protocol):
-    """Scores one finished sample. May raise: the manager turns that into a failure."""
+    """Scores one finished sample. It may raise: the manager turns exceptions into failures."""
 
     def score(self, sample: Sample) -> Score: ...
 
 
 @runtime_checkable
 class RewardManager(Protocol):
-    """Runs a reward with deadlines and a policy for failures."""
+    """Runs a reward function with deadlines and a failure policy."""
 
     async def score_sample(self, sample: Sample) -> Score:
-        """Raises `RewardError` where a failure must end the run."""
+        """Return the score of a sample. Raises RewardError if a failure must end the run."""
         ...
 
     async def score_group(self, samples: Sequence[Sample]) -> list[Score]:
-        """One score for each sample, in order; they are computed at the same time."""
+        """Return one score per sample, in order. They are computed concurrently."""
         ...
 
 
 @runtime_checkable
 class GroupRewardManager(RewardManager, Protocol):
-    """One whose scores depend on the other responses to a prompt, too."""
+    """A manager whose scores also depend on the other responses to the same prompt."""
 
     async def finish_group(self, samples: Sequence[Sample]) -> None:
-        """Change the rewards of a group whose samples all have theirs (`apply_score`).
+        """Adjust the rewards of a group whose samples all have scores (see `apply_score`).
 
-        Raises `RewardError` where a failure must end the run.
+        Raises RewardError if a failure must end the run.
         """
         ...
 
@@ -68,18 +68,18 @@ class GroupRewardManager(RewardManager, Protocol):
 SCORE_PART = "score"
 
 REWARD_FAILURE = "reward_failure"
-"""Where a sample's metadata keeps why its scoring failed and counts as zero."""
+"""Key in a sample's metadata with the reason of a scoring failure that counts as zero."""
 
 
 ANSWER_READ = "pred"
-"""Where a sample's metadata keeps what was read as its answer."""
+"""Key in a sample's metadata with the answer parsed from its response."""
 
 
 def apply_score(sample: Sample, score: Score) -> None:
     """Write a score into its sample.
 
-    A score that is not `ok` makes the sample `FAILED` with the reason. A failure that counts as
-    zero leaves the status alone and keeps the reason in `metadata["reward_failure"]`.
+    If the score is not `ok`, the sample becomes `FAILED` with the reason. A failure that counts as
+    zero keeps the status; its reason is stored in `metadata["reward_failure"]`.
     """
     sample.reward = score.value
     sample.reward_parts = {**score.parts, SCORE_PART: score.value}

@@ -1,8 +1,8 @@
-"""Scoring by a service over HTTP, which may be slow, busy or down for a while.
+"""Scores through an HTTP service that may be slow, busy or temporarily down.
 
-A call is a POST of VERL's arguments as JSON, and is answered with a number or a mapping that has
-`score`. What is worth another try (no connection, no answer in time, 408, 425, 429, 5xx) is tried
-again after a pause that doubles, or as long as `Retry-After` says.
+A call is a POST request with verl's arguments as JSON. The response is a number, or a mapping with
+key `score`. Temporary failures (no connection, timeout, status 408, 425, 429, 5xx) are retried
+after a pause that doubles each time, or after the time in `Retry-After` if that is longer.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from slipstream.rewards.manager import Decode
 from slipstream.rewards.protocol import OnFailure
 from slipstream.rewards.runner import CallOutcome, failure_of
 
-_WORTH_ANOTHER_TRY = frozenset({408, 425, 429})
+_RETRIABLE = frozenset({408, 425, 429})
 
 
 class RemoteRewardManager(LimitedRewardManager):
-    """Scores by POST to `url`, with `headers`; `timeout_s` is the deadline of one attempt. After
-    the first one there are up to `max_retries`, the n-th after `backoff_s` 2^(n-1) seconds, at most
-    `max_backoff_s`. Limits are those of `limited`, and every attempt counts. `retries` counts since
-    the start.
+    """Scores by POST requests to `url` with `headers`.
+
+    `timeout_s` is the deadline of one attempt. Up to `max_retries` retries follow the first
+    attempt; the pause before the n-th is `backoff_s` * 2^(n-1) seconds, at most `max_backoff_s`.
+    The rate limits are those of `LimitedRewardManager`; every attempt counts. `retries` is the
+    count since the start.
     """
 
     def __init__(
@@ -64,19 +66,19 @@ class RemoteRewardManager(LimitedRewardManager):
         )
         if getattr(compute_score, "func", compute_score) is not default_compute_score:
             raise ConfigError(
-                f"reward_model.reward_manager=remote scores at {url}, and "
-                "custom_reward_function.path names a function here; unset one of them"
+                f"reward_model.reward_manager=remote scores at {url}, but "
+                "custom_reward_function.path names a local function too; unset one of them"
             )
         if not url.startswith(("http://", "https://")):
             raise ConfigError(
-                f"reward_model.reward_kwargs.url={url!r} is no address; give one like "
+                f"reward_model.reward_kwargs.url={url!r} is not an address; give one like "
                 "http://localhost:8000/score"
             )
         if max_retries < 0 or backoff_s <= 0 or max_backoff_s < backoff_s:
             raise ConfigError(
                 f"reward_model.reward_kwargs: max_retries={max_retries}, backoff_s={backoff_s:g}, "
-                f"max_backoff_s={max_backoff_s:g}: retries must be 0 or more, and pauses from "
-                "backoff_s above 0 up to max_backoff_s"
+                f"max_backoff_s={max_backoff_s:g}: max_retries must be 0 or more, backoff_s above "
+                "0, and max_backoff_s at least backoff_s"
             )
         self.retries = 0
         self._name = url
@@ -85,7 +87,7 @@ class RemoteRewardManager(LimitedRewardManager):
         self._pause, self._longest_pause = backoff_s, max_backoff_s
         self._sleep = sleep
         self._late = 0
-        # Reading the system's certificates takes longer than many a request.
+        # Created once: reading the system's certificates can take longer than a request.
         self._ssl = ssl.create_default_context() if url.startswith("https") else False
 
     @property
@@ -93,7 +95,7 @@ class RemoteRewardManager(LimitedRewardManager):
         return self._late
 
     async def _outcome(self, call: functools.partial[Any]) -> CallOutcome:
-        # Limits are those of attempts.
+        # The limits apply to attempts, so `limits.request` is in `_attempt`, not here.
         body = json.dumps(call.keywords, default=str).encode()
         for attempt in range(1, self._attempts + 1):
             outcome, pause = await self._attempt(body)
@@ -105,10 +107,10 @@ class RemoteRewardManager(LimitedRewardManager):
             self.retries += 1
             doubled = min(self._pause * 2 ** (attempt - 1), self._longest_pause)
             await self._sleep(max(pause, doubled))
-        raise AssertionError("an attempt at least")
+        raise AssertionError("there is at least one attempt")
 
     async def _attempt(self, body: bytes) -> tuple[CallOutcome, float | None]:
-        """What came of it, and, where it is worth another try, seconds to wait at least."""
+        """Return the outcome, and the minimum pause in seconds before a retry (None: no retry)."""
         async with self.limits.request(self._tokens), self._runner.slot(waits=True):
             with anyio.move_on_after(self._runner.timeout_s):
                 try:
@@ -126,19 +128,19 @@ class RemoteRewardManager(LimitedRewardManager):
 
     def _answer(self, response: httpx2.Response) -> tuple[CallOutcome, float | None]:
         status = response.status_code
-        said = response.text[:200].strip()
-        if status in _WORTH_ANOTHER_TRY or status >= 500:
-            return CallOutcome(failure=f"HTTP {status}: {said}"), _asked_to_wait(response)
+        body = response.text[:200].strip()
+        if status in _RETRIABLE or status >= 500:
+            return CallOutcome(failure=f"HTTP {status}: {body}"), _retry_after(response)
         if status != 200:
-            return CallOutcome(failure=f"HTTP {status}: {said}"), None
+            return CallOutcome(failure=f"HTTP {status}: {body}"), None
         try:
             return CallOutcome(value=response.json()), None
         except ValueError:
-            return CallOutcome(failure=f"answered with what is no JSON: {said!r}"), None
+            return CallOutcome(failure=f"answered with what is no JSON: {body!r}"), None
 
 
-def _asked_to_wait(response: httpx2.Response) -> float:
-    """Seconds of `Retry-After`; 0 where it says nothing, or a date."""
+def _retry_after(response: httpx2.Response) -> float:
+    """Return the seconds in `Retry-After`; 0 if it is missing or a date."""
     try:
         return max(float(response.headers.get("Retry-After", "0")), 0.0)
     except ValueError:

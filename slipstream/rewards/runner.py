@@ -1,7 +1,7 @@
-"""Runs a user's function with a deadline, so that it can neither hang nor crash the run.
+"""Calls a user's function with a deadline, so that it can neither hang nor crash the run.
 
-A synchronous function runs in a daemon thread: Python cannot stop a thread, so one that never
-returns is abandoned; as a daemon it does not keep the interpreter from exiting. An async function
+A synchronous function runs in a daemon thread. Python cannot stop a thread, so a call that never
+returns is abandoned; daemon threads do not block the exit of the interpreter. An async function
 runs on the event loop and is cancelled at the deadline. Called by the reward managers.
 """
 
@@ -23,22 +23,25 @@ from slipstream.threads import DaemonThreads, arrival
 
 @dataclass(frozen=True, slots=True)
 class CallOutcome:
-    """What a call came to: a value, or the reason why there is none."""
+    """The result of a call: a value, or the reason of its failure."""
 
     value: Any = None
     failure: str | None = None
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling `function` gives an awaitable; also for objects with `async __call__`."""
+    """Return whether `function` is async, or an object with an async `__call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - the method itself, not callability
     )
 
 
 class DeadlineRunner:
-    """Calls functions with a deadline, `num_workers` at once (None: as `Slots` finds out);
-    `max_abandoned` hung calls may be left at once."""
+    """Calls functions with a deadline.
+
+    `num_workers` is the number of concurrent calls (None: decided by `Slots`). `max_abandoned` is
+    how many hung calls may exist before `run` raises.
+    """
 
     def __init__(
         self, *, timeout_s: float, num_workers: int | None = None, max_abandoned: int = 8
@@ -59,16 +62,17 @@ class DeadlineRunner:
 
     @property
     def abandoned(self) -> int:
-        """Calls past their deadline that still run, each in a thread."""
+        """Number of calls that exceeded their deadline and still run, each in a thread."""
         self._abandoned = [call for call in self._abandoned if not call.done()]
         return len(self._abandoned)
 
     async def run(
         self, function: Callable[[], Any], *, name: str, asynchronous: bool
     ) -> CallOutcome:
-        """Call `function()`. Never raises what it raises, except `RewardError`.
+        """Call `function()` and return its outcome. Its exceptions become failures.
 
-        Raises `RewardError` naming the function when too many of its calls hang.
+        Raises RewardError if `function` does, or if too many of its calls hang; the error then
+        names it.
         """
         async with self.slot(waits=asynchronous):
             if asynchronous:
@@ -76,7 +80,7 @@ class DeadlineRunner:
             return await self._run_in_thread(function, name)
 
     def slot(self, *, waits: bool = False) -> AbstractAsyncContextManager[None]:
-        """To be held during a call; `waits`: one that is known to compute nothing here."""
+        """Return a context to hold during a call. `waits`: the call needs no CPU time here."""
         return self._slots.one(waits=waits)
 
     def _computed(self) -> dict[int, float | None]:
@@ -92,16 +96,16 @@ class DeadlineRunner:
                 return CallOutcome(value=await function())
             except RewardError:
                 raise
-            except (Exception, SystemExit) as error:  # supervisor: keeps the reason
+            except (Exception, SystemExit) as error:  # user code may raise anything
                 return CallOutcome(failure=failure_of(error))
         return self._timed_out()
 
     async def _run_in_thread(self, function: Callable[[], Any], name: str) -> CallOutcome:
         if self.abandoned > self.max_abandoned:
             raise RewardError(
-                f"{self.abandoned} calls of the reward function {name} hang past their deadline of "
-                f"{self.timeout_s:g} s and cannot be stopped: give it a time limit of its own, or "
-                "raise reward_model.timeout_s"
+                f"{self.abandoned} calls of the reward function {name} still run past their "
+                f"deadline of {self.timeout_s:g} s and cannot be stopped: give the function its "
+                "own time limit, or raise reward_model.timeout_s"
             )
         clock = ThreadClock()
 
@@ -123,15 +127,15 @@ class DeadlineRunner:
         error = call.exception()
         if isinstance(error, RewardError):
             raise error
-        if error is not None:  # supervisor: SystemExit, too, keeps the reason
+        if error is not None:  # also SystemExit
             return CallOutcome(failure=failure_of(error))
         return CallOutcome(value=call.result())
 
 
 def failure_of(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """Return type and message of an error in one line."""
     try:
         text = str(error)
-    except Exception:  # it is a user's class
+    except Exception:  # a user's exception class may have a broken __str__
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,7 +1,7 @@
-"""How a response is written, not what it answers: terms of a sum of rewards.
+"""Reward terms that judge how a response is written, not whether its answer is correct.
 
-Pure functions of a sample, or of all samples of a group once they are scored, with their settings
-as keywords. Named in `reward_model.terms`.
+They are pure functions of a sample, or of all scored samples of a group. Their settings are
+keyword arguments. Used in `reward_model.terms`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ _WORD = re.compile(r"\S+")
 
 
 def think_format(sample: Sample, *, prompted: bool = False) -> float:
-    """1.0 where the response is `<think>`, thoughts, `</think>` and an answer, once each; else 0.0
-    (DeepSeek-R1). `prompted`: the prompt has opened the block already, so the response does not.
+    """Return 1.0 if the response is `<think>` thoughts `</think>` answer, else 0.0 (DeepSeek-R1).
+
+    Each tag must occur once, and thoughts and answer must not be empty. `prompted`: the prompt
+    already ends with `<think>`, so the response must not contain it.
     """
     text = sample.response.lstrip()
     if not prompted:
@@ -28,16 +30,16 @@ def think_format(sample: Sample, *, prompted: bool = False) -> float:
             return 0.0
         text = text[len(_OPEN) :]
     thoughts, closed, answer = text.partition(_CLOSE)
-    whole = closed and thoughts.strip() and answer.strip()
-    again = _OPEN in text or _CLOSE in answer
-    return 1.0 if whole and not again else 0.0
+    complete = closed and thoughts.strip() and answer.strip()
+    repeated = _OPEN in text or _CLOSE in answer
+    return 1.0 if complete and not repeated else 0.0
 
 
 def repetition(sample: Sample, *, ngram: int = 3) -> float:
-    """Minus the share of the response's n-grams of words that it had before: 0.0 where all are
-    different, towards -1.0 where it says one thing again and again (Yeo et al. 2025).
+    """Return minus the share of repeated word n-grams of the response (Yeo et al. 2025).
 
-    Raises ConfigError for `ngram` below 1.
+    0.0 if all n-grams are different, close to -1.0 if it repeats one text over and over. Raises
+    ConfigError for `ngram` below 1.
     """
     if ngram < 1:
         raise ConfigError(f"reward_model.terms: repetition has ngram={ngram}; set 1 or more")
@@ -50,15 +52,15 @@ def repetition(sample: Sample, *, ngram: int = 3) -> float:
 
 
 def overlong(sample: Sample, *, max_resp_len: int, buffer: int) -> float:
-    """DAPO's soft penalty (Yu et al. 2025, eq. 13): 0.0 up to `max_resp_len - buffer` tokens, then
-    down to -1.0 at `max_resp_len`, and -1.0 beyond.
+    """Return DAPO's soft length penalty (Yu et al. 2025, eq. 13).
 
-    Raises ConfigError where `buffer` is not between 1 and `max_resp_len`.
+    0.0 up to `max_resp_len - buffer` tokens, then linearly down to -1.0 at `max_resp_len`, and -1.0
+    beyond. Raises ConfigError if `buffer` is not between 1 and `max_resp_len`.
     """
     if not 1 <= buffer <= max_resp_len:
         raise ConfigError(
             f"reward_model.terms: overlong has buffer={buffer} and max_resp_len={max_resp_len}; "
-            "set a buffer between 1 and that"
+            "set a buffer between 1 and max_resp_len"
         )
     over = sample.response_length - (max_resp_len - buffer)
     return -min(max(over / buffer, 0.0), 1.0)
@@ -73,9 +75,11 @@ def cosine_length(
     short_wrong: float = -1.0,
     long_wrong: float = -0.5,
 ) -> list[float]:
-    """What responses are worth by their length, from that of an empty one to that of one of
-    `max_resp_len` tokens, along half a cosine (Yeo et al. 2025): right answers should be short, and
-    wrong ones have thought for longer. One that was cut off is wrong, and as long as can be.
+    """Return rewards that depend on response length along half a cosine (Yeo et al. 2025).
+
+    Values go from `short_*` for an empty response to `long_*` for `max_resp_len` tokens. With the
+    defaults, correct answers should be short, and wrong answers long, after more thinking. A
+    response cut off at the length limit counts as wrong and as long as possible.
     """
 
     def one(sample: Sample) -> float:
@@ -89,13 +93,15 @@ def cosine_length(
 
 
 def relative_length(samples: Sequence[Sample]) -> list[float]:
-    """0.5 for the shortest of a group down to -0.5 for the longest, and at most 0.0 for wrong ones
-    (Kimi k1.5, section 2.3.3). All 0.0 where they are equally long."""
+    """Return 0.5 for the shortest response of a group, down to -0.5 for the longest.
+
+    At most 0.0 for wrong answers (Kimi k1.5, section 2.3.3). All 0.0 if the lengths are equal.
+    """
     lengths = [sample.response_length for sample in samples]
-    least, most = min(lengths), max(lengths)
-    if least == most:
+    shortest, longest = min(lengths), max(lengths)
+    if shortest == longest:
         return [0.0] * len(samples)
-    shares = [0.5 - (length - least) / (most - least) for length in lengths]
+    shares = [0.5 - (length - shortest) / (longest - shortest) for length in lengths]
     return [
         share if is_right(sample) else min(share, 0.0)
         for sample, share in zip(samples, shares, strict=True)
@@ -103,12 +109,12 @@ def relative_length(samples: Sequence[Sample]) -> list[float]:
 
 
 def is_right(sample: Sample) -> bool:
-    """Whether a scored sample's answer is right, and not in part."""
+    """Return whether a scored sample's answer is fully correct."""
     return sample.reward_parts.get("acc", sample.reward) >= 1.0
 
 
 ANSWER = "answer"
-"""The part of a sum that the reward function gives."""
+"""Name of the term that is the reward function's own score."""
 
 OF_SAMPLES: dict[str, Callable[..., float]] = {
     "think_format": think_format,
@@ -119,4 +125,4 @@ OF_GROUPS: dict[str, Callable[..., list[float]]] = {
     "cosine_length": cosine_length,
     "relative_length": relative_length,
 }
-"""By the names that `reward_model.terms` knows. Those of groups see the other terms' scores."""
+"""Terms by their names in `reward_model.terms`. Group terms see the scores of the other terms."""

@@ -1,11 +1,11 @@
-"""How a reward function wants to be called, which its parameters tell.
+"""Decides from a reward function's parameter names how to call it.
 
-    VERL  compute_score(data_source, solution_str, ground_truth, extra_info, ...) -> number or dict
+    verl  compute_score(data_source, solution_str, ground_truth, extra_info, ...) -> number or dict
           compute_score(data_sources, solution_strs, ground_truths, extra_infos, ...) -> list
           compute_reward(data, ...) -> tensor (B,) or (B, T), of a `DataProto`
     TRL   reward(completions, prompts, completion_ids, <columns>, ...) -> list of numbers
 
-Knows samples, and nothing of what a function computes. Used by `custom` and by the managers.
+Knows samples, but not what a function computes. Used by `custom` and by the managers.
 """
 
 from __future__ import annotations
@@ -19,39 +19,42 @@ from slipstream.rewards.protocol import Score
 from slipstream.types import Sample
 
 COMPLETIONS = "completions"
-"""The parameter that all of TRL's reward functions have."""
+"""The parameter that identifies TRL's reward functions."""
 
 SOLUTIONS = "solution_strs"
-"""The same of VERL's for batches."""
+"""The parameter that identifies verl's batch functions."""
 
 DATA = "data"
-"""The same of those for VERL's `DataProto`; they have no other that is filled from the data."""
+"""The parameter that identifies functions of a `DataProto`; their other parameters are options."""
 
 RETURN_DICT = "return_dict"
-"""What VERL's managers are asked with for a mapping instead of a tensor."""
+"""The argument that makes verl's managers return a mapping instead of a tensor."""
 
 REWARD_TENSOR = "reward_tensor"
-"""Where VERL's managers have the rewards in a mapping."""
+"""The key of the rewards in the mapping that verl's managers return."""
 
 
 class Signature(Protocol):
-    """One way to call a function about finished samples."""
+    """One way to call a reward function on finished samples."""
 
     many: bool
-    """Whether one call may be of several samples."""
+    """Whether one call can score several samples."""
 
     def arguments(self, samples: Sequence[Sample], responses: Sequence[str]) -> dict[str, Any]:
-        """Keywords of the call; `responses` are the texts of the samples' responses."""
+        """Return the keyword arguments of a call; `responses` are the decoded responses."""
         ...
 
     def results(self, returned: Any, count: int) -> list[Any]:
-        """What a call returned of each of `count` samples: a number, a mapping with `score`, or
-        what is neither. Raises ValueError where it is not of the right form."""
+        """Return one entry per sample from the return value of a call.
+
+        An entry is a number or a mapping with `score`; its type is checked later. Raises
+        ValueError if the return value has the wrong form.
+        """
         ...
 
 
 class VerlSignature:
-    """VERL's, of one sample. `extra_info` gains `num_turns`, the number of assistant segments."""
+    """verl's signature for one sample. Adds `num_turns` (assistant segments) to `extra_info`."""
 
     ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
     many = False
@@ -72,7 +75,7 @@ class VerlSignature:
 
 
 class VerlBatchSignature:
-    """That of VERL's `batch` manager: its arguments as lists."""
+    """The signature of verl's `batch` manager: the arguments of `VerlSignature` as lists."""
 
     ARGUMENTS = tuple(f"{name}s" for name in VerlSignature.ARGUMENTS)
     many = True
@@ -87,11 +90,11 @@ class VerlBatchSignature:
 
 
 class TRLSignature:
-    """TRL's (`GRPOTrainer`): lists of prompts, responses, their ids, and of what rows have besides:
-    `ground_truth`, `data_source` and all that their `extra_info` holds.
+    """TRL's signature (`GRPOTrainer`): lists of prompts, responses, response ids, and columns.
 
-    After a prompt of messages a response is a list of one message, too. A function without
-    `**kwargs` gets what it has parameters for; what is bound to it already stays.
+    The columns are `ground_truth`, `data_source`, and all entries of `extra_info`. If the prompt is
+    a list of messages, the response is a list with one message. A function without `**kwargs` gets
+    only the arguments it has parameters for. Keywords that are already bound are not overridden.
     """
 
     many = True
@@ -99,7 +102,7 @@ class TRLSignature:
     def __init__(self, function: Callable[..., Any]) -> None:
         parameters = inspect.signature(function).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        self._wanted = None if takes_all else frozenset(parameters)
+        self._parameters = None if takes_all else frozenset(parameters)
         self._bound = frozenset(function.keywords if isinstance(function, partial) else ())
 
     def arguments(self, samples: Sequence[Sample], responses: Sequence[str]) -> dict[str, Any]:
@@ -108,7 +111,7 @@ class TRLSignature:
         return {
             name: [row.get(name) for row in rows]
             for name in names
-            if name not in self._bound and (self._wanted is None or name in self._wanted)
+            if name not in self._bound and (self._parameters is None or name in self._parameters)
         }
 
     def results(self, returned: Any, count: int) -> list[Any]:
@@ -116,23 +119,23 @@ class TRLSignature:
 
     @staticmethod
     def _row(sample: Sample, response: str) -> dict[str, Any]:
-        spoken = isinstance(sample.prompt, list)
+        is_chat = isinstance(sample.prompt, list)
         return {
             **sample.extra_info,
             "ground_truth": sample.ground_truth,
             "data_source": sample.data_source,
             "prompts": sample.prompt,
-            COMPLETIONS: [{"role": "assistant", "content": response}] if spoken else response,
-            "completion_ids": sample.response_ids,
+            COMPLETIONS: [{"role": "assistant", "content": response}] if is_chat else response,
+            "completion_ids": list(sample.response_ids),
         }
 
 
 class DataProtoSignature:
-    """A function, or a manager, of a whole `DataProto`; one with a parameter `return_dict`, as
-    VERL's managers have it, is asked for a mapping.
+    """The signature of functions and managers that take a whole `DataProto`.
 
-    It returns a tensor (B,), or (B, T) whose rewards of tokens are added up; or, as VERL's managers
-    do, a mapping with `reward_tensor` and `reward_extra_info`, or the two as a tuple.
+    If there is a parameter `return_dict`, as in verl's managers, it is set to True. The function
+    returns a tensor (B,), or (B, T) with token rewards, which are summed. Like verl's managers it
+    may also return a mapping with `reward_tensor` and `reward_extra_info`, or a tuple of the two.
     """
 
     ARGUMENTS = (DATA,)
@@ -142,7 +145,7 @@ class DataProtoSignature:
         self._more = {RETURN_DICT: True} if takes(function, RETURN_DICT) else {}
 
     def arguments(self, samples: Sequence[Sample], responses: Sequence[str]) -> dict[str, Any]:
-        # Torch is not needed for the other signatures.
+        # Imported late, because the other signatures do not need torch.
         from slipstream.rewards.data_proto import proto_of
 
         return {DATA: proto_of(samples, responses), **self._more}
@@ -161,9 +164,9 @@ class DataProtoSignature:
             if len(returned) != 2 or not isinstance(returned[1], Mapping):
                 raise ValueError("returned a tuple that is not of rewards and what goes with them")
             rewards, more = returned
-        values = [_added(v) if isinstance(v, list) else v for v in listed(rewards, count)]
+        values = [_summed(v) if isinstance(v, list) else v for v in listed(rewards, count)]
         parts = {key: _entries(part, count) for key, part in more.items()}
-        # VERL's managers tell a `score` of their own, before penalties: the tensor is the reward.
+        # verl's managers also report `score`, the value before penalties. The tensor is the reward.
         return [
             value
             if isinstance(value, Score)
@@ -172,7 +175,7 @@ class DataProtoSignature:
         ]
 
 
-def _added(rewards: list[Any]) -> float:
+def _summed(rewards: list[Any]) -> float:
     try:
         return float(sum(rewards))
     except TypeError as error:
@@ -180,8 +183,10 @@ def _added(rewards: list[Any]) -> float:
 
 
 def listed(returned: Any, count: int) -> list[Any]:
-    """The entries of a list, an array, or a tensor of so many. Raises ValueError for what is none,
-    and where one is None."""
+    """Return the `count` entries of a list, array or tensor.
+
+    Raises ValueError for another type or length, or if an entry is None.
+    """
     values = _entries(returned, count)
     if any(value is None for value in values):
         raise ValueError("returned None: no reward for this response")
@@ -199,7 +204,7 @@ def _entries(returned: Any, count: int) -> list[Any]:
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
-    """By the names of its parameters; VERL's for one sample where nothing tells of another."""
+    """Return the signature that the parameter names indicate; by default verl's for one sample."""
     if takes(function, COMPLETIONS):
         return TRLSignature(function)
     if wants_data(function):
@@ -208,14 +213,14 @@ def signature_of(function: Callable[..., Any]) -> Signature:
 
 
 def wants_data(function: Callable[..., Any]) -> bool:
-    """Whether a function is of VERL's `DataProto`: one that has `solution_str`, too, is not."""
+    """Return whether a function takes a `DataProto`: it has `data` and not `solution_str`."""
     return takes(function, DATA) and not takes(function, VerlSignature.ARGUMENTS[1])
 
 
 def takes(function: Callable[..., Any], parameter: str) -> bool:
-    """Whether a function has a parameter of that name."""
+    """Return whether a function has a parameter of that name."""
     try:
         return parameter in inspect.signature(function).parameters
     except (TypeError, ValueError):
-        # Built-in functions may have no signature.
+        # Some built-in functions have no signature.
         return False

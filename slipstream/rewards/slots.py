@@ -1,7 +1,7 @@
-"""How many calls of a reward function run at once.
+"""Limits how many calls of a reward function run at once.
 
-Calls that compute take turns: Python runs one thread at a time, and each that is added makes the
-others late. Calls that wait, for a service or a program, do not. Used by `runner`.
+Calls that use the CPU slow each other down, because Python runs one thread at a time. Calls that
+wait for a service or a program do not. Used by `runner`.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ import anyio
 import anyio.lowlevel
 
 COMPUTING = 4
-"""Calls that may run whatever they do."""
+"""Number of concurrent calls that are always allowed."""
 
-MOST = 256
-"""Calls that may run where the others wait."""
+MAX_AT_ONCE = 256
+"""Maximum number of concurrent calls while the running ones only wait."""
 
-_LOOK_S = 0.01
-"""How long running calls are looked at before another one may begin."""
+_PROBE_S = 0.01
+"""Seconds over which CPU time of the running calls is measured before another call may start."""
 
 _BUSY = 0.25
-"""Share of one processor that running calls together take where they compute."""
+"""Share of one CPU core from which the running calls together count as computing."""
 
 
 class Slots:
-    """At most `number` calls at once, or, where it is None, four, and up to `MOST` while those that
-    run compute nothing.
+    """Allows `number` concurrent calls. None is 4, and up to `MAX_AT_ONCE` while calls only wait.
 
-    `computed` tells the seconds of processor time of each running call, by any name for it; None
-    for one that has not begun, or where the system does not tell.
+    `computed` returns the CPU seconds of each running call under an arbitrary key. A value is None
+    if the call has not started, or if the system does not provide the time.
     """
 
     def __init__(
@@ -46,13 +45,13 @@ class Slots:
 
     @asynccontextmanager
     async def one(self, *, waits: bool = False) -> AsyncIterator[None]:
-        """In the body a call may run; `waits`: it is known to compute nothing."""
-        # Locks belong to one event loop; what uses this may outlive it.
+        """Hold a slot during the body. `waits`: the call is known to use no CPU time."""
+        # Locks belong to one event loop, and this object may outlive it.
         loop = anyio.lowlevel.current_token()
         if self._turn is None or self._loop != loop:
             self._turn, self._loop, self._running = anyio.Lock(), loop, 0
         async with self._turn:
-            await self._room(MOST if waits else COMPUTING)
+            await self._room(MAX_AT_ONCE if waits else COMPUTING)
             self._running += 1
         try:
             yield
@@ -62,51 +61,51 @@ class Slots:
                 self._freed.set()
 
     async def _room(self, always: int) -> None:
-        """Wait until another call may begin. Only one waits here at a time."""
+        """Wait until another call may start. Only one task waits here at a time."""
         always = self._number or always
         while self._running >= always:
-            most = self._number or MOST
-            if self._ahead and self._running < most:
+            limit = self._number or MAX_AT_ONCE
+            if self._ahead and self._running < limit:
                 self._ahead -= 1
                 return
             self._freed = anyio.Event()
-            if self._running >= most:
+            if self._running >= limit:
                 await self._freed.wait()
                 continue
             before = self._computed()
-            with anyio.move_on_after(_LOOK_S) as look:
+            with anyio.move_on_after(_PROBE_S) as probe:
                 await self._freed.wait()
-            if not look.cancelled_caught:
-                continue  # one has ended: whether the others wait is not known yet
-            # Twice as many, then: one by one it would be seconds until all wait.
-            self._ahead = self._running if _waits(before, self._computed()) else 0
+            if not probe.cancelled_caught:
+                continue  # a call has ended, so the measurement is incomplete
+            # Allow twice as many calls. One by one it would take seconds to reach the maximum.
+            self._ahead = self._running if _only_wait(before, self._computed()) else 0
         self._ahead = 0
 
 
-def _waits(before: Mapping[int, float | None], after: Mapping[int, float | None]) -> bool:
-    """Whether calls have computed next to nothing meanwhile."""
-    taken = 0.0
+def _only_wait(before: Mapping[int, float | None], after: Mapping[int, float | None]) -> bool:
+    """Return whether the calls used almost no CPU time between the two measurements."""
+    used = 0.0
     for name in before.keys() & after.keys():
         early, late = before[name], after[name]
         if early is None or late is None:
             return False
-        taken += late - early
-    return taken < _BUSY * _LOOK_S
+        used += late - early
+    return used < _BUSY * _PROBE_S
 
 
 class ThreadClock:
-    """Processor time of the thread that runs a call."""
+    """CPU time of the thread that runs a call."""
 
     def __init__(self) -> None:
         self._clock: int | None = None
 
     def begin(self) -> None:
-        """To be called by that thread, first."""
+        """Start the clock. Must be called first, by the thread itself."""
         if hasattr(time, "pthread_getcpuclockid"):
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
 
     def seconds(self) -> float | None:
-        """None before it has begun, and where the system does not tell."""
+        """Return CPU seconds. None before `begin`, and if the system does not provide them."""
         if self._clock is not None:
             with suppress(OSError):
                 return time.clock_gettime(self._clock)

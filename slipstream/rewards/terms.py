@@ -1,10 +1,10 @@
-"""Sums of rewards by name: what the reward function gives, and how a response is written.
+"""Adds named reward terms to the score of the reward function.
 
     reward_model:
       terms: {answer: 1.0, think_format: 0.2, mine: {weight: 0.5, path: mine.py, name: brevity}}
 
-`answer` is the reward function's score, of weight 1 unless given. Knows managers and samples, not
-how responses are made. Called by `load_reward_manager` and by rollouts.
+`answer` is the reward function's score; its weight is 1 by default. Knows managers and samples, not
+how responses are generated. Called by `load_reward_manager` and by rollouts.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ _FILE_KEYS = ("path", "name", "reward_kwargs", "group")
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """`weight` times what `function` gives, with its settings bound. `custom`: a user's, which may
-    fail; `group`: of all samples of a group."""
+    """A term adds `weight` times the value of `function`, whose settings are already bound.
+
+    `custom`: the function is the user's and may fail. `group`: it scores all samples of a group
+    together.
+    """
 
     name: str
     weight: float
@@ -47,14 +50,14 @@ class Term:
     group: bool = False
 
 
-def read_terms(given: Mapping[str, Any]) -> tuple[float, list[Term]]:
-    """The weight of the reward function, and the other terms, in the order given.
+def read_terms(config: Mapping[str, Any]) -> tuple[float, list[Term]]:
+    """Return the weight of the reward function, and the other terms in their order.
 
-    Raises ConfigError for names, weights and settings that are none.
+    Raises ConfigError for invalid names, weights and settings.
     """
     weight, terms = 1.0, []
-    for name, told in given.items():
-        settings = dict(told) if isinstance(told, Mapping) else {"weight": told}
+    for name, entry in config.items():
+        settings = dict(entry) if isinstance(entry, Mapping) else {"weight": entry}
         number = settings.pop("weight", None)
         if (
             isinstance(number, bool)
@@ -68,8 +71,8 @@ def read_terms(given: Mapping[str, Any]) -> tuple[float, list[Term]]:
         if name == ANSWER:
             if settings:
                 raise ConfigError(
-                    f"reward_model.terms.{ANSWER} has {', '.join(settings)}; it is the reward "
-                    "function (custom_reward_function), and has a weight only"
+                    f"reward_model.terms.{ANSWER} has {', '.join(settings)}; it is the score of "
+                    "the reward function (custom_reward_function), so only set its weight"
                 )
             weight = float(number)
         elif "path" in settings:
@@ -82,7 +85,8 @@ def read_terms(given: Mapping[str, Any]) -> tuple[float, list[Term]]:
 def _of_file(name: str, weight: float, settings: Mapping[str, Any]) -> Term:
     if name in (*OF_SAMPLES, *OF_GROUPS, SCORE_PART):
         raise ConfigError(
-            f"reward_model.terms.{name} has a path; choose another name, that is taken"
+            f"reward_model.terms.{name} has a path, but is the name of a built-in term; choose "
+            "another name"
         )
     unknown = sorted(set(settings) - set(_FILE_KEYS))
     if unknown:
@@ -96,8 +100,8 @@ def _of_file(name: str, weight: float, settings: Mapping[str, Any]) -> Term:
     group = bool(settings.get("group", False))
     if group and not signature_of(function).many:
         raise ConfigError(
-            f"reward_model.terms.{name} is of groups, and its function is called with one response "
-            "(solution_str); give it the parameter completions (TRL), solution_strs (VERL's batch) "
+            f"reward_model.terms.{name} has group: true, but its function takes one response "
+            "(solution_str); give it the parameter completions (TRL), solution_strs (verl's batch) "
             "or data (DataProto)"
         )
     return Term(name, weight, function, custom=True, group=group)
@@ -119,11 +123,11 @@ def _built_in(name: str, weight: float, settings: Mapping[str, Any]) -> Term:
 
 
 class TermsRewardManager:
-    """Adds terms to the score that `answers` gives.
+    """Adds terms to the score of the manager `answers`.
 
-    `scorers` call the users' functions of single samples, by the terms' names; `runner` those of
-    groups, whose `decode` turns response ids into text. A term that fails is a failure of the
-    sample's scoring, or of all of its group.
+    `scorers` call users' functions of single samples, by term name. `runner` calls users' functions
+    of groups, with responses decoded by `decode`. If a term fails, scoring of the sample fails, or
+    of its whole group.
     """
 
     def __init__(
@@ -138,19 +142,19 @@ class TermsRewardManager:
         on_failure: OnFailure,
     ) -> None:
         self._answers, self._weight, self._scorers = answers, weight, scorers
-        self._alone = [term for term in terms if not term.group]
-        self._together = [term for term in terms if term.group]
+        self._sample_terms = [term for term in terms if not term.group]
+        self._group_terms = [term for term in terms if term.group]
         self._decode, self._runner, self._on_failure = decode, runner, on_failure
 
     async def score_sample(self, sample: Sample) -> Score:
-        """See `RewardManager.score_sample`. `answer` and each term are parts of the score."""
+        """Return the weighted sum of `answer` and the sample terms, which become parts of it."""
         score = await self._answers.score_sample(sample)
         if score.failure is not None:
             return score
-        # Under VERL's name, for filters and validation, whose accuracy other terms leave alone.
+        # Keep the unmodified score as `acc`, as in verl, for filters and validation.
         parts = {"acc": score.value, **score.parts, ANSWER: score.value}
         total = self._weight * score.value
-        for term in self._alone:
+        for term in self._sample_terms:
             if term.custom:
                 mine = await self._scorers[term.name].score_sample(sample)
                 if mine.failure is not None:
@@ -163,12 +167,12 @@ class TermsRewardManager:
         return replace(score, value=total, parts=parts)
 
     async def score_group(self, samples: Sequence[Sample]) -> list[Score]:
-        """See `RewardManager.score_group`; the terms of groups are `finish_group`'s."""
+        """Return one score per sample. Group terms are added later, by `finish_group`."""
         return [await self.score_sample(sample) for sample in samples]
 
     async def finish_group(self, samples: Sequence[Sample]) -> None:
-        """See `GroupRewardManager.finish_group`."""
-        for term in self._together:
+        """Add the group terms to the rewards of the group's scored samples."""
+        for term in self._group_terms:
             scored = [s for s in samples if usable(s)]
             if not scored:
                 return
@@ -182,7 +186,7 @@ class TermsRewardManager:
                 sample.reward_parts[SCORE_PART] = sample.reward
 
     async def _values(self, term: Term, samples: Sequence[Sample]) -> list[float] | str:
-        """One for each sample, or why there is none."""
+        """Return one value per sample, or the reason of a failure."""
         if not term.custom:
             return [float(value) for value in term.function(samples)]
         signature = signature_of(term.function)
@@ -203,7 +207,7 @@ class TermsRewardManager:
         if self._on_failure == "stop":
             raise RewardError(
                 f"reward_model.terms.{term.name} failed on the {len(samples)} responses to "
-                f"{samples[0].uid!r}: {reason}. Repair it, or set reward_model.on_failure to zero "
+                f"{samples[0].uid!r}: {reason}. Fix it, or set reward_model.on_failure to zero "
                 "or drop"
             )
         for sample in samples:
@@ -212,5 +216,5 @@ class TermsRewardManager:
 
 
 def usable(sample: Sample) -> bool:
-    """Whether a sample's scoring has not failed."""
+    """Return whether scoring of the sample has not failed."""
     return sample.status is not Status.FAILED and REWARD_FAILURE not in sample.metadata

@@ -1,1 +1,1 @@
-"""How samples come about: prompts in, scored groups out."""
+"""Rollouts: generate and score groups of samples from prompts."""

@@ -1,8 +1,8 @@
-"""Which groups are worth training on.
+"""Group filters: decide which groups are trained on.
 
-A filter looks at the finished, rewarded samples of one prompt and answers with a `FilterResult`,
-whose reason the caller counts. Filters that take settings are bound with `functools.partial`.
-Called by the rollout manager and by `functional`. Knows nothing about engines or training.
+A filter gets the finished, rewarded samples of one prompt and returns a `FilterResult`; the caller
+counts its reasons. Use `functools.partial` to set a filter's arguments. The rollout manager and
+`functional` call filters. This module knows nothing about engines or training.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from slipstream.types import Sample, Status
 
 @dataclass(frozen=True, slots=True)
 class FilterResult:
-    """Whether to keep a group; `reason` is one of a filter's few fixed words, for counting, and
-    empty where the group is kept. True in a condition iff kept."""
+    """Whether to keep a group. `reason` is a fixed word of the filter, for counting; it is empty if
+    the group is kept. The result is true in a condition if and only if the group is kept."""
 
     keep: bool
     reason: str = ""
@@ -28,15 +28,16 @@ class FilterResult:
 
 
 GroupFilter = Callable[[Sequence[Sample]], FilterResult | bool]
-"""From the samples of one prompt to keep or not; user functions may return a plain bool."""
+"""Takes the samples of one prompt and says whether to keep them. User functions may return a
+bool."""
 
 KEEP = FilterResult(True)
 
 
 def check_reward_nonzero_std(samples: Sequence[Sample]) -> FilterResult:
-    """Reject groups of equal rewards: their group-relative advantages are all 0.
+    """Reject groups in which all rewards are equal: their group-relative advantages are all 0.
 
-    A group of one is kept, since nothing says that it is uninformative.
+    A group of one sample is kept.
 
     Source: DAPO's dynamic sampling, https://arxiv.org/abs/2503.14476, eq. 11.
     """
@@ -47,16 +48,17 @@ def check_reward_nonzero_std(samples: Sequence[Sample]) -> FilterResult:
 
 
 SCORES = ("score", "seq_reward", "seq_final_reward")
-"""Names that the reward itself has as a metric of `check_spread`."""
+"""Values of `metric` in `check_spread` that mean the reward itself."""
 
 
 def check_spread(samples: Sequence[Sample], metric: str = "score") -> FilterResult:
     """Reject groups in which all samples have the same `metric`: the reward, or a named part of it.
 
-    A group of one is kept. Failed samples do not count. Source: as `check_reward_nonzero_std`.
+    A group of one sample is kept. Failed samples do not count. Source: like
+    `check_reward_nonzero_std`.
 
     Raises:
-        DataError: the reward has no such part.
+        DataError: the reward function returns no part of this name.
     """
     _refuse_empty(samples)
     values = set()
@@ -67,12 +69,12 @@ def check_spread(samples: Sequence[Sample], metric: str = "score") -> FilterResu
         elif metric in sample.reward_parts:
             values.add(sample.reward_parts[metric])
         elif REWARD_FAILURE in sample.metadata:
-            values.add(0.0)  # its scoring failed, which counts as zero
+            values.add(0.0)  # a failed score counts as 0
         else:
             raise DataError(
-                f"algorithm.filter_groups.metric={metric}: the reward function gives no such part "
-                f"(it gives: {', '.join(sorted(sample.reward_parts)) or 'none'}); set "
-                "algorithm.filter_groups.metric=score, or return it beside the score"
+                f"algorithm.filter_groups.metric={metric}: the reward function returns no part of "
+                f"this name (it returns: {', '.join(sorted(sample.reward_parts)) or 'none'}); set "
+                "algorithm.filter_groups.metric=score, or return this part with the score"
             )
     if len(scored) > 1 and len(values) == 1:
         return FilterResult(False, f"same_{metric}")
@@ -86,23 +88,15 @@ def check_min_reward(samples: Sequence[Sample], min_reward: float = 0.0) -> Filt
     return KEEP if mean >= min_reward else FilterResult(False, "low_mean_reward")
 
 
-def check_any_success(samples: Sequence[Sample], threshold: float = 1.0) -> FilterResult:
-    """Reject groups in which no sample's reward reaches `threshold`."""
-    _refuse_empty(samples)
-    if any(sample.reward >= threshold for sample in samples):
-        return KEEP
-    return FilterResult(False, "no_success")
-
-
 def check_response_diversity(samples: Sequence[Sample], min_unique: float = 0.5) -> FilterResult:
-    """Reject groups in which less than the share `min_unique` of responses differ, by their ids.
+    """Reject groups in which the share of distinct responses, by token ids, is below `min_unique`.
 
     Raises:
-        ConfigError: `min_unique` is not a share.
+        ConfigError: `min_unique` is not in [0, 1].
     """
     _refuse_empty(samples)
     if not 0 <= min_unique <= 1:
-        raise ConfigError(f"min_unique is a share of responses, 0 to 1, got {min_unique}")
+        raise ConfigError(f"min_unique={min_unique} must be a share of responses, from 0 to 1")
     unique = len({tuple(sample.response_ids) for sample in samples})
     if unique < min_unique * len(samples):
         return FilterResult(False, "duplicate_responses")
@@ -119,7 +113,7 @@ def check_reasonable_length(
     """
     _refuse_empty(samples)
     if max_length is not None and max_length < min_length:
-        raise ConfigError(f"max_length {max_length} is below min_length {min_length}")
+        raise ConfigError(f"max_length={max_length} must not be below min_length={min_length}")
     lengths = [sample.response_length for sample in samples]
     if min(lengths) < min_length:
         return FilterResult(False, "response_too_short")
@@ -136,8 +130,8 @@ def check_quality_and_diversity(
     min_length: int = 1,
     max_length: int | None = None,
 ) -> FilterResult:
-    """All of the checks on reward spread, mean reward, diversity and length; the first that
-    rejects gives the reason."""
+    """Apply the filters on reward spread, mean reward, diversity and length. The first filter that
+    rejects the group gives the reason."""
     for result in (
         check_reward_nonzero_std(samples),
         check_min_reward(samples, min_reward),
@@ -149,36 +143,9 @@ def check_quality_and_diversity(
     return KEEP
 
 
-FILTERS: dict[str, GroupFilter] = {
-    fn.__name__: fn
-    for fn in (
-        check_reward_nonzero_std,
-        check_spread,
-        check_min_reward,
-        check_any_success,
-        check_response_diversity,
-        check_reasonable_length,
-        check_quality_and_diversity,
-    )
-}
-
-
-def get_filter(name: str) -> GroupFilter:
-    """The filter of that name, with its default settings.
-
-    Raises:
-        ConfigError: no such filter.
-    """
-    if name not in FILTERS:
-        raise ConfigError(f"unknown group filter {name!r}; known: {', '.join(FILTERS)}")
-    return FILTERS[name]
-
-
 def run_filter(group_filter: GroupFilter | None, samples: Sequence[Sample]) -> FilterResult:
-    """Ask a filter that may be absent, or a user's that returns a plain bool.
-
-    A user filter's rejection without a reason counts under the function's name.
-    """
+    """Apply a filter. None keeps every group. If a user's filter returns False, its name is the
+    reason."""
     if group_filter is None:
         return KEEP
     result = group_filter(samples)
@@ -190,4 +157,4 @@ def run_filter(group_filter: GroupFilter | None, samples: Sequence[Sample]) -> F
 
 def _refuse_empty(samples: Sequence[Sample]) -> None:
     if not samples:
-        raise DataError("a filter was asked about a group without samples; drop empty groups")
+        raise DataError("a filter got a group without samples; drop empty groups before filtering")

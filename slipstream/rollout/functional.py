@@ -1,9 +1,9 @@
-"""Rollouts as pure functions: prompts to batches of samples.
+"""Rollouts as pure functions: make batches of samples from prompts.
 
-The synchronous counterpart of the rollout manager, for scripts, tests and notebooks: the caller's
-`generate_fn` does all of the generation. Nothing here keeps state. Groups are cut by
-`Sample.group_index`, never by position. Knows neither engines nor trainers. The way on, from
-samples to training rows, is `train_rows`, whose functions are importable from here as well.
+This is the synchronous counterpart of the rollout manager, for scripts, tests and notebooks. The
+caller's `generate_fn` generates the responses. Nothing here keeps state or knows engines and
+trainers. Samples are grouped by `Sample.group_index`, never by position. `train_rows` turns samples
+into training rows; its functions can be imported from here, too.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ __all__ = [
 
 
 class PromptBuffer(Protocol):
-    """Where prompts come from; `environment.DataBuffer` is one."""
+    """A source of prompts, for example `data.DataBuffer`."""
 
     def get_prompts(self, n: int) -> list[Prompt]:
-        """The next prompts, at most `n`; none at all means that the data has ended."""
+        """The next prompts, at most `n`. An empty list means that the data has ended."""
         ...
 
 
 GenerateFn = Callable[..., list[Sample]]
 """`generate_fn(samples, **rollout_kwargs) -> samples`.
 
-Gets pending samples, each with its prompt as first segment and its `group_index` and `index`;
-returns them with responses and a status. It may leave samples out, and invent none.
+It gets pending samples, each with its prompt as first segment, `group_index` and `index`. It
+returns them with responses and a status. It may leave samples out, but must not add any.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
-    """How `generate_rollout_batches` makes a batch.
+    """Settings of `generate_rollout_batches`.
 
-    `batch_size` counts prompts, that is groups; each is answered `n_samples_per_prompt` times.
-    `over_sampling_factor` >= 1 asks for so many times more prompts than are missing; the first
-    groups that pass `filter_fn` fill the batch and the rest is dropped. A batch that is not full
-    after `max_rounds` rounds of generation is an error.
+    `batch_size` counts prompts; each gets `n_samples_per_prompt` responses, which form a group.
+    Each round asks for `over_sampling_factor` (>= 1) times the missing prompts. The first groups
+    that pass `filter_fn` fill the batch; the rest is dropped. It is an error if a batch is not full
+    after `max_rounds` rounds of generation.
     """
 
     batch_size: int
@@ -86,9 +86,10 @@ class RolloutConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformed:
-    """What `apply_sample_transforms` kept, and counts of what it did not.
+    """The samples that `apply_sample_transforms` kept, and counts of the others.
 
-    `rejected_groups` counts groups by the filter's reason, `dropped_samples` samples by status.
+    `rejected_groups` counts groups by the filter's reason. `dropped_samples` counts samples by
+    status.
     """
 
     samples: list[Sample]
@@ -99,16 +100,15 @@ class Transformed:
 def generate_rollout_batches(
     data_buffer: PromptBuffer, config: RolloutConfig, **rollout_kwargs: Any
 ) -> Iterator[RolloutBatch]:
-    """Batches of generated, rewarded and filtered samples, for as long as there are prompts.
+    """Yield batches of generated, rewarded and filtered samples until the prompts end.
 
-    `rollout_kwargs` go to `config.generate_fn`. Group indices count up from 0. The last batch of a
-    finite buffer may be smaller. `metadata` holds, besides `build_batch_metadata`, the number of
-    `rounds`, `rejected_groups`, `dropped_samples` and `surplus_groups`.
+    `rollout_kwargs` are passed to `config.generate_fn`. Group indices count from 0. The last batch
+    may be smaller. `metadata` has the keys of `build_batch_metadata`, and `rounds`,
+    `rejected_groups`, `dropped_samples` and `surplus_groups`.
 
     Raises:
-        ConfigError: there is no `generate_fn`.
-        DataError: `generate_fn` returned something else than it was asked for, or the filter leaves
-            a batch unfilled after `max_rounds`.
+        ConfigError: `generate_fn` is None.
+        DataError: `generate_fn` returned wrong samples, or a batch is not full after `max_rounds`.
         RewardError: `reward_fn` returned a number that is not finite.
     """
     generate_fn = config.generate_fn
@@ -132,9 +132,9 @@ def generate_rollout_batches(
                         f"max_rounds, or use easier prompts"
                     )
                 missing = config.batch_size - len(groups)
-                # 100 * 1.1 is a little more than 110 in binary, and means 110.
-                wanted = math.ceil(missing * config.over_sampling_factor - 1e-9)
-                prompts = data_buffer.get_prompts(wanted)
+                # In floating point 100 * 1.1 is a little more than 110; it must count as 110.
+                count = math.ceil(missing * config.over_sampling_factor - 1e-9)
+                prompts = data_buffer.get_prompts(count)
                 if not prompts:
                     exhausted = True
                     break
@@ -161,11 +161,11 @@ def generate_rollout_batches(
 
 
 def apply_sample_transforms(samples: Sequence[Sample], config: RolloutConfig) -> Transformed:
-    """Reward each sample, then filter each group; in that order, since filters look at rewards.
+    """Reward each sample, then filter each group, because filters use rewards.
 
-    Failed and aborted samples are dropped first and counted. The input samples are not changed.
-    Without `reward_fn` they keep their rewards. An exception of `reward_fn` propagates; for another
-    policy use a reward manager.
+    Failed and aborted samples are dropped and counted first. The input samples are not changed. If
+    `reward_fn` is None, samples keep their rewards. Exceptions of `reward_fn` propagate; use a
+    reward manager to handle them differently.
 
     Raises:
         DataError: a sample without `group_index`.
@@ -193,7 +193,7 @@ def apply_sample_transforms(samples: Sequence[Sample], config: RolloutConfig) ->
 
 
 def convert_to_batch(samples: Sequence[Sample]) -> RolloutBatch:
-    """Samples as ragged columns, in their order.
+    """A batch with the samples as ragged columns, in their order.
 
     Raises:
         DataError: no samples.
@@ -214,22 +214,22 @@ def extract_sample_fields(
 ) -> tuple[list[list[int]], list[list[float]], list[float]]:
     """(tokens, loss masks, rewards), one entry per sample; prompt tokens are included."""
     return (
-        [sample.tokens for sample in samples],
-        [sample.loss_mask for sample in samples],
+        [list(sample.tokens) for sample in samples],
+        [list(sample.loss_mask) for sample in samples],
         [sample.reward for sample in samples],
     )
 
 
 def compute_response_lengths(loss_masks: Sequence[Sequence[float]]) -> list[int]:
-    """How many tokens of each sample carry loss: those that the policy wrote."""
+    """The number of tokens with loss in each sample, that is, tokens that the policy wrote."""
     return [sum(1 for m in mask if m) for mask in loss_masks]
 
 
 def build_batch_metadata(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Facts about a batch: counts, means, and per-sample columns in the samples' order.
+    """Counts, means, and per-sample columns of a batch, in the samples' order.
 
-    Keys: `num_samples`, `num_groups` (samples without `group_index` are in none), `status` and
-    `data_sources` (counts), `reward_mean`, `response_length_mean` (tokens that carry loss), and the
+    Keys: `num_samples`, `num_groups` (without samples that have no `group_index`), `status` and
+    `data_sources` (counts), `reward_mean`, `response_length_mean` (tokens with loss), and the
     columns `uids`, `group_indices`, `sample_metadata`.
 
     Raises:
@@ -261,21 +261,21 @@ def _pending(prompts: Sequence[Prompt], first_group: int, n: int) -> list[Sample
 
 
 def _check_generated(generated: Sequence[Sample], pending: Sequence[Sample]) -> None:
-    asked = {(sample.group_index, sample.index) for sample in pending}
+    requested = {(sample.group_index, sample.index) for sample in pending}
     seen: set[tuple[int | None, int]] = set()
     for sample in generated:
         key = (sample.group_index, sample.index)
-        if key not in asked or key in seen:
-            problem = "twice" if key in seen else "unasked"
+        if key not in requested or key in seen:
+            problem = "twice" if key in seen else "which it did not get"
             raise DataError(
-                f"generate_fn returned group_index={key[0]}, index={key[1]} {problem}; return the "
-                f"samples it was given, each at most once"
+                f"generate_fn returned group_index={key[0]}, index={key[1]} {problem}; it must "
+                f"return the samples that it got, each at most once"
             )
         seen.add(key)
         if sample.status is Status.PENDING:
             raise DataError(
                 f"generate_fn returned group_index={key[0]}, index={key[1]} with status pending; "
-                f"set Sample.status to what happened (completed, truncated, failed, ...)"
+                f"it must set Sample.status (completed, truncated, failed, ...)"
             )
 
 

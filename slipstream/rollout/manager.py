@@ -1,13 +1,13 @@
-"""Asynchronous rollouts: groups of samples, each scored as soon as it ends.
+"""Asynchronous rollouts: generate groups of samples, and score each sample when it ends.
 
     prompts --> group --+--> sample --> engine.generate --> score --+--> filter --> batch
                         +--> sample --> engine.generate --> score --+
 
-Without over-sampling the batch is a function of prompts, seed and weights alone: a group that the
-filter rejects is replaced by the next prompt, whatever ended first. With over-sampling more groups
-start than a batch needs; the first ones to finish win, so the clock has a say, and the others are
-stopped. Their tokens are kept and go on in the next batch (`partial_rollout`), or the prompts are
-given up. Knows engines by protocol only, and nothing about training.
+Without over-sampling a batch depends only on prompts, seed and weights: the next prompt replaces a
+group that the filter rejects, whatever group ended first. With over-sampling more groups start than
+a batch needs. The first groups to finish are used, so the batch depends on timing, and the others
+are stopped. With `partial_rollout` the next batch continues their responses; otherwise they are
+dropped. This module knows engines by their protocol only, and nothing about training.
 """
 
 from __future__ import annotations
@@ -55,29 +55,31 @@ _STATUS = {
 }
 
 SURPLUS = "surplus"
-"""Why a group was left out that over-sampling started and the batch did not need."""
+"""Drop reason of groups that over-sampling started and the batch did not need."""
 
 
 class PromptSupply(Protocol):
-    """Where prompts come from (`environment.DataBuffer`). Fewer than asked for: it has ended."""
+    """A source of prompts, for example `data.DataBuffer`."""
 
-    def get_prompts(self, n: int) -> list[Prompt]: ...
+    def get_prompts(self, n: int) -> list[Prompt]:
+        """The next `n` prompts; fewer if the prompts have ended."""
+        ...
 
 
 def with_over_sampling(groups: int, share: float) -> int:
-    """How many groups are started where `groups` are wanted."""
-    # 100 * 1.1 is a little more than 110 in binary, and means 110.
+    """The number of groups to start for a batch of `groups` groups."""
+    # In floating point 100 * 1.1 is a little more than 110; it must count as 110.
     return math.ceil(groups * (1 + share) - 1e-9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSettings:
-    """`batch_size` groups of `n` samples a batch.
+    """Settings of the rollout manager: a batch has `batch_size` groups of `n` samples.
 
-    `over_sampling` 0.25 starts a quarter more groups than needed. `timeout_s` bounds one batch.
-    `seed` and `namespace` enter every sample's noise key. A filter that rejects more than
-    `max_rejected` times the batch size in one batch ends the run. With `greedy_baseline` each
-    group has one more response, greedily decoded.
+    `over_sampling=0.25` starts 25 % more groups than needed. `timeout_s` is the time limit of one
+    batch. `seed` and `namespace` are part of every sample's noise key. It is an error if the filter
+    rejects more than `max_rejected` times the batch size in one batch. With `greedy_baseline` each
+    group has one more response, decoded greedily.
     """
 
     batch_size: int
@@ -99,13 +101,13 @@ class RolloutSettings:
 
 @dataclass(slots=True)
 class RolloutCounts:
-    """What happened while one batch was made.
+    """Counters of one batch.
 
-    `dropped` counts groups by reason: a filter's word, or `surplus`. `carried_over` counts
-    unfinished samples that the next batch goes on with. `tail_seconds`, in which fewer than half as
-    many responses were under way as there had been, and `scoring_seconds`, in which none was and
-    rewards were waited for, are wall time. `generated` is what a filter had to be given to fill the
-    batch, in batches; None without a filter.
+    `dropped` counts groups by reason: a filter's reason, or `surplus`. `carried_over` counts
+    unfinished samples that the next batch continues. `tail_seconds` is the wall time with fewer
+    than half of the batch's maximum of running responses. `scoring_seconds` is the wall time
+    without running responses, waiting for rewards. `generated` is the number of groups that the
+    filter got, divided by the batch size; None without a filter.
     """
 
     dropped: dict[str, int] = field(default_factory=dict)
@@ -115,11 +117,12 @@ class RolloutCounts:
     scoring_seconds: float = 0.0
 
     def drop(self, reason: str) -> None:
+        """Count a dropped group."""
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
 
 
 class AsyncRolloutManager:
-    """Makes batches of scored groups from prompts and engines. One batch at a time."""
+    """Makes batches of scored groups, one batch at a time."""
 
     def __init__(
         self,
@@ -132,8 +135,8 @@ class AsyncRolloutManager:
         sink: GenerationSink | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`sink` is given the hidden states of the responses that it wants, from an engine that
-        hands them over; `clock` gives the seconds of `counts`."""
+        """`sink` receives the hidden states of the responses that it wants, if the engine returns
+        hidden states. `clock` returns seconds, for `counts`."""
         if not engines:
             raise EngineError("a rollout manager needs at least one engine, got none")
         self.settings = settings
@@ -147,20 +150,20 @@ class AsyncRolloutManager:
         self._next_group = 0
         self._carried: list[Group] = []
         self.rejected: list[Group] = []
-        """Scored groups of the last batch that the filter did not accept."""
+        """Scored groups of the last batch that the filter rejected."""
 
     @property
     def timeout_s(self) -> float:
-        """Deadline of one batch."""
+        """Time limit of one batch, in seconds."""
         return self.settings.timeout_s
 
     async def generate_batch(self) -> list[Group]:
-        """The next `batch_size` groups, by group index; fewer where the prompts have ended.
+        """Generate the next `batch_size` groups, sorted by group index; fewer if the prompts end.
 
-        Raises StageTimeoutError naming what was waited for; DataError where no prompt is left or
-        the filter rejects everything; RewardError when a failed reward must end the run; and what
-        an engine raises for a request that it can never serve. After an error the manager is not
-        usable, since groups under way are lost.
+        Raises StageTimeoutError, which names the missing samples; DataError if there is no prompt
+        left or the filter rejects too many groups; RewardError if a failed reward must end the run;
+        and the engine's error for a request that it can never serve. After an error the manager
+        cannot be used any more, because running groups are lost.
         """
         self.counts = RolloutCounts()
         batch = _Batch(want=self.settings.batch_size, occupancy=Occupancy(self._clock))
@@ -168,7 +171,10 @@ class AsyncRolloutManager:
         groups, self._carried = self._carried[:start], self._carried[start:]
         groups += self._new_groups(start - len(groups))
         if not groups:
-            raise DataError("no prompt is left for another batch; add data or lower the steps")
+            raise DataError(
+                "no prompt is left for another batch; add data, or lower "
+                "trainer.total_training_steps"
+            )
         with anyio.move_on_after(self.settings.timeout_s) as scope:
             await self._run_batch(groups, batch)
         if scope.cancelled_caught:
@@ -183,24 +189,25 @@ class AsyncRolloutManager:
         return sorted(batch.done, key=lambda group: group.index)
 
     def state_dict(self) -> dict[str, Any]:
-        """Group counter and unfinished groups, as JSON values."""
+        """The group counter and the unfinished groups, as JSON values."""
         carried = [asdict(group) for group in self._carried]
         for group in carried:
             for sample in (*group["samples"], group["greedy"]):
                 for segment in [] if sample is None else sample["segments"]:
-                    # It depends on the clock, and checkpoints of equal runs are equal.
+                    # Which tokens were drafted depends on timing, but equal runs must have equal
+                    # checkpoints.
                     del segment["drafted"]
         return {"next_group": self._next_group, "carried": carried}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict()`. Raises DataError where it is none."""
+        """Restore `state_dict()`. Raises DataError if `state` is not one."""
         try:
             self._next_group = int(state["next_group"])
             self._carried = [_group_from(raw) for raw in state["carried"]]
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
-                f"the state of the rollouts cannot be read ({error!r}); resume from another "
-                "checkpoint"
+                f"the rollouts' state in the checkpoint cannot be read ({error!r}); resume from "
+                "another checkpoint"
             ) from error
 
     def _new_groups(self, count: int) -> list[Group]:
@@ -238,8 +245,8 @@ class AsyncRolloutManager:
             for sample in pending:
                 tasks.start_soon(self._run_sample, sample, engine, batch)
         if any(sample.status is Status.PENDING for sample in group.members):
-            return  # stopped: `_keep_unfinished` finds it among the running ones
-        # A surplus group of the batch before is finished already.
+            return  # stopped; `_keep_unfinished` handles it as one of the running groups
+        # Without pending samples it is a surplus group of the batch before, already finished.
         if pending and isinstance(self._reward, GroupRewardManager):
             await self._reward.finish_group(group.members)
         del batch.running[group.index]
@@ -255,15 +262,15 @@ class AsyncRolloutManager:
                 await self._stop(batch)
 
     def _replace(self, reason: str, batch: _Batch) -> None:
-        """Count a rejected group, and start another one where the batch still needs it."""
+        """Count a rejected group, and start another one if the batch still needs it."""
         self.counts.drop(reason)
         if len(batch.rejected) > self.settings.max_rejected * batch.want:
             raise DataError(
-                f"the group filter rejected {len(batch.rejected)} groups while a batch of "
-                f"{batch.want} "
-                f"was made ({len(batch.done)} accepted; reasons: {self.counts.dropped}); relax "
-                "the filter (algorithm.filter_groups.max_num_gen_batches counts the batches of "
-                "prompts to try) or use prompts of another difficulty"
+                f"the group filter rejected {len(batch.rejected)} groups for a batch of "
+                f"{batch.want} ({len(batch.done)} accepted; reasons: {self.counts.dropped}); relax "
+                "the filter, try more batches of prompts "
+                "(algorithm.filter_groups.max_num_gen_batches), or use prompts of another "
+                "difficulty"
             )
         if not batch.stopping and len(batch.done) + len(batch.running) < batch.want:
             for fresh in self._new_groups(1):
@@ -278,9 +285,9 @@ class AsyncRolloutManager:
         if extend_sample(sample, generation):
             if self._sink is not None and request.return_hidden_states:
                 self._sink.receive(request, generation)
-            # Scoring may take long, and hidden states much memory.
+            # Free the hidden states, because scoring may take long.
             del generation
-            # Stays pending until it is scored, so that nobody takes it for finished.
+            # Pending until it is scored, so that no other task takes it for finished.
             status, sample.status = sample.status, Status.PENDING
             score = await self._reward.score_sample(sample)
             sample.status = status
@@ -303,7 +310,7 @@ class AsyncRolloutManager:
         return replace(request, return_hidden_states=True) if wanted else request
 
     async def _stop(self, batch: _Batch) -> None:
-        """Enough groups are done: stop the samples of all others."""
+        """Stop the samples of all unfinished groups, because enough groups are done."""
         batch.stopping = True
         ids = [
             _request_id(self.settings.namespace, sample)
@@ -316,7 +323,7 @@ class AsyncRolloutManager:
                 await engine.abort(ids)
 
     def _keep_unfinished(self, batch: _Batch) -> None:
-        """Unfinished and surplus groups go on in the next batch, or are given up."""
+        """Carry unfinished and surplus groups over to the next batch, or drop them."""
         left = [*batch.running.values(), *batch.surplus]
         if not self.settings.partial_rollout:
             for _ in left:
@@ -328,6 +335,7 @@ class AsyncRolloutManager:
         )
 
     def _late(self, batch: _Batch) -> str:
+        """The message of a timeout."""
         pending = [
             f"{group.index}.{sample.index} ({sample.uid})"
             for _, group in sorted(batch.running.items())
@@ -337,7 +345,7 @@ class AsyncRolloutManager:
         more = f" and {len(pending) - 4} more" if len(pending) > 4 else ""
         return (
             f"rollout: {len(batch.done)} of {batch.want} groups were done after "
-            f"{self.settings.timeout_s:g} s; it waited for the samples {', '.join(pending[:4])}"
+            f"{self.settings.timeout_s:g} s; these samples are missing: {', '.join(pending[:4])}"
             f"{more}. Raise actor_rollout_ref.rollout.timeout_s (or trainer.stage_timeout_s), or "
             "lower data.max_response_length"
         )
@@ -358,10 +366,10 @@ class _Batch:
 
 
 def extend_sample(sample: Sample, generation: Generation) -> bool:
-    """Append what an engine generated. True when the sample is complete and can be scored.
+    """Append generated tokens to a sample. Returns True if it is complete and can be scored.
 
-    An aborted sample stays PENDING, with its partial tokens: it can be gone on with, and goes on in
-    the same turn.
+    An aborted sample keeps its partial tokens and stays PENDING; the next generation continues the
+    same turn.
     """
     sample.stop_reason = generation.stop_reason
     turn = sample.segments[-1] if sample.segments else None
@@ -392,10 +400,12 @@ def _request_id(namespace: str, sample: Sample) -> str:
 
 
 def _raise_one(errors: BaseExceptionGroup[BaseException]) -> NoReturn:
-    """Raise one error of a task group as itself: callers know errors by type.
+    """Raise the first error of a task group instead of the group, so that callers can catch it by
+    its type.
 
-    A group with KeyboardInterrupt stays one: the event loop has raised that itself, and raised once
-    more from a task it would end the loop before its worker threads, which nothing ends then.
+    A group with KeyboardInterrupt is raised as a group: the event loop has already raised the
+    interrupt. Raised again from a task, it would end the loop before its worker threads, and these
+    would never end.
     """
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):

@@ -1,6 +1,6 @@
-"""How full the engines were while a batch was made: its tail, and the wait for rewards after it.
+"""Measures how well engines were used during a batch: its tail, and the wait for rewards.
 
-Knows when responses begin and end, nothing else. Called by the rollout manager.
+This module knows only when responses start and end. The rollout manager calls it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 
 class Occupancy:
-    """Seconds by how many responses are under way, in an engine or in its queue.
+    """Counts seconds by the number of responses in an engine or its queue.
 
-    `tail_seconds`: at least one, but fewer than half as many as there have been at once;
-    `empty_seconds`: none any more, though the batch was not done.
+    `tail_seconds`: at least one response is running, but fewer than half of the batch's maximum.
+    `empty_seconds`: no response is running any more, but the batch is not done.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -25,7 +25,7 @@ class Occupancy:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """A response is under way in the body."""
+        """A context manager: one response is running in its body."""
         self._change(+1)
         try:
             yield
@@ -33,7 +33,7 @@ class Occupancy:
             self._change(-1)
 
     def finish(self) -> None:
-        """The batch is done."""
+        """Count the time until now: the batch is done."""
         self._change(0)
 
     def _change(self, by: int) -> None:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.algorithms import (
@@ -19,7 +22,8 @@ from slipstream.algorithms import (
     get_adv_estimator_fn,
 )
 from slipstream.errors import ConfigError, DataError
-from slipstream.types import RolloutBatch, Sample, TrainBatch, TrainRow
+from slipstream.training.columns import floats, integers, padded, train_batch, unpadded
+from slipstream.types import RolloutBatch, Sample, Segment, TrainBatch, TrainRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +75,17 @@ def compute_advantages(
             f"baseline={baseline} has no meaning for {adv_estimator!r}, which compares rewards "
             f"within groups; give groups or a baseline, not both"
         )
-    rows = [TrainRow(tokens=[0, 0], loss_mask=[0.0, 1.0]) for _ in rewards]
+    batch = train_batch([TrainRow(tokens=[0, 0], loss_mask=[0.0, 1.0]) for _ in rewards])
     fill_advantages(
-        rows,
-        placed_rewards(rows, rewards),
+        batch,
+        placed_rewards(batch, rewards),
         groups,
         adv_estimator=adv_estimator,
         config=AdvantageConfig(norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo),
     )
-    return [(row.advantages or [])[1] for row in rows]
+    assert batch.advantages is not None
+    advantages: list[float] = batch.advantages[1::2].tolist()
+    return advantages
 
 
 def prepare_grpo_batch(
@@ -110,129 +116,143 @@ def prepare_grpo_batch(
     batch = rows_of(samples, temperature=temperature)
     if baseline is None:
         fill_advantages(
-            batch.rows,
-            placed_rewards(batch.rows, rewards),
+            batch,
+            placed_rewards(batch, rewards),
             _group_indices(samples),
             adv_estimator=adv_estimator,
             config=AdvantageConfig(norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo),
         )
     else:
-        fill_from_baseline(batch.rows, rewards, baseline)
+        fill_from_baseline(batch, rewards, baseline)
     return batch
 
 
 def rows_of(
     samples: Sequence[Sample], *, temperature: float = 1.0, truncated: bool = False
 ) -> TrainBatch:
-    """Rows without advantages, one for each sample. With `truncated` the rollout's log-probs are
+    """A batch without advantages, one row for each sample. This is where the lists of segments
+    become tensors, once. With `truncated` the rollout's log-probs are
     those of the law that top-k, top-p and min-p left, which tokens were drawn from.
 
     `temperature` is the one that the rollout sampled at. Rows carry `rollout_log_probs` if the
     policy sampled every target token of the batch; otherwise none does.
     """
-    sampled = all(
-        version >= 0
-        for sample in samples
-        for version, target in zip(sample.versions, targets_of(sample.loss_mask), strict=True)
-        if target
+    segments = [segment for sample in samples for segment in sample.segments]
+    batch = TrainBatch(
+        starts=[0, *accumulate(sample.num_tokens for sample in samples)],
+        tokens=integers(segment.ids for segment in segments),
+        loss_mask=floats((segment.loss_mask for segment in segments), exact=True),
+        uids=[sample.uid for sample in samples],
+        keys=[None] * len(samples),
+        temperature=temperature,
     )
-
-    def recorded(sample: Sample) -> list[float]:
-        return sample.sampling_log_probs if truncated else sample.rollout_log_probs
-
-    rows = [
-        TrainRow(
-            tokens=sample.tokens,
-            loss_mask=sample.loss_mask,
-            rollout_log_probs=recorded(sample) if sampled else None,
-            uid=sample.uid,
+    if not bool((batch.targets & ~_sampled(segments)).any()):
+        batch.rollout_log_probs = floats(
+            segment.sampling_log_probs if truncated else segment.log_probs for segment in segments
         )
-        for sample in samples
-    ]
-    return TrainBatch(rows=rows, temperature=temperature)
+    return batch
 
 
-def placed_rewards(rows: Sequence[TrainRow], rewards: Sequence[float]) -> list[list[float]]:
-    """Token-level rewards: each row's on its last target token.
+def _sampled(segments: Sequence[Segment]) -> Tensor:
+    """(T,) bool: tokens of `segments` that a policy sampled."""
+    sampled = torch.zeros(sum(len(segment.ids) for segment in segments), dtype=torch.bool)
+    start = 0
+    for segment in segments:
+        for span in segment.spans:
+            sampled[start + span.start : start + span.end] = span.version >= 0
+        start += len(segment.ids)
+    return sampled
+
+
+def placed_rewards(batch: TrainBatch, rewards: Sequence[float]) -> Tensor:
+    """Token-level rewards (T,) in float64: each row's on its last target token.
 
     An empty response still counts in its group's baseline, from a place that is masked. Raises
     DataError for another number of rewards than of rows, or a reward that is not finite.
     """
-    _check_rewards(rewards, len(rows))
-    placed = []
-    for row, reward in zip(rows, rewards, strict=True):
-        targets = [t for t, target in enumerate(targets_of(row.loss_mask)) if target]
-        out = [0.0] * len(row.tokens)
-        out[targets[-1] if targets else len(out) - 1] = reward
-        placed.append(out)
+    _check_rewards(rewards, len(batch))
+    if 0 in batch.lengths:
+        raise DataError(f"row {batch.lengths.index(0)} has no tokens, so its reward has no place")
+    placed = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    ends = [end - 1 for end in batch.starts[1:]]
+    targets = _last_targets(batch)[ends]
+    places = np.where(targets < 0, ends, targets)
+    placed[torch.from_numpy(places)] = torch.tensor(rewards, dtype=torch.float64)
     return placed
 
 
-def carried_rewards(
-    rows: Sequence[TrainRow], rewards: Sequence[Sequence[float]]
-) -> list[list[float]]:
+def carried_rewards(batch: TrainBatch, rewards_T: Tensor) -> Tensor:
     """Token-level rewards after tokens were rejected: what stood on one that is no target now goes
     to the last target before it, so that returns of the others are what they were.
 
     Estimators that sum up what is to come skip masked places; a response whose end is rejected
     would else have earned nothing (in VERL it does). Where no target comes before it, it stays.
     """
-    carried = []
-    for row, own in zip(rows, rewards, strict=True):
-        out, last = list(own), None
-        for t, target in enumerate(targets_of(row.loss_mask)):
-            if target:
-                last = t
-            elif last is not None and out[t]:
-                out[last], out[t] = out[last] + out[t], 0.0
-        carried.append(out)
-    return carried
+    carried = rewards_T.numpy().copy()
+    last = _last_targets(batch)
+    left = np.flatnonzero((carried != 0) & ~batch.targets.numpy() & (last >= 0))
+    # In order: sums of several rewards keep their bits.
+    np.add.at(carried, last[left], carried[left])
+    carried[left] = 0.0
+    return torch.from_numpy(carried)
 
 
-def fill_from_baseline(rows: Sequence[TrainRow], rewards: Sequence[float], baseline: float) -> None:
-    """Advantages reward - `baseline` on all target tokens. Raises DataError as `placed_rewards`."""
-    _check_rewards(rewards, len(rows))
-    values = compute_advantages(rewards, baseline)
-    for row, value in zip(rows, values, strict=True):
-        row.advantages = [value * target for target in targets_of(row.loss_mask)]
+def _last_targets(batch: TrainBatch) -> NDArray[np.int64]:
+    """(T,): the last target of the same row up to each token; -1 where none is."""
+    places = np.arange(batch.num_tokens)
+    last = np.maximum.accumulate(np.where(batch.targets.numpy(), places, -1))
+    last[last < np.repeat(batch.starts[:-1], batch.lengths)] = -1
+    return last
+
+
+def fill_from_baseline(batch: TrainBatch, rewards: Sequence[float], baseline: float) -> None:
+    """Advantages reward - `baseline` on all target tokens, in float64. Raises DataError as
+    `placed_rewards`."""
+    _check_rewards(rewards, len(batch))
+    values = torch.tensor(compute_advantages(rewards, baseline), dtype=torch.float64)
+    batch.advantages = values.repeat_interleave(torch.tensor(batch.lengths)) * batch.targets
 
 
 def fill_advantages(
-    rows: Sequence[TrainRow],
-    rewards: Sequence[Sequence[float]],
+    batch: TrainBatch,
+    rewards_T: Tensor,
     groups: Sequence[Hashable],
     *,
     adv_estimator: str,
     config: AdvantageConfig,
     extra: Mapping[str, object] | None = None,
 ) -> None:
-    """Advantages of the named estimator, and its returns, in place; 0 on tokens that are no target.
+    """Set `batch.advantages` and `batch.returns` to those of the named estimator; 0 on tokens that
+    are no target.
 
-    `rewards` are per token, `groups` one key for each row. What the estimator needs besides
-    (`algorithms.adv_needs`) comes from the rows' columns or, where it is none, from `extra` by the
-    name of the need: padded (B, T) tensors for columns, whatever the estimator takes else.
+    `rewards_T` are per token, `groups` one key for each row. What the estimator needs besides
+    (`algorithms.adv_needs`) comes from the batch's columns or, where it is none, from `extra` by
+    the name of the need: padded (N, W) tensors for columns, whatever the estimator takes else.
 
     Raises:
         ConfigError: an unknown estimator.
         DataError: numbers of rows differ, or the estimator refuses them, lacks something that it
             needs, or returns another shape.
     """
-    if not len(rows) == len(rewards) == len(groups):
-        raise DataError(f"got {len(rewards)} rewards and {len(groups)} keys for {len(rows)} rows")
+    if len(rewards_T) != batch.num_tokens or len(groups) != len(batch):
+        raise DataError(
+            f"got {len(rewards_T)} rewards for {batch.num_tokens} tokens and {len(groups)} keys "
+            f"for {len(batch)} rows"
+        )
     try:
         estimator, needs = get_adv_estimator_fn(adv_estimator), adv_needs(adv_estimator)
     except ValueError as error:
         raise ConfigError(f"algorithm.adv_estimator: {error}") from error
-    mask = padded([targets_of(row.loss_mask) for row in rows])
+    mask = padded(batch.targets, batch.starts)
     given = dict(extra or {})
     for need in needs:
         if need.value in COLUMNS:
-            columns = [getattr(row, need.value) for row in rows]
-            if all(column is not None for column in columns):
-                given[need.value] = padded(columns)
+            column = getattr(batch, need.value)
+            if column is not None:
+                given[need.value] = padded(column, batch.starts)
     try:
         advantages, returns = estimator(
-            token_level_rewards=padded(rewards),
+            token_level_rewards=padded(rewards_T, batch.starts),
             response_mask=mask,
             index=groups,
             config=config,
@@ -245,28 +265,13 @@ def fill_advantages(
             f"advantage estimator {adv_estimator!r} returned shape {tuple(advantages.shape)} for "
             f"rewards of shape {tuple(mask.shape)}; it must return one value per token"
         )
-    for row, own, their in zip(
-        rows, _masked(advantages, mask), _masked(returns, mask), strict=True
-    ):
-        row.advantages = own[: len(row.tokens)]
-        row.returns = their[: len(row.tokens)]
+    targets = batch.targets
+    batch.advantages = torch.where(targets, unpadded(advantages, batch.starts), 0.0)
+    batch.returns = torch.where(targets, unpadded(returns, batch.starts), 0.0)
 
 
 COLUMNS = frozenset(("values", "old_log_probs", "ref_log_probs", "rollout_is_weights"))
-"""Needs of estimators that rows have as columns."""
-
-
-def padded(rows: Sequence[Sequence[float]]) -> Tensor:
-    """(B, T) float32, zeros behind the end of each row."""
-    out = torch.zeros(len(rows), max([1, *(len(row) for row in rows)]))
-    for i, row in enumerate(rows):
-        out[i, : len(row)] = torch.tensor(row)
-    return out
-
-
-def _masked(values: Tensor, mask: Tensor) -> list[list[float]]:
-    out: list[list[float]] = torch.where(mask != 0, values, 0.0).tolist()
-    return out
+"""Needs of estimators that batches have as columns."""
 
 
 def group_stats(
@@ -308,12 +313,6 @@ def _group_indices(samples: Sequence[Sample]) -> list[int]:
             )
         indices.append(sample.group_index)
     return indices
-
-
-def targets_of(loss_mask: Sequence[float]) -> list[float]:
-    """1.0 on targets: a weighted mask must not weigh the advantage as well, and the first token of
-    a row is never a target."""
-    return [1.0 if t and m else 0.0 for t, m in enumerate(loss_mask)]
 
 
 def _check_rewards(rewards: Sequence[float], count: int) -> None:

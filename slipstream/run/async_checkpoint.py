@@ -1,11 +1,11 @@
-"""Checkpoints that are finished while the run goes on, one at a time.
+"""Finishes checkpoints in the background while training continues, one checkpoint at a time.
 
-    begin(save)    the one before is finished; then waits until `save` says that training may go on
-    check()        raises what has gone wrong since
-    finish()       waits for the last one
+    begin(save)    waits for the previous save, starts `save`, returns when training may continue
+    check()        raises the error of the last save, if it failed
+    finish()       waits for the last save
 
-Knows nothing of what is saved: that no half of it is ever seen is `checkpoint.manager`'s matter.
-Called by the phases of a run.
+It does not know what is saved. `checkpoint.manager` makes sure that a half-written checkpoint is
+never read. Called by the phases of a run.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ _THREADS = DaemonThreads("checkpoint")
 
 
 class AsyncCheckpoints:
-    """The save under way. An error of it ends the run at the next call, as one that is waited for
-    does."""
+    """The current save. If it fails, the next call raises its error, which ends the run."""
 
     def __init__(self, deadlines: Deadlines, notify: Callable[[str], None]) -> None:
         self._deadlines = deadlines
@@ -31,8 +30,10 @@ class AsyncCheckpoints:
         self._under_way: Future[object] | None = None
 
     async def begin(self, save: Callable[[Callable[[], None]], object]) -> None:
-        """Have `save(go_on)` done; returns when it has called `go_on`, or ended. Raises what this
-        save has raised by then, or the one before."""
+        """Start `save(go_on)`. Returns when it has called `go_on` or has ended.
+
+        Raises the error of the previous save, or of this one if it has failed by then.
+        """
         async with self._stage():
             await self._finish()
             may_go_on: Future[None] = Future()
@@ -47,23 +48,23 @@ class AsyncCheckpoints:
             self.check()
 
     def check(self) -> None:
-        """Raise what the last save has raised, if it is over. Does not wait."""
+        """Raise the error of the last save, if it has ended with one. Does not wait."""
         if self._under_way is not None and self._under_way.done():
             done, self._under_way = self._under_way, None
             done.result()
 
     async def finish(self) -> None:
-        """Wait for the last save, and raise what it has raised. Raises StageTimeoutError past the
+        """Wait for the last save and raise its error, if any. Raises StageTimeoutError after the
         deadline."""
         async with self._stage():
             await self._finish()
 
     async def give_up(self) -> None:
-        """`finish`, where another error ends the run: one of the save is only said."""
+        """Like `finish`, when another error ends the run: an error of the save is only printed."""
         try:
             await self.finish()
         except Exception as error:
-            self._notify(f"and the last checkpoint was not written: {error}")
+            self._notify(f"the last checkpoint was not written either: {error}")
 
     @contextlib.asynccontextmanager
     async def _stage(self) -> AsyncIterator[None]:
@@ -71,7 +72,7 @@ class AsyncCheckpoints:
             async with self._deadlines.stage("checkpoint", "writing it to disk"):
                 yield
         except StageTimeoutError:
-            self._under_way = None  # Nobody waits for it again.
+            self._under_way = None  # Do not wait for it again.
             raise
 
     async def _finish(self) -> None:

@@ -1,7 +1,7 @@
-"""What a person reads of a run's metrics: the bar's values, and a line now and then.
+"""Prints a run's metrics on the console: values at the progress bar, and a line for some steps.
 
-Stands in for the plain `console` logger wherever a progress display is shown, so that the two do
-not talk past each other. Called by the phases of a run.
+It replaces the plain `console` logger if a progress display is shown, so that their outputs do not
+mix. Called by the phases of a run.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from slipstream.metrics.progress import Progress
 from slipstream.types import Group, Prompt, Sample
 
 LINES_PER_PHASE = 25
-"""About how many steps of a phase get a line of their own."""
+"""The approximate number of steps of a phase that print a line."""
 
 LONGEST_SILENCE = 10.0
-"""Seconds after which a step gets a line in any case."""
+"""If no line was printed for this many seconds, the next step prints one."""
 
 _ORDER = {id(metric): place for place, metric in enumerate(METRICS)}
 _ACCURACY = re.compile(r"val-core/(?P<source>.+)/acc/mean@(?P<n>\d+)")
 _FIRST = ("reward", "loss", "length")
 _NOT_SHOWN = ("s/step",)
-"""The remaining time says it."""
+"""Not shown, because the remaining time is."""
 
 _TEXT_WIDTH = 72
 
 
 class StepLines:
-    """A `MetricsLogger` on a `Progress`: every step moves the bar, some are printed.
+    """A `MetricsLogger` for a progress display: every step moves the bar, some steps print a line.
 
-    `lines=False` moves the bar only. Printed are the first and the last step, about
-    `LINES_PER_PHASE` in between, and steps after a long silence.
+    It prints the first and the last step, about `LINES_PER_PHASE` steps in between, and a step
+    after a long silence. With `lines=False` it only moves the bar.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StepLines:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if step == 0:
-            return  # the validation before the first step, shown where it is made
+            return  # the validation before the first step, which prints its own result
         values = headlines(metrics)
         self._progress.step(**values)
         if not self._lines or not self._due(step):
@@ -69,7 +69,7 @@ class StepLines:
         self._progress.note(f"{place:<{len(self._name) + 8}} {shown}{eta}".rstrip())
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
     def _due(self, step: int) -> bool:
         return (
@@ -80,7 +80,7 @@ class StepLines:
 
 
 def headlines(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that the table gives a short label, what matters most first."""
+    """The metrics with a short label in the table of metrics, the most important first."""
     found = [(metric, value) for name, value in metrics.items() if (metric := find(name))]
     labelled = [
         (metric, value)
@@ -94,8 +94,10 @@ def headlines(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def accuracies(metrics: Mapping[str, float]) -> list[str]:
-    """One text per validated data source: accuracy, its interval, and on how many problems. What is
-    outside [0, 1], which has no interval, is a reward."""
+    """One text per data source of a validation: accuracy, its interval and the number of problems.
+
+    A value outside [0, 1] is a reward; it has no interval.
+    """
     texts = []
     for name, value in metrics.items():
         match = _ACCURACY.fullmatch(name)
@@ -113,14 +115,14 @@ def accuracies(metrics: Mapping[str, float]) -> list[str]:
 
 
 def shown_samples(groups: Sequence[Group], count: int) -> list[tuple[Prompt, Sample]]:
-    """The first response to each of at most `count` prompts spread over `groups`."""
+    """The first response to at most `count` prompts, spread evenly over `groups`."""
     chosen = min(count, len(groups))
     spread = [groups[number * len(groups) // chosen] for number in range(chosen)]
     return [(group.prompt, group.samples[0]) for group in spread]
 
 
 def sample_texts(shown: Sequence[tuple[Prompt, Sample]]) -> list[str]:
-    """Prompts and responses on one line each."""
+    """One line of text per prompt and response."""
     texts = []
     for prompt, sample in shown:
         messages = prompt.messages
@@ -132,14 +134,14 @@ def sample_texts(shown: Sequence[tuple[Prompt, Sample]]) -> list[str]:
 
 
 def short(value: float) -> str:
-    """Three significant digits, large numbers whole."""
+    """Format a number with three significant digits; large numbers as integers."""
     if not math.isfinite(value) or abs(value) >= 100:
         return f"{value:.0f}"
     return f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:
-    """`75` -> `1m15s`."""
+    """Format seconds: `75` becomes `1m15s`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -148,7 +150,7 @@ def duration(seconds: float) -> str:
 
 
 def _one_line(text: str) -> str:
-    """On one line; of a long text the beginning and, where answers stand, the end."""
+    """Put a text on one line. Of a long text, keep the beginning and the end, where answers are."""
     text = " ".join(text.split())
     half = _TEXT_WIDTH // 2
     return (

@@ -1,7 +1,8 @@
-"""What the phases of a run share: configuration, folder, tokenizer, task, rewards, display.
+"""The state that the phases of a run share: configuration, folder, tokenizer, task, rewards,
+display.
 
-Knows where checkpoints lie and which one to go on from; nothing of training itself. Made by
-`run.train`, used by `run.phases`.
+It knows where checkpoints are and which one to resume from, but not how to train. `run.train`
+creates it, `run.phases` uses it.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ if TYPE_CHECKING:
 
 CONSOLE = "console"
 GENERATIONS = "val/generations"
-"""The table of validations' responses, by VERL's name."""
+"""The table of validation responses, under verl's name."""
 
 
 @dataclass(slots=True)
 class Run:
-    """The parts that both phases share, and where the run writes."""
+    """Objects that SFT and RL share, and the folder of the run."""
 
     config: Config
     folder: Path
@@ -68,32 +69,32 @@ class Run:
     progress: Progress
     interrupt: GracefulInterrupt
     compute: ComputeThread
-    """Where everything that touches tensors is made and works: both phases, trainer and engine."""
+    """The thread for all tensor work: trainer and engine, in both phases."""
     parts: GivenParts = field(default_factory=GivenParts)
     val_rewards: RewardManager | None = None
-    """What scores validation, where it is not `rewards`."""
+    """Scores validation, if not `rewards`."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     team: Team | None = None
-    """The other processes that train and generate, where there are any."""
+    """The other processes of a distributed run, if any."""
     timeline: Timeline | None = None
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall seconds by phase, of this process."""
+    """Wall-clock seconds by phase, in this process."""
     _resume: dict[str, Path | None] = field(default_factory=dict)
     _data: DataBuffer | None = None
 
     def span(self, name: str, **facts: object) -> AbstractContextManager[None]:
-        """The body is written down as `name` in the run's timeline, where it has one."""
+        """Record the body as `name` in the run's timeline, if it has one."""
         return nullcontext() if self.timeline is None else self.timeline.span(name, **facts)
 
     @property
     def data(self) -> DataBuffer:
-        """The training prompts. Made when first asked for: reading all of them takes its time."""
+        """The training prompts. They are read at the first access, because that takes time."""
         if self._data is None:
             self._data = make_data_buffer(self.config, self.tokenizer, self.task, self.parts)
         return self._data
 
     def root(self, phase: str) -> Path:
-        """Where a phase keeps its checkpoints and its log."""
+        """The folder with the checkpoints and the log of a phase."""
         return self.folder / "sft" if phase == "sft" else self.folder
 
     def snapshots(self, phase: str) -> Snapshots:
@@ -106,10 +107,11 @@ class Run:
         )
 
     def resume_folder(self, phase: str) -> Path | None:
-        """The verified checkpoint of `phase` to go on from, as `trainer.resume_mode` says.
+        """The verified checkpoint of `phase` to resume from, by `trainer.resume_mode`; None if
+        none.
 
-        A path that `resume_from_path` names counts for the phase that it was made in. Asked again,
-        the answer is the same: reading all of a checkpoint to verify it takes its time.
+        `resume_from_path` counts only for the phase that wrote the checkpoint. The result is
+        cached, because verifying reads the whole checkpoint.
         """
         if phase not in self._resume:
             self._resume[phase] = self._find_resume(phase)
@@ -133,8 +135,8 @@ class Run:
         return path
 
     def _announce_schedule(self, saved: Config) -> None:
-        """Say where another number of steps changes learning rates: it is no update made again, but
-        not what the longer run would have done from its start."""
+        """Tell the user if a changed number of steps changes the learning-rate schedule. The
+        resumed run then differs from a run that had this number of steps from its start."""
         optim = self.config.actor_rollout_ref.actor.optim
         tied = optim.lr_scheduler_type != "constant" or optim.lr_warmup_steps_ratio > 0
         lengths = [
@@ -142,13 +144,13 @@ class Run:
         ]
         if tied and optim.total_training_steps == -1 and lengths[0] != lengths[1]:
             self.progress.note(
-                "the run has another number of steps than when it began, and its learning-rate "
-                "schedule spans the new one from here on; set "
+                "the number of steps has changed since the run started, and from now on the "
+                "learning-rate schedule uses the new number; set "
                 "actor_rollout_ref.actor.optim.total_training_steps to keep the old schedule"
             )
 
     def sft_result(self, folder: Path) -> Path | None:
-        """The policy that the SFT in a run folder ended with, None where there is none."""
+        """The policy at the end of the SFT in a run folder; None if there is none."""
         latest = CheckpointManager(folder / "sft", keep=None).latest()
         if latest is None:
             return None
@@ -156,7 +158,7 @@ class Run:
         return huggingface_folder(latest)
 
     def logger(self, phase: str, total: int, resume_step: int | None) -> TeeLogger:
-        """The loggers of one phase; the console's lines go through the progress display."""
+        """The loggers of one phase. The console logger prints through the progress display."""
         trainer = self.config.trainer
         tee = build_loggers(
             [name for name in trainer.logger if name != CONSOLE],
@@ -175,10 +177,10 @@ class Run:
         return tee
 
     async def validate(self, engines: Sequence[InferenceEngine]) -> Evaluation:
-        """Accuracy on the held-out prompts, with `rollout.val_kwargs`."""
+        """Evaluate the policy on the held-out prompts, sampled with `rollout.val_kwargs`."""
         settings = eval_settings(self.config)
         batches = -(-len(self.held_out) // (settings.batch_size or len(self.held_out)))
-        batches += len(settings.by_source)  # each begins a batch of its own
+        batches += len(settings.by_source)  # each of them starts a new batch
         with self.deadlines.last_resort(
             "validation: a thread of the inference engine does not return",
             settings.timeout_s * batches,
@@ -188,14 +190,14 @@ class Run:
 
     @property
     def validation_folder(self) -> Path:
-        """Where the responses of validations are recorded."""
+        """The folder with the recorded responses of validations."""
         return Path(self.config.trainer.validation_data_dir or self.folder / "validation")
 
     def record_validation(
         self, phase: str, step: int, evaluation: Evaluation, logger: TeeLogger | None = None
     ) -> None:
-        """Write the responses of a validation, and show its result and a few of them, also in the
-        tables of `logger`."""
+        """Record the responses of a validation, and show its result and a few of them on the
+        console and in the tables of `logger`."""
         name = f"{step}.jsonl" if phase == "rl" else f"{phase}_{step}.jsonl"
         dump_groups(self.validation_folder / name, evaluation.groups, self.tokenizer, step)
         count = self.config.trainer.log_val_generations
@@ -221,8 +223,10 @@ def open_run(
     timeline: Timeline | None = None,
     team: Team | None = None,
 ) -> Run:
-    """Tokenizer, task, rewards and held-out prompts of a run; `parts` come before what the
-    configuration names."""
+    """Create a run: tokenizer, task, rewards and held-out prompts.
+
+    `parts` replace objects that the configuration names.
+    """
     parts = parts or GivenParts()
     tokenizer = parts.tokenizer or make_tokenizer(config, initial_policy(config))
     task = make_task(config, tokenizer)
@@ -250,7 +254,8 @@ def open_run(
 
 
 def check_resumable(run: Run, phases: Sequence[str]) -> None:
-    """Refuse a `resume_from_path` of a phase that the run does not have."""
+    """Raise CheckpointError if `resume_from_path` is a checkpoint of a phase that this run
+    lacks."""
     trainer = run.config.trainer
     if trainer.resume_mode != "resume_path":
         return
@@ -260,6 +265,6 @@ def check_resumable(run: Run, phases: Sequence[str]) -> None:
     phase = RunState.load(path).phase
     if phase not in phases:
         raise CheckpointError(
-            f"{path} is a checkpoint of {phase.upper()} and this run is {' + '.join(phases)}; "
+            f"{path} is a checkpoint of {phase.upper()}, but this run does {' + '.join(phases)}; "
             f"start from its weights with actor_rollout_ref.model.path={huggingface_folder(path)}"
         )

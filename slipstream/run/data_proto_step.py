@@ -1,4 +1,4 @@
-"""What was scored in a step, as VERL's `DataProto`, for samplers and data sets that listen."""
+"""The scored samples of a step as verl's `DataProto`, for samplers and data sets that use it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def proto_of_step(
     tokenizer: PreTrainedTokenizerBase,
     place_of: Callable[[str], int],
 ) -> DataProto:
-    """The samples of a step with their rewards: those of the groups that were trained on, and of
-    those that a filter rejected. Failed ones, which have no reward, are not among them.
+    """The samples of a step with their rewards, from groups that were trained on and from groups
+    that a filter rejected. Failed samples, which have no reward, are left out.
 
-    Beside what `proto_of` has: `token_level_scores` (B, R), each reward at the last token of its
-    response; `acc` where scores tell it, else None; `trained`; and `dataset_index`, the place of
-    each prompt in its data set.
+    In addition to the columns of `proto_of` it has: `token_level_scores` (B, R), the reward at the
+    last token of each response; `acc`, None if unknown; `trained`; and `dataset_index`, the index
+    of each prompt in its data set.
     """
     marked = [
         (sample, trained)

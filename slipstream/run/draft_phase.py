@@ -1,13 +1,13 @@
-"""A draft head for a policy that stands still: what `slipstream draft` calls.
+"""Trains a draft head for a fixed policy: `slipstream draft`.
 
     responses of the policy, with hidden states -> training steps -> acceptance -> checkpoint
 
 The run folder of this phase holds
 
     config.yaml              the resolved configuration
-    metrics.jsonl            a line per training step
+    metrics.jsonl            one line per training step
     global_step_N/draft/     the head: `config.json` and `model.safetensors`
-    global_step_N/           besides: optimizer, position in the data, state
+    global_step_N/           also optimizer, position in the data, state
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from slipstream.run.train import opened
 
 
 async def draft_phase(run: Run) -> Path | None:
-    """Train a head for the policy of `run`, in its folder; the head's folder, None if stopped."""
+    """Train a head for the policy of `run`. Returns the head's folder, or None if stopped."""
 
     with run.span("draft"):
         return await run_in_daemon(lambda: run.compute.run(lambda: _DraftPhase(run).train()))
 
 
 def main(config: Config) -> int:
-    """Run `slipstream draft`; the exit status."""
+    """Run `slipstream draft` and return the exit status."""
     with opened(config) as run:
         folder = run_async(draft_phase, run)
     if folder is None:
-        print(f"stopped; the same command goes on from the last checkpoint in {run.folder}")
+        print(f"stopped; the same command resumes from the last checkpoint in {run.folder}")
         return INTERRUPTED
     print(f"draft head   {folder}")
     return 0
 
 
 class _DraftPhase:
-    """The parts of the phase, and what happens around its steps. On the compute thread."""
+    """The objects of the phase, and the callbacks around its steps. Runs on the compute thread."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -83,7 +83,7 @@ class _DraftPhase:
         if resume is not None:
             self._restore(resume)
             if self._trainer.step >= total:
-                run.progress.note(f"the draft head has all of its {total} steps")
+                run.progress.note(f"the draft head has already done all {total} steps")
                 return draft_folder(resume)
         run.progress.note(
             f"draft head for {initial_policy(run.config)}: {total} steps, "
@@ -103,7 +103,7 @@ class _DraftPhase:
             finished = train_draft_head(
                 self._trainer,
                 self._parts.source,
-                self._parts.ends,
+                self._parts.vocab,
                 build_draft.loop_settings(run.config),
                 deadlines=run.deadlines,
                 stop=self._stop,
@@ -122,7 +122,7 @@ class _DraftPhase:
         return self._run.interrupt.requested
 
     def _due(self, step: int) -> bool:
-        """Whether a checkpoint, and the measurement that goes with it, follow this step."""
+        """True if a measurement and a checkpoint follow this step."""
         rounds = self._draft.save_freq
         every = rounds * self._draft.steps_per_round
         return step == self._draft.total_training_steps or (rounds > 0 and step % every == 0)
@@ -139,7 +139,7 @@ class _DraftPhase:
         acceptance = measure_acceptance(
             self._trainer.head,
             self._held_out,
-            self._parts.ends,
+            self._parts.vocab,
             depth=self._draft.accept_depth,
             batch_size=self._run.config.speculative.train.batch_size_per_gpu,
         )
@@ -169,12 +169,12 @@ class _DraftPhase:
         self._manager.save(self._trainer.step, write)
 
     def _restore(self, folder: Path) -> None:
-        """Go on from a verified checkpoint. Raises CheckpointError where it is another phase's or
-        another policy's."""
+        """Resume from a verified checkpoint. Raises CheckpointError if it belongs to another phase
+        or another policy."""
         state = RunState.load(folder)
         if state.phase != "draft":
             raise CheckpointError(
-                f"{folder} is a checkpoint of phase {state.phase!r}, not of a draft head's "
+                f"{folder} is a checkpoint of phase {state.phase!r}, not of draft head "
                 "training; set another trainer.default_local_dir"
             )
         data = read_json(data_file(folder))
@@ -185,14 +185,14 @@ class _DraftPhase:
                 "trainer.resume_mode=disable, from this head with "
                 f"speculative.eagle.spec_model_path={draft_folder(folder)}"
             )
-        self._run.progress.note(f"going on from {folder}")
+        self._run.progress.note(f"resuming from {folder}")
         ours = self._trainer.head
         head = load_draft_head(draft_folder(folder), ours.config)
         if not ours.is_like(head):
             raise CheckpointError(
                 f"{folder} has a draft head of another algorithm, or with other auxiliary layers "
                 "or another draft vocabulary than speculative.eagle says; start over with "
-                "trainer.resume_mode=disable, or give the options back"
+                "trainer.resume_mode=disable, or restore the options"
             )
         self._trainer.head.load_state_dict(head.state_dict())
         self._trainer.load_state_dict(load_tree(optimizer_file(folder)))
@@ -201,21 +201,25 @@ class _DraftPhase:
 
 
 def acceptance_metrics(acceptance: Acceptance) -> Metrics:
-    """By depth, in the names of docs/metrics.md."""
+    """Acceptance by depth, with the names of docs/metrics.md."""
     depths = range(1, acceptance.depth + 1)
     return {f"draft/accept_depth_{k}": acceptance.at_depth(k) for k in depths} | {
-        f"draft/accept_length_{k}": acceptance.walk(k).tokens_per_verification for k in depths
+        f"draft/accept_length_{k}": acceptance.replay(k).tokens_per_verification for k in depths
     }
 
 
 def acceptance_table(rows: Mapping[str, Metrics]) -> list[str]:
-    """Measurements by `acceptance_metrics` as lines of text, a row for each."""
+    """Format measurements of `acceptance_metrics` as lines of text, one row per measurement."""
     first = next(iter(rows.values()))
     depths = range(1, 1 + sum(name.startswith("draft/accept_depth_") for name in first))
     lines = []
     for title, name, form in (
-        ("drafts in a row that are right (share)", "draft/accept_depth_", "6.3f"),
-        ("tokens a verification with so many drafts", "draft/accept_length_", "6.2f"),
+        (
+            "all drafts to this depth accepted (share)",
+            "draft/accept_depth_",
+            "6.3f",
+        ),
+        ("tokens per verification, by draft depth", "draft/accept_length_", "6.2f"),
     ):
         lines.append(f"{title:<42}" + "".join(f"{k:6d}" for k in depths))
         for label, metrics in rows.items():

@@ -1,26 +1,26 @@
-"""What an engine did in a step, and what of it speculation did, from its counters."""
+"""Metrics of a step from the engine's counters: time, tokens, speculation."""
 
 from __future__ import annotations
 
 from slipstream.inference.protocol import BATCH_LIMITS, EngineStats, InferenceEngine
 
 BATCH_NAMES = (*(f"bs_{limit}" for limit in BATCH_LIMITS), "bs_more")
-"""Classes of batch size in metrics, by their upper ends."""
+"""Batch sizes are grouped in metrics; these are the upper limits of the groups."""
 
 
 class EngineWatch:
-    """Differences of counters between calls."""
+    """Differences of the engine's counters between calls."""
 
     def __init__(self, engine: InferenceEngine) -> None:
         self._engine = engine
         self._before = engine.stats()
 
     def skip(self) -> None:
-        """Leave out what has happened since the last call: it belongs to no step."""
+        """Ignore everything since the last call: it belongs to no step."""
         self._before = self._engine.stats()
 
     def status(self) -> str:
-        """What it is doing now, in a line; asked from a display's thread."""
+        """One line about the engine's current work. Called from the display's thread."""
         now = self._engine.stats()
         if not now.running and not now.waiting:
             return "engine: idle"
@@ -30,14 +30,14 @@ class EngineWatch:
         return f"engine: {now.running} running{waiting}{drafts}, {new.generated_tokens:,} tokens"
 
     def metrics(self) -> dict[str, float]:
-        """Of what has happened since the last call, in the names of docs/metrics.md."""
+        """Metrics since the last call, with the names of docs/metrics.md."""
         before, now = self._before, self._engine.stats()
         self._before = now
         return time_metrics(before, now) | speculation_metrics(before, now)
 
 
 def time_metrics(before: EngineStats, now: EngineStats) -> dict[str, float]:
-    """`timing_s/gen/*` between two readings, of an engine that measures itself."""
+    """`timing_s/gen/*` between two readings, if the engine measures its time."""
     new = now.since(before)
     if new.decode_seconds <= 0:
         return {}
@@ -49,11 +49,11 @@ def time_metrics(before: EngineStats, now: EngineStats) -> dict[str, float]:
 
 
 def speculation_metrics(before: EngineStats, now: EngineStats) -> dict[str, float]:
-    """`spec/*` between two readings; nothing about what did not happen between them."""
+    """`spec/*` between two readings. Metrics of events that did not happen are left out."""
     metrics: dict[str, float] = {}
     new = now.since(before)
     if not new.plan_seconds:
-        return metrics  # of an engine that nobody drafts for
+        return metrics  # the engine has no drafts
     if new.decode_seconds > 0:
         metrics["spec/on_fraction"] = new.on_fraction
         metrics["spec/recess_fraction"] = new.recess_steps / new.decode_steps

@@ -1,7 +1,4 @@
-"""What `slipstream eval` and `slipstream export` call: a checkpoint measured, or handed on.
-
-Knows checkpoints, and the configuration that says what to evaluate on; nothing of training.
-"""
+"""Evaluates and exports checkpoints, for `slipstream eval` and `slipstream export`."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from safetensors import safe_open
 from slipstream.build.data import make_reward_manager, make_task, make_tokenizer, validation_prompts
 from slipstream.build.engine import make_engine
 from slipstream.build.policy import make_policy, model_config
-from slipstream.build.process import set_threads
+from slipstream.build.process import import_external, set_threads
 from slipstream.build.rollouts import eval_settings
 from slipstream.checkpoint.layout import head_folder, policy_folder
 from slipstream.checkpoint.state import RunState, huggingface_folder, state_file
@@ -48,14 +45,18 @@ _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 
 
 def evaluate(config: Config, checkpoint: Path, problems: int | None, output: Path | None) -> int:
-    """Accuracy of a checkpoint (or of a run's newest one) on the held-out prompts."""
+    """Evaluate a checkpoint, or the newest one of a run, on the held-out prompts. Returns the exit
+    status."""
     set_threads(config)
+    import_external(config)
     source = policy_folder(checkpoint)
     tokenizer = make_tokenizer(config, source if _has_tokenizer(source) else None)
     task = make_task(config, tokenizer)
     prompts = validation_prompts(config, tokenizer, task, count=problems)
     if not prompts:
-        raise ConfigError("nothing to evaluate on: set data.val_files=FILE or data.task=countdown")
+        raise ConfigError(
+            "there is nothing to evaluate on; set data.val_files=FILE or data.task=countdown"
+        )
     compute = ComputeThread()
     rewards = make_reward_manager(config, tokenizer, compute=compute)
 
@@ -85,10 +86,12 @@ def evaluate(config: Config, checkpoint: Path, problems: int | None, output: Pat
 
 
 def export(checkpoint: Path, output: Path, dtype: str, draft: str | None = None) -> int:
-    """Write a checkpoint's policy as a plain Hugging Face folder; or its draft head, in the layout
-    `draft` of an engine (`models.draft.layouts`)."""
+    """Export the policy of a checkpoint as a Hugging Face folder, or its draft head in the layout
+    `draft` of an engine (`models.draft.layouts`). Returns the exit status."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise CheckpointError(f"{output} exists and is not an empty folder; give a new one")
+        raise CheckpointError(
+            f"{output} exists and is not an empty folder; choose another --output"
+        )
     if draft is not None:
         _export_draft(checkpoint, output, dtype, draft)
         return 0
@@ -109,7 +112,9 @@ def export(checkpoint: Path, output: Path, dtype: str, draft: str | None = None)
     name = str(kind).removeprefix("torch.")
     print(f"model  {output} ({policy.config.family}, {name}, from {source})")
     if save_tokenizer is None:
-        print(f"note: {source} has no tokenizer, so {output} has none", file=sys.stderr)
+        print(
+            f"note: {source} has no tokenizer, so {output} has no tokenizer either", file=sys.stderr
+        )
     return 0
 
 
@@ -126,22 +131,22 @@ def _export_draft(checkpoint: Path, output: Path, dtype: str, layout: str) -> No
 
 
 def _head_source(checkpoint: Path) -> Path:
-    """The draft head of a checkpoint or a run: one that learned with the policy, else the one that
-    `slipstream draft` left beside it."""
+    """The draft head of a checkpoint or run: the co-trained one, otherwise the one that
+    `slipstream draft` trained."""
     for place in (checkpoint, checkpoint / "draft"):
         folder = head_folder(place)
         if is_draft_head(folder):
             return folder
     raise CheckpointError(
         f"{checkpoint} has no draft head; train one with `slipstream draft --checkpoint "
-        f"{checkpoint}`, or give the folder of one with --checkpoint"
+        f"{checkpoint}`, or pass the folder of a draft head as --checkpoint"
     )
 
 
 @contextlib.contextmanager
 def _aside(output: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `output`: an export that is cut short leaves nothing
-    that looks like a model."""
+    """A temporary folder that becomes `output` at the end. So an interrupted export leaves nothing
+    that looks like a complete model."""
     aside = output.with_name(f".{output.name}.exporting")
     shutil.rmtree(aside, ignore_errors=True)
     yield aside
@@ -151,8 +156,8 @@ def _aside(output: Path) -> Iterator[Path]:
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """The type of the weights in a Hugging Face folder, which whole numbers are not; the widest
-    where they differ."""
+    """The dtype of the floating-point weights in a Hugging Face folder; the widest if they
+    differ."""
     found: set[torch.dtype] = set()
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
@@ -164,7 +169,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 
 def _implementation(source: Path) -> Implementation:
-    """What the run computed that left the folder `source` in a checkpoint."""
+    """The implementation (decoder or transformers) of the run whose checkpoint holds `source`."""
     folder = source.absolute()
     checkpoint = folder.parent.parent
     if huggingface_folder(checkpoint) != folder or not state_file(checkpoint).exists():
@@ -178,12 +183,12 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _generation_defaults(folder: Path) -> dict[str, Any]:
-    """Sampling defaults that the checkpoint carries; token ids come from the model itself."""
+    """The sampling defaults in the checkpoint; token ids come from the model instead."""
     path = folder / "generation_config.json"
     if not path.exists():
         return {}
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CheckpointError(f"{path}: not readable as JSON ({error}); repair it") from error
+        raise CheckpointError(f"{path} is not valid JSON ({error}); repair it") from error
     return {name: value for name, value in values.items() if not name.endswith("_token_id")}

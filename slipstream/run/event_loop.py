@@ -1,8 +1,8 @@
-"""Running a loop's coroutine so that a second Ctrl-C ends it without a traceback.
+"""Runs the coroutine of a loop, so that a second Ctrl-C ends it without a traceback.
 
-It cancels the tasks (`checkpoint.interrupt`). A third one is raised in any task: the event loop
-raises it at once, and while it closes it reports the same one again, as the failure of each task
-that stood above it. Called by what the command line starts.
+The second Ctrl-C cancels the tasks (`checkpoint.interrupt`). A third one raises KeyboardInterrupt
+in some task. The event loop re-raises it, and while closing reports it again for each parent task;
+this module suppresses those reports.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ T = TypeVar("T")
 
 
 def run_async(work: Callable[..., Awaitable[T]], *args: object) -> T:
-    """What `work(*args)` returns, in an event loop of its own. Raises KeyboardInterrupt where its
-    tasks were cancelled."""
+    """Run `work(*args)` in a new event loop and return its result.
+
+    Raises KeyboardInterrupt if its tasks were cancelled.
+    """
     try:
         return anyio.run(_quietly, work, args)
     except asyncio.CancelledError:

@@ -1,7 +1,6 @@
-"""The run folder: whose it is, and what of an earlier run is in it.
+"""The run folder: locking it, checking that it belongs to this run, moving earlier runs away.
 
-Knows file names and configurations; nothing of what a run computes. Called by `run.train` before
-anything is built.
+`run.train` calls it before it creates anything else.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from slipstream.report.read import LOCK_FILE
 PICTURE = "run.png"
 PREVIOUS = "previous"
 _KEPT = (
-    # In this order: without its tracker a checkpoint is not gone on from by accident.
+    # In this order: without the tracker file, no run resumes from a checkpoint by accident.
     TRACKER,
     "global_step_*",
     "sft",
@@ -44,9 +43,9 @@ _KEPT = (
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the run folder against another run in it; goes with the process, however that ends.
+    """Lock the run folder during the body. The lock ends with the process, however it ends.
 
-    Raises CheckpointError where another process has it.
+    Raises CheckpointError if another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
@@ -55,13 +54,13 @@ def locked(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(
-                f"another run is working in {folder}; wait for it, or set another "
+                f"another run is using {folder}; wait for it, or set another "
                 "trainer.default_local_dir"
             ) from None
         except OSError as error:
             raise CheckpointError(
                 f"the file system of {folder} has no file locks ({error}); set "
-                "trainer.default_local_dir to one that has, or mount it with them"
+                "trainer.default_local_dir to a file system with locks, or mount it with locks"
             ) from error
         yield
     finally:
@@ -71,17 +70,17 @@ def locked(folder: Path) -> Iterator[None]:
 def claim_folder(
     folder: Path, config: Config, notify: Callable[[str], None] = lambda text: None
 ) -> None:
-    """Take the run folder: new, or of the same configuration.
+    """Use `folder` for this run: it must be new, or hold a run with the same configuration.
 
-    With `trainer.resume_mode=disable` an earlier run is moved to `previous.N` in it. Raises
-    CheckpointError with the differences where a run with other settings has checkpoints there; one
-    that ended before its first leaves nothing to go on from.
+    With `trainer.resume_mode=disable`, an earlier run is moved to `previous.N` in the folder.
+    Raises CheckpointError, with the differences, if the folder holds checkpoints of a run with
+    other settings.
     """
     path = folder / CONFIG_FILE
     if config.trainer.resume_mode == "disable":
         moved = set_aside(folder)
         if moved is not None:
-            notify(f"starting over; the run that was in {folder} is now in {moved}")
+            notify(f"starting over; the earlier run in {folder} is now in {moved}")
     else:
         check_same_run(folder, config)
     try:
@@ -95,8 +94,8 @@ def claim_folder(
 
 
 def check_same_run(folder: Path, config: Config) -> None:
-    """Raises CheckpointError with the differences where a run with other settings has checkpoints
-    in `folder`, from which this one would go on."""
+    """Raise CheckpointError, with the differences, if `folder` holds checkpoints of a run with
+    other settings."""
     path = folder / CONFIG_FILE
     if config.trainer.resume_mode == "disable" or not (path.exists() and has_checkpoint(folder)):
         return
@@ -104,13 +103,13 @@ def check_same_run(folder: Path, config: Config) -> None:
         raise CheckpointError(
             f"{folder} holds a run with other settings:\n  "
             + "\n  ".join(differences)
-            + "\nset another trainer.default_local_dir, take back the changes, or start over "
+            + "\nset another trainer.default_local_dir, undo the changes, or start over "
             "with trainer.resume_mode=disable"
         )
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether SFT or RL left a complete checkpoint in the run folder."""
+    """True if the run folder holds a complete checkpoint of SFT or RL."""
     return any(CheckpointManager(root, keep=None).steps() for root in (folder, folder / "sft"))
 
 
@@ -119,13 +118,14 @@ def _earlier(path: Path) -> Config:
         return load_config(file=path, complete=False, notify=lambda text: None)
     except ConfigError as error:
         raise CheckpointError(
-            f"{path} cannot be read, so whether it is the same run is not known: {error}\nset "
+            f"{path} cannot be read, so the settings of the earlier run are unknown: {error}\nset "
             "another trainer.default_local_dir, or start over with trainer.resume_mode=disable"
         ) from error
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Move what an earlier run left in `folder` to its first free `previous.N`; None: nothing."""
+    """Move the files of an earlier run to `folder/previous.N` and return that folder; None if there
+    are no such files."""
     found = [path for pattern in _KEPT for path in sorted(folder.glob(pattern))]
     if not found:
         return None
@@ -145,8 +145,10 @@ def free_name(path: Path) -> Path:
 
 
 def forget_after(folder: Path, step: int | None, *, prefix: str = "") -> None:
-    """Keep the records `{prefix}N.jsonl` of steps up to `step`: a resumed run writes the later ones
-    again. None (a new run) moves all of them to a `previous.N` in the folder."""
+    """Delete the records `{prefix}N.jsonl` of steps after `step`: a resumed run writes them again.
+
+    With `step` None (a new run), move all records to `folder/previous.N`.
+    """
     found = {
         path: int(path.stem.removeprefix(prefix))
         for path in folder.glob(f"{prefix}*.jsonl")

@@ -1,7 +1,7 @@
-"""The two phases of a run, with their checkpoints, logs and validations.
+"""The phases SFT and RL of a run, with their checkpoints, logs and validations.
 
-Each takes a `Run`, puts its parts together with `build.parts`, and hands them to the pure loop
-(`loops.sft`, `loops.rl`). Called by `run.train` and by the quickstart.
+Each takes a `Run`, creates its objects with `build`, and passes them to the pure loop (`loops.sft`,
+`loops.rl`). Called by `run.train` and by the quickstart.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from slipstream.build.policy import (
 )
 from slipstream.build.rollouts import make_rollouts
 from slipstream.build.speculation import check_speculation
-from slipstream.build.team import Wanted, gathered_ends, policy_parts
+from slipstream.build.team import Wanted, gathered_vocab, policy_parts
 from slipstream.checkpoint.layout import policy_folder
 from slipstream.checkpoint.state import huggingface_folder
 from slipstream.deadlines import close_parts, run_in_daemon
@@ -65,9 +65,10 @@ from slipstream.types import Group
 
 
 async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
-    """SFT from the configured model; the Hugging Face folder of the last step, None if stopped.
+    """Run SFT from the configured model. Returns the Hugging Face folder of the last step, or None
+    if the run was stopped.
 
-    `validate_last` validates after the last step, also where `sft.test_freq` does not ask for it.
+    `validate_last` validates after the last step, even if `sft.test_freq` does not.
     """
     config, sft = run.config, run.config.sft
     initial = initial_policy(config)
@@ -80,7 +81,8 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
         start=initial,
         optim=optim,
         sft=True,
-        # Alone this process makes it when it comes to validate; all of them make it now.
+        # A single process creates the engine at its first validation. Several processes must create
+        # it together, so they do it now.
         engine=run.team is not None and bool(run.held_out) and (sft.test_freq > 0 or validate_last),
     )
     with run.span("setup"):
@@ -99,7 +101,7 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
             )
         stream.load_state_dict(data["stream"])
         if done >= total:
-            run.progress.note(f"SFT has all of its {total} steps")
+            run.progress.note(f"SFT has already done all {total} steps")
             backend.close()
             return huggingface_folder(resume)
     forget_after(run.validation_folder, done if resume is not None else None, prefix="sft_")
@@ -147,7 +149,7 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
 
 
 async def rl_phase(run: Run, start: Path | None) -> bool:
-    """RL from the weights in `start`; False if it was stopped before the last step."""
+    """Run RL from the weights in `start`. Returns False if it was stopped before the last step."""
     with run.span("setup"):
         phase = run.compute.run(lambda: _RLPhase(run, start))
     with _timed(run, "rl"):
@@ -158,13 +160,14 @@ async def rl_phase(run: Run, start: Path | None) -> bool:
 
 
 async def validate_policy(run: Run, start: Path | None) -> None:
-    """Validate the policy that RL would go on from, log it, and stop (`trainer.val_only`)."""
+    """Validate the policy that RL would start from, log the result, and stop
+    (`trainer.val_only`)."""
     resume = run.resume_folder("rl")
     folder = huggingface_folder(resume) if resume is not None else start
 
     def make() -> InferenceEngine:
         if run.team is not None:
-            # The weights come to all engines through a trainer that has nothing to do.
+            # All engines get their weights from a trainer, which does nothing else here.
             wanted = Wanted(start=folder, optim=OptimSettings(lr=0.0))
             parts = policy_parts(
                 run.config, run.tokenizer, wanted, run.compute, run.team, run.progress.note
@@ -190,7 +193,7 @@ async def validate_policy(run: Run, start: Path | None) -> None:
 
 
 class _RLPhase:
-    """The parts of RL, and what happens around its steps. Made on the run's compute thread."""
+    """The objects of RL, and the callbacks around its steps. Created on the compute thread."""
 
     def __init__(self, run: Run, start: Path | None) -> None:
         config = run.config
@@ -227,7 +230,7 @@ class _RLPhase:
             parts.whole,
             [self._engine],
             run.compute,
-            ends=None if run.team is None else gathered_ends(config, parts.policy, run.team),
+            vocab=None if run.team is None else gathered_vocab(config, parts.policy, run.team),
             total_steps=self._total,
             notify=run.progress.note,
             deadlines=run.deadlines,
@@ -250,7 +253,7 @@ class _RLPhase:
         with run.span("setup"):
             done = await self._restore()
         if self._resume is not None and done >= self._total:
-            run.progress.note(f"RL has all of its {self._total} steps")
+            run.progress.note(f"RL has already done all {self._total} steps")
             return True
         resumed_at = done if self._resume is not None else None
         with run.span("setup"):
@@ -267,7 +270,7 @@ class _RLPhase:
             if run.interrupt.requested:
                 return False
             if self._drafter is not None:
-                # RL would do so; here it is not a part of the first step.
+                # Now, so that its time is not part of the first step.
                 with run.span("setup"):
                     await self._drafter.begin()
             run.progress.status(self._watch.status)
@@ -312,7 +315,7 @@ class _RLPhase:
         return Path(self._run.config.trainer.rollout_data_dir or self._run.folder / "rollouts")
 
     async def _restore(self) -> int:
-        """Load the checkpoint to go on from, if any; the steps done."""
+        """Load the checkpoint to resume from, if any. Returns the number of steps already done."""
         done = 0
         if (resume := self._resume) is not None:
             note = self._run.progress.note
@@ -321,7 +324,7 @@ class _RLPhase:
             )
             self._data.load_state_dict(data["data_buffer"])
             self._rollouts.load_state_dict(data["rollouts"])
-            # A run without the penalty, which this one goes on from, has none.
+            # Missing if the earlier run had no KL penalty.
             if self._kl is not None and (saved := data.get("kl_in_reward")) is not None:
                 self._kl.load_state_dict(saved)
             if self._drafter is not None:
@@ -367,7 +370,7 @@ class _RLPhase:
 
     @contextlib.asynccontextmanager
     async def _with_trained_weights(self, step: int) -> AsyncIterator[None]:
-        """The engine has the trainer's weights in the body, and its own again after it."""
+        """Give the engine the trainer's weights during the body, and its own weights afterwards."""
         if self._published is None or step % self._run.config.trainer.sync_every == 0:
             yield
             return
@@ -402,9 +405,11 @@ class _RLPhase:
 
 
 def check_rl(run: Run, start: Path | None) -> None:
-    """Refuse what would keep RL from beginning: names that no registry has, prompts that cannot be
-    read, an engine that cannot serve the model, a buffer of co-training that is too small, a
-    reference or a critic that is not there, or reads other tokens."""
+    """Raise the errors that would stop RL at its start.
+
+    It checks names against the registries, prompts, whether the engine can serve the model, the
+    size of the co-training buffer, and the reference and critic with their tokenizers.
+    """
     config, policy = run.config, model_config(run.config, run.tokenizer, start)
     if isinstance(policy, ModelConfig):
         check_speculation(config, policy, max_model_len(config))
@@ -414,8 +419,8 @@ def check_rl(run: Run, start: Path | None) -> None:
     if wants_critic(config):
         if process_count(config) > 1:
             raise ConfigError(
-                f"algorithm.adv_estimator={config.algorithm.adv_estimator} has a critic, which is "
-                "not spread over several processes; set trainer.nnodes=1 and "
+                f"algorithm.adv_estimator={config.algorithm.adv_estimator} uses a critic, which "
+                "cannot run in several processes; set trainer.nnodes=1 and "
                 "trainer.n_gpus_per_node to at most 1, or another estimator"
             )
         critic_optim(config, steps)
@@ -431,7 +436,7 @@ def check_rl(run: Run, start: Path | None) -> None:
 
 
 def result_of_sft(run: Run) -> Path | None:
-    """The policy of an SFT that has run in this folder before; None where there was none."""
+    """The policy of an earlier SFT in this folder; None if there was none."""
     result = run.sft_result(run.folder)
     if result is not None:
         run.progress.note(f"RL starts from the SFT in this folder: {result}")
@@ -439,26 +444,26 @@ def result_of_sft(run: Run) -> Path | None:
 
 
 def start_of_rl(run: Run, rl_checkpoint: Path) -> Path | None:
-    """The policy that an RL run of mode sft+rl, resumed from `rl_checkpoint`, had started from.
+    """The policy that RL started from, for a run of mode sft+rl that resumes from `rl_checkpoint`.
 
-    A reference policy needs it, and a LoRA adapter, which is one of these weights. Raises
-    CheckpointError where one does and it is gone.
+    A reference policy needs it, and so does a LoRA adapter, which belongs to these weights. Raises
+    CheckpointError if it is needed and no longer exists.
     """
     start = run.sft_result(rl_checkpoint.parent)
     actor = run.config.actor_rollout_ref
     if start is None and (actor.model.lora_rank or actor.model.lora_adapter_path is not None):
         raise CheckpointError(
-            f"the LoRA adapter in {rl_checkpoint} is one of the weights that RL started from, the "
-            f"result of SFT, and {rl_checkpoint.parent / 'sft'} has no checkpoint any more; put it "
+            f"the LoRA adapter in {rl_checkpoint} belongs to the weights that RL started from, the "
+            f"result of SFT, but {rl_checkpoint.parent / 'sft'} has no checkpoint any more; put it "
             "back, or start a new run from the merged weights with trainer.mode=rl and "
             f"actor_rollout_ref.model.path={huggingface_folder(rl_checkpoint)}"
         )
     needs = wants_reference(run.config)
     if start is None and needs and actor.ref.path is None:
         raise CheckpointError(
-            f"the KL term compares with the policy that RL started from, the result of SFT, and "
-            f"{rl_checkpoint.parent / 'sft'} has no checkpoint any more; put it back, or go on in "
-            "a new trainer.default_local_dir with trainer.resume_mode=resume_path, "
+            f"the KL term compares with the policy that RL started from, the result of SFT, but "
+            f"{rl_checkpoint.parent / 'sft'} has no checkpoint any more; put it back, or continue "
+            "in a new trainer.default_local_dir with trainer.resume_mode=resume_path, "
             f"trainer.resume_from_path={rl_checkpoint} and actor_rollout_ref.ref.path=FOLDER"
         )
     return huggingface_folder(rl_checkpoint) if start is None else start

@@ -1,13 +1,14 @@
-"""The quickstart: a reasoning model from nothing, by SFT and then RL, on this machine, in minutes.
+"""The quickstart: trains a small reasoning model from random weights in minutes, by SFT and then
+RL.
 
-    measure the CPU -> choose a recipe -> SFT -> evaluate -> draft head -> RL (GRPO), in which the
-    head goes on learning -> evaluate -> the same responses with and without drafts, in turns
-    -> a table
+    measure the CPU -> choose a recipe -> SFT -> evaluate -> train a draft head -> RL (GRPO), with
+    co-training of the head -> evaluate -> decode the same responses with and without drafts
+    -> print a table
 
-With `cold_start` there is no draft head when RL begins: it learns from RL's own rollouts, which are
-drafted for from what was written before until it is better. With `sft_control` the SFT is also
-continued for as long as RL took, so that what RL adds is not what more SFT would have added.
-Everything here can be done with `slipstream train` and `eval`.
+With `cold_start`, RL starts without a draft head. The head learns from RL's rollouts; until it is
+better, drafts come from earlier text (`history`). With `sft_control`, SFT also continues for as
+long as RL took, to show that RL gains more than further SFT would. `slipstream train` and `eval`
+can do all of this, too.
 """
 
 from __future__ import annotations
@@ -62,42 +63,42 @@ from slipstream.training.compute_thread import ComputeThread
 from slipstream.types import Sample
 
 SPECULATION = ["speculative.enable=true", "speculative.train.enable_drafter_training=true"]
-"""Settings of the rollouts' drafts."""
+"""Settings for drafts in the rollouts."""
 
 COLD_START = [
     "speculative.eagle.spec_model_path=null",
     "speculative.spec_strategy=union",
-    # A new head has more to learn, and with larger steps, which fall as it gets there.
+    # A new head needs more training, with a higher learning rate that decays.
     "speculative.train.training_interval_steps=4",
     "speculative.train.updates_per_training=24",
     "speculative.train.optim.lr=1e-3",
     "speculative.train.optim.muon_lr=0.04",
     "speculative.train.optim.lr_scheduler_type=linear",
 ]
-"""The same without a head to begin with."""
+"""Settings for drafts without a head at the start."""
 
 PROBLEMS = 1024
-"""Held-out problems of the final comparison."""
+"""The number of held-out problems in the final comparison."""
 
 COMPARED = 64
-"""Responses that are decoded plainly and with drafts, in turns; a quarter of them a few at a
-time."""
+"""The number of responses that are decoded with and without drafts; a quarter of them also a few at
+a time."""
 
 FEW = 4
-"""So many of them at a time, as at the end of a rollout."""
+"""A few at a time: this many, as at the end of a rollout."""
 
 DRAFT = "draft"
-"""Where in the run folder the draft head is."""
+"""The folder of the draft head in the run folder."""
 
 SUMMARY = "summary.json"
 
 READABLE = 64
-"""Tokens of a sample answer that is shown."""
+"""A shown sample answer has at most this many tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rated:
-    """A policy on the held-out problems."""
+    """The evaluation of a policy on the held-out problems."""
 
     name: str
     evaluation: Evaluation
@@ -118,13 +119,13 @@ class Rated:
 
 @dataclass(slots=True)
 class PhaseClock:
-    """Seconds by phase."""
+    """Measures seconds by phase."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
 
     def lap(self, name: str) -> float:
-        """Book the time since the last lap under `name`."""
+        """Add the time since the last call to the phase `name`."""
         now = time.perf_counter()
         spent, self.started = now - self.started, now
         self.seconds[name] = self.seconds.get(name, 0.0) + spent
@@ -140,14 +141,16 @@ def main(
     speculation: bool = True,
     cold_start: bool = False,
 ) -> int:
-    """Run the quickstart into `output`; the exit status (130 if interrupted).
+    """Run the quickstart in the folder `output`. Returns the exit status (130 if interrupted).
 
-    Without `speculation` no draft head is trained, with `cold_start` none before RL, and the very
-    same policy comes out. Raises ConfigError for a cold start without speculation.
+    Without `speculation` there is no draft head; with `cold_start` there is none before RL. The
+    trained policy is the same. Raises ConfigError for a cold start without speculation.
     """
     if cold_start and not speculation:
-        raise ConfigError("--cold-start is of a draft head, and --no-speculation wants none")
-    # Where nobody reads it on a screen, lines are not cut.
+        raise ConfigError(
+            "--cold-start needs a draft head, but --no-speculation disables it; remove one of them"
+        )
+    # If the output is not a terminal, do not cut lines.
     console = Console(soft_wrap=not sys.stdout.isatty())
     compute = ComputeThread()
     begun = _begun(output) if recipe == "auto" else None
@@ -156,13 +159,13 @@ def main(
     overrides = [
         f"trainer.seed={seed}",
         f"trainer.default_local_dir={output}",
-        # The recipes are sized for CPUs, and the measurement is of this one.
+        # The recipes are sized for CPUs, and the measurement is for this CPU.
         "trainer.device=cpu",
         f"actor_rollout_ref.actor.dtype={dtype}",
         f"actor_rollout_ref.rollout.dtype={dtype}",
     ]
     if speculation:
-        # The policy of SFT writes, the head learns from it, and RL's rollouts draft with it.
+        # The head trains on responses of the SFT policy, and RL's rollouts draft with it.
         overrides += [*SPECULATION, f"speculative.eagle.spec_model_path={output / DRAFT}"]
         if cold_start:
             overrides += COLD_START
@@ -175,7 +178,7 @@ def main(
         again += ("" if bf16 else " --no-bf16") + (" --sft-control" if sft_control else "")
         again += "" if speculation else " --no-speculation"
         again += " --cold-start" if cold_start else ""
-        console.print(f"stopped; `{again}` goes on from here", highlight=False, soft_wrap=True)
+        console.print(f"stopped; `{again}` resumes from here", highlight=False, soft_wrap=True)
         return INTERRUPTED
     rated, compared = done
     summary = summarize(run, rated, clock, chosen, dtype, compared)
@@ -186,16 +189,17 @@ def main(
 
 
 def _begun(output: Path) -> tuple[str, str, str] | None:
-    """What the run in `output` began with: another measurement must not choose another recipe."""
+    """The recipe, dtype and reason of the run in `output`, if there is one: on resume, a new
+    measurement must not choose another recipe."""
     if not has_checkpoint(output):
         return None
     config = load_config(file=output / CONFIG_FILE, complete=False, notify=lambda text: None)
     actor = config.actor_rollout_ref.actor
-    return config.trainer.experiment_name, actor.dtype, f"as the run in {output} began"
+    return config.trainer.experiment_name, actor.dtype, f"as at the start of the run in {output}"
 
 
 def choose_recipe(recipe: str, *, bf16: bool) -> tuple[str, str, str]:
-    """(recipe, dtype, why): what fits this machine, by a measurement of matrix products."""
+    """Measure matrix products and return (recipe, dtype, reason) for this machine."""
     units = bf16 and cpu_has_bf16_units()
     dtype = torch.bfloat16 if units else torch.float32
     rate = matmul_rate(dtype)
@@ -207,16 +211,16 @@ def choose_recipe(recipe: str, *, bf16: bool) -> tuple[str, str, str]:
         return recipe, name, f"as asked ({measured})"
     if rate >= FAST_GFLOPS:
         return "quickstart", name, measured
-    return "quickstart_small", name, f"{measured}: the smaller model, so that it ends in minutes"
+    return "quickstart_small", name, f"{measured}: the smaller model, to finish in minutes"
 
 
 FAST_GFLOPS = 600.0
-"""From this measured rate on, the full recipe should end within its seven minutes: an estimate from
-steps of it at 380 GFLOP/s (SFT alone would take six)."""
+"""At this measured rate or more, the full recipe should finish within seven minutes. Estimated from
+its steps at 380 GFLOP/s, where SFT alone would take six minutes."""
 
 
 def matmul_rate(dtype: torch.dtype, seconds: float = 0.5) -> float:
-    """GFLOP/s of matrix products of the sizes that training uses."""
+    """Measured GFLOP/s of matrix products with the sizes that training uses."""
     a, b = torch.randn(1024, 192, dtype=dtype), torch.randn(192, 768, dtype=dtype)
     rates = []
     end = time.perf_counter() + seconds
@@ -230,7 +234,8 @@ def matmul_rate(dtype: torch.dtype, seconds: float = 0.5) -> float:
 async def _run_phases(
     run: Run, clock: PhaseClock, sft_control: bool
 ) -> tuple[list[Rated], list[SideBySide]] | None:
-    """Policies and the comparisons of decoding, None where the run was stopped."""
+    """Run all phases. Returns the evaluated policies and the comparisons of decoding; None if the
+    run was stopped."""
     speculation = run.config.speculative.enable
     sft = await sft_phase(run)
     if sft is None:
@@ -247,7 +252,7 @@ async def _run_phases(
     if not await rl_phase(run, sft):
         return None
     clock.lap("rl")
-    # Of all processes that worked on it.
+    # Of all processes of the run.
     spent = clock.seconds["rl"] = max(clock.seconds["rl"], _trained_seconds(run.folder))
     clock.seconds["sft"] = max(clock.seconds["sft"], _trained_seconds(run.folder / "sft"))
     policy = run.snapshots("rl").manager.latest()
@@ -271,7 +276,7 @@ async def _run_phases(
 
 
 def _trained_seconds(folder: Path) -> float:
-    """Seconds that a phase's steps and validations have taken, whichever process ran them."""
+    """Seconds of the steps and validations of a phase, over all processes that ran it."""
     names = ("timing_s/step", "timing_s/testing")
     lines = read_jsonl(folder / METRICS_FILE)
     return sum(metrics.get(name, 0.0) for _, metrics in lines for name in names)
@@ -300,7 +305,7 @@ async def _rate(run: Run, name: str, policy: Path) -> Rated:
 
 
 async def train_head(run: Run, policy: Path) -> Path | None:
-    """A draft head for `policy`, in the folder `draft` of the run; None where it was stopped."""
+    """Train a draft head for `policy` in the folder `draft` of the run. None if stopped."""
     folder = run.folder / DRAFT
     config = load_config(
         [
@@ -319,13 +324,13 @@ async def train_head(run: Run, policy: Path) -> Path | None:
 
 
 async def compare_decoding(run: Run, checkpoint: Path) -> list[SideBySide]:
-    """Responses of the policy of an RL checkpoint, as many at once as in a step of RL and a few at
-    a time, as at the end of a rollout; each plainly and with drafts by the head that RL ended
-    with."""
+    """Compare decoding with and without drafts, for the policy and the draft head of an RL
+    checkpoint: with as many responses at once as in an RL step, and with a few at a time, as at
+    the end of a rollout."""
     config = load_config(
         [
             f"speculative.eagle.spec_model_path={draft_folder(checkpoint)}",
-            # History would know by heart what was answered in the turn before.
+            # No history drafts: they would repeat the responses of the previous round.
             "speculative.spec_strategy=eagle",
         ],
         file=run.folder / CONFIG_FILE,
@@ -342,7 +347,7 @@ async def compare_decoding(run: Run, checkpoint: Path) -> list[SideBySide]:
         return make_engine(config, decoder, run.tokenizer, run.compute, speculate=note)
 
     engine = run.compute.run(make)
-    assert isinstance(engine, EmbeddedEngine)  # the only one that drafts by a head
+    assert isinstance(engine, EmbeddedEngine)  # the only engine with draft heads
     try:
         settings = eval_settings(config)
         return [
@@ -356,8 +361,7 @@ async def compare_decoding(run: Run, checkpoint: Path) -> list[SideBySide]:
 
 
 async def continue_sft(run: Run, sft: Path, seconds: float) -> Path | None:
-    """SFT from where it ended, with fresh demonstrations and its own warm-up and decay, for as many
-    steps as take `seconds`."""
+    """Continue SFT for about `seconds`, with new demonstrations and a new warm-up and decay."""
     history = read_jsonl(run.folder / "sft" / METRICS_FILE)
     per_step = float(np.median([metrics["timing_s/step"] for _, metrics in history]))
     folder = run.folder / "sft_control"
@@ -372,7 +376,7 @@ async def continue_sft(run: Run, sft: Path, seconds: float) -> Path | None:
             "actor_rollout_ref.model.init=null",
             f"sft.total_training_steps={steps}",
             "trainer.mode=sft",
-            # Other demonstrations than those it has seen.
+            # Demonstrations that SFT has not seen.
             f"data.seed={run.config.trainer.seed + 1_000_000}",
         ],
         file=run.folder / "config.yaml",
@@ -390,7 +394,7 @@ def summarize(
     dtype: str,
     compared: Sequence[SideBySide] = (),
 ) -> dict[str, Any]:
-    """Everything the table says, and what it was made with, as JSON values."""
+    """All values of the table, with settings and machine, as JSON values."""
     by_name = {r.name: r for r in rated}
     before, after = rated[0], rated[-1]
     more = by_name.get("after more SFT")
@@ -443,7 +447,7 @@ def summarize(
 
 
 def decoding_summary(compared: Sequence[SideBySide]) -> dict[str, Any]:
-    """What the comparisons of decoding say, as JSON values: the first one first."""
+    """The comparisons of decoding as JSON values."""
     return {
         "rollout_speedup": compared[0].speedup,
         "tokens_identical": all(pair.identical for pair in compared),
@@ -453,16 +457,16 @@ def decoding_summary(compared: Sequence[SideBySide]) -> dict[str, Any]:
 
 
 def drafts_summary(history: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, Any]:
-    """What became of the draft head during RL, as JSON values: how many steps drafted, tokens per
-    verification in the first of these and in the last ones (a tenth of the steps each), versions,
-    what its training took, from which step on it made most of the drafts (on average over a tenth
-    of the steps), and its share in the last tenth."""
+    """The draft head during RL, as JSON values: the number of steps with drafts, tokens per
+    verification in the first and last tenth of these steps, versions, seconds of training, the
+    first step from which it made most drafts (average over a tenth of the steps), and its share of
+    the drafts in the last tenth."""
     steps = [(step, m) for step, m in history if "spec/on_fraction" in m]
     if not steps:
         return {}
     few = max(1, len(steps) // 10)
     lengths = [m["spec/accept_length"] for _, m in steps if "spec/accept_length" in m] or [1.0]
-    # Steps without any draft say nothing of who makes them. Of several, for history has lucky ones.
+    # Steps without drafts do not count. An average over steps, because history drafts vary a lot.
     drafting = [(step, m["spec/head_fraction"]) for step, m in steps if "spec/head_fraction" in m]
     windows = [drafting[max(0, i - few + 1) : i + 1] for i in range(len(drafting))]
     after = [window[-1][0] for window in windows if np.mean([f for _, f in window]) <= 0.5]
@@ -483,7 +487,7 @@ def drafts_summary(history: Sequence[tuple[int, Mapping[str, float]]]) -> dict[s
 
 
 def _gain(a: Rated, b: Rated) -> list[float]:
-    """[difference, low, high] of accuracies on the same problems, paired bootstrap."""
+    """[difference, low, high] of the accuracies on the same problems, by a paired bootstrap."""
     return list(paired_difference(a.evaluation.correct, b.evaluation.correct))
 
 
@@ -494,7 +498,7 @@ def report(
     summary: dict[str, Any],
     drawn: Sequence[str] = (),
 ) -> None:
-    """The last screen: what was gained, how fast, some problems, and where everything is."""
+    """Print the final table: accuracy, speed, some problems, and the paths of the results."""
     table = Table(title=f"mini-Countdown, {summary['problems']} held-out problems")
     columns = ("", "accuracy (95 %)", "tokens/s", "median", "longest")
     for column in columns:
@@ -554,8 +558,8 @@ def report(
 
 
 def examples(before: Sequence[Sample], after: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
-    """Two problems that RL has learned to solve and one that it fails: the first of each kind
-    whose answers are short enough to read."""
+    """Two problems that RL learned to solve and one that it fails: the first ones with short
+    answers."""
     pairs = list(zip(before, after, strict=True))
     pairs = [(b, a) for b, a in pairs if max(b.response_length, a.response_length) <= READABLE]
     learned = [(b, a) for b, a in pairs if a.reward > 0 and b.reward == 0]
@@ -564,22 +568,20 @@ def examples(before: Sequence[Sample], after: Sequence[Sample]) -> list[tuple[Sa
 
 
 def _of_drafts(drafts: Mapping[str, float], steps: int) -> str:
-    """A line of what the head did during RL."""
+    """One line about the draft head during RL."""
     began = drafts["head_from_step"]
     drafted = drafts["steps"]
     if not drafted:
-        return (
-            f"drafts in RL: none in {steps} steps; the head learned for {drafts['seconds']:.1f} s"
-        )
-    who = f"the head made {drafts['head_share_last']:.0%} of the last drafts"
+        return f"drafts in RL: none in {steps} steps; head training took {drafts['seconds']:.1f} s"
+    who = f"the head made {drafts['head_share_last']:.0%} of the drafts in the last steps"
     if began > 1:
         who += f", most of them from step {began} on" if began <= steps else ", history the others"
     rested = steps - drafted
     if rested:
-        who += f"; {rested:.0f} of {steps} steps had none"
+        who += f"; {rested:.0f} of {steps} steps had no drafts"
     return (
-        f"drafts in RL: {drafts['accept_length_first']:.2f} tokens per verification at first, "
-        f"{drafts['accept_length_last']:.2f} at last; {who}; it learned for "
+        f"drafts in RL: {drafts['accept_length_first']:.2f} tokens per verification in the first "
+        f"steps, {drafts['accept_length_last']:.2f} in the last; {who}; head training took "
         f"{drafts['seconds']:.1f} s, {drafts['versions']:.0f} versions published, "
         f"{drafts['hold_backs']:.0f} held back"
     )
@@ -591,7 +593,7 @@ def _compared(pair: Mapping[str, Any]) -> str:
         f"mean accepted length {pair['accept_length']:.2f}"
     )
     if not pair["on_fraction"]:
-        drafts = "nothing drafted: with so many at once no draft plan gains here"
+        drafts = "no drafts: at this batch size no draft plan is faster on this machine"
     return (
         f"the same {pair['tokens']} tokens, {pair['responses']} responses"
         + (" at once" if pair["at_once"] == pair["responses"] else f", {pair['at_once']} at a time")

@@ -1,5 +1,7 @@
-"""Rollouts on disk: one JSON line per sample, in VERL's field names, with ours added; and, for the
-report, the tokens of a few samples, with who proposed them."""
+"""Writes rollouts to disk: one JSON line per sample, with verl's field names and some of ours.
+
+For the report it also writes the tokens of a few samples, and marks those that were drafted.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,19 @@ if TYPE_CHECKING:
 
 
 SHOWN_GROUPS = 4
-"""Groups of a step that the report can show a response of."""
+"""The report can show one response of this many groups per step."""
 
 MOST_PIECES_OF_A_CHARACTER = 4
-"""Bytes of a character of UTF-8."""
+"""A UTF-8 character has at most this many bytes, and so at most this many tokens."""
 
 
 def dump_groups(
     path: Path, groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, step: int
 ) -> None:
-    """Write all samples of `groups` to `path`, replacing it in one rename.
+    """Write all samples of `groups` to `path`, and replace an existing file atomically.
 
-    A ground truth that JSON has no value for (a date, a decimal) is written as text. Raises
-    CheckpointError where the file cannot be written: the checkpoints before stay.
+    A ground truth that JSON cannot express (a date, a decimal) is written as text. Raises
+    CheckpointError if the file cannot be written; earlier checkpoints stay.
     """
     samples = [sample for group in groups for sample in group.samples]
     lines = [json.dumps(record(sample, tokenizer, step), default=str) for sample in samples]
@@ -40,10 +42,11 @@ def dump_groups(
 def dump_tokens(
     folder: Path, groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, step: int
 ) -> list[dict[str, Any]]:
-    """Write `folder/N.jsonl` of step N: the first samples of up to `SHOWN_GROUPS` groups as
-    `token_record` has them, which are returned. Who proposed a token depends on the clock: the
-    dumps of `dump_groups`, beside which these lie, are equal in equal runs. Raises CheckpointError
-    as they do.
+    """Write `folder/N.jsonl` for step N: token records of the first sample of up to `SHOWN_GROUPS`
+    groups. Returns the records.
+
+    These files differ between equal runs, because which tokens were drafted depends on measured
+    times. The files of `dump_groups` are equal. Raises CheckpointError if writing fails.
     """
     chosen = min(SHOWN_GROUPS, len(groups))
     shown = [groups[i * len(groups) // chosen].samples[0] for i in range(chosen)]
@@ -53,9 +56,12 @@ def dump_tokens(
 
 
 def token_record(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """A sample's response as `pieces` of text, which together are its text; `log_probs` of each
-    (null where it is not finite); `drafted`, "1" for tokens that were drafted before the policy
-    chose them; `masked`, "1" for those that no policy wrote."""
+    """A response, token by token, as JSON values.
+
+    `pieces` are the texts of the tokens; `log_probs` is null for values that are not finite;
+    `drafted` has "1" for tokens that were drafted; `masked` has "1" for tokens that the policy did
+    not generate.
+    """
     ids, start = sample.response_ids, len(sample.prompt_ids)
     drafted = set(sample.drafted)
     log_probs = sample.rollout_log_probs[start:]
@@ -76,14 +82,14 @@ def token_record(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str
 
 
 def pieces(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The text that each token adds; of a character cut in two the last one has all of it."""
+    """The text that each token adds. If tokens split a character, the last of them gets it."""
     found: list[str] = []
     known = begin = 0
     for end in range(1, len(ids) + 1):
-        # Decoded after a few tokens of context, for what a token adds may depend on the one before.
+        # Decoded with a few tokens of context, because the text of a token may depend on them.
         before, text = tokenizer.decode(ids[begin:known]), tokenizer.decode(ids[begin:end])
         cut = text.endswith("\N{REPLACEMENT CHARACTER}")
-        # No character is of more tokens; what stays unreadable is shown as that.
+        # No character has more tokens than this; the replacement character is shown then.
         if cut and end < len(ids) and end - known < MOST_PIECES_OF_A_CHARACTER:
             found.append("")
             continue
@@ -100,14 +106,14 @@ def _write(path: Path, lines: Sequence[str], step: int) -> None:
         remedy = "make room" if is_disk_full(error) else "see to the folder"
         raise CheckpointError(
             f"step {step}: the samples cannot be written to {path} ({error}); {remedy} and run the "
-            "same command again: it goes on from the last checkpoint"
+            "same command again: it resumes from the last checkpoint"
         ) from error
 
 
 def table_row(
     sample: Sample, tokenizer: PreTrainedTokenizerBase, step: int
 ) -> dict[str, str | float]:
-    """What tables of generations have of a sample."""
+    """A row for a logger's table of generations."""
     entry = record(sample, tokenizer, step)
     return {
         "step": step,
@@ -120,10 +126,10 @@ def table_row(
 
 
 def record(sample: Sample, tokenizer: PreTrainedTokenizerBase, step: int) -> dict[str, Any]:
-    """A sample as JSON values: `input`, `output`, `gts`, `score`, `step` as in VERL; `text` is the
-    response as reward functions are given it, and `messages` the prompt where it is some.
+    """A sample as JSON values: `input`, `output`, `gts`, `score`, `step` as in verl.
 
-    JSON has no number for what is not finite: such a log-prob is null.
+    `text` is the response that reward functions get, `messages` the prompt if it has messages.
+    Log-probs that are not finite become null, because JSON has no such numbers.
     """
     return {
         "input": tokenizer.decode(sample.prompt_ids),

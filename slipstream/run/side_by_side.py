@@ -1,7 +1,7 @@
-"""A run's own policy, decoded plainly and with drafts, in turns: the same responses, sooner.
+"""Compares decoding with and without drafts on a run's policy, interleaved.
 
-One engine does both, so both compute in the same memory: two engines that do the same can differ
-by several percent, for reasons of where their tensors lie.
+One engine does both, so both use the same memory. Two engines with the same work can differ by
+several percent, because their tensors have different addresses.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from slipstream.types import Prompt, Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideBySide:
-    """Seconds are those of engine steps, medians over `rounds`; `speedup` is speculation's over
-    plain decoding, the median of the rounds, half of which lie between `speedup_low` and
-    `speedup_high`; those of a second plain turn over the first, between `noise_low` and
-    `noise_high`. `identical` compares token ids and log-probs of every round, bit for bit.
-    `at_once` responses run together; drafts are made in `on_fraction` of the decoding time, and
-    where in none, `accept_length` is 1."""
+    """The result of the comparison.
+
+    Seconds are the time of engine steps, medians over `rounds`. `speedup` is the median over rounds
+    of plain time / time with drafts; half of the rounds are between `speedup_low` and
+    `speedup_high`. `noise_low` and `noise_high` are the same quartiles for plain decoding against
+    itself. `identical`: token ids and log-probs are equal bit for bit in every round. `at_once`
+    responses run at a time. `on_fraction` is the share of the decoding time with drafts;
+    `accept_length`, the mean accepted length, is 1 without drafts.
+    """
 
     responses: int
     at_once: int
@@ -53,9 +56,11 @@ async def side_by_side(
     rounds: int = 15,
     warm_up: int = 4,
 ) -> SideBySide:
-    """Answer `prompts`, `at_once` at a time: plainly, so again, and with drafts, in turns, after
-    some rounds to warm up: in a run, too, the selector has measured its plans over many steps.
-    Which turn comes first changes from round to round. What the two plain ones differ by is noise.
+    """Respond to `prompts`, `at_once` at a time: without drafts, again without drafts, and with
+    drafts, interleaved. The order changes from round to round.
+
+    Warm-up rounds come first, so that the selector has measured its plans, as it has in a run. The
+    difference between the two plain measurements is the noise.
     """
     groups = [prompts[i : i + at_once] for i in range(0, len(prompts), at_once)]
     names = ("plain", "again", "speculative")
@@ -105,7 +110,7 @@ async def side_by_side(
 
 
 def _quartiles(plain: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Of how much faster the other turns were."""
+    """The quartiles of plain time / other time over the rounds."""
     return quantiles([p / s for p, s in zip(plain, other, strict=True)], method="inclusive")
 
 

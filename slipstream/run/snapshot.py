@@ -1,6 +1,7 @@
-"""A run's checkpoint: policy, optimizer, data position, and what they were made with.
+"""Saves and restores the state of a run, so that a resumed run is equal bit for bit.
 
-Knows what must be saved for a bitwise equal continuation; atomic folders are `checkpoint`'s matter.
+A checkpoint holds the policy, the optimizer, the position in the data and the versions used.
+`checkpoint` makes sure that folders are written atomically.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _PRODUCTS = "bf16_products"
 
 
 def computed_with() -> dict[str, str]:
-    """What a run's numbers depend on, beside its settings: versions, and what multiplies."""
+    """Everything except settings that the numbers of a run depend on: versions, and the
+    instructions for bf16 products."""
     return {
         "slipstream": __version__,
         "torch": str(torch.__version__),
@@ -47,9 +49,9 @@ def computed_with() -> dict[str, str]:
 
 
 class LastPublished:
-    """Keeps a copy of the weights that the engines have, next to them.
+    """Keeps a copy of the engines' weights.
 
-    Needed where they are not the trainer's: between two weight updates (`trainer.sync_every`).
+    Between two weight updates (`trainer.sync_every`), they differ from the trainer's.
     """
 
     def __init__(self) -> None:
@@ -57,7 +59,7 @@ class LastPublished:
         self.tensors: dict[str, Tensor] = {}
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        # In the host's memory: they are seldom asked for.
+        # In host memory, because they are rarely used.
         self.version = update.version
         self.tensors = {name: tensor.cpu() for name, tensor in update.tensors()}
 
@@ -66,18 +68,20 @@ class LastPublished:
 
 
 class CheckpointWriter(Protocol):
-    """Co-training (`drafter.interval`), as far as a checkpoint goes."""
+    """The part of co-training that a checkpoint saves (`drafter.interval`)."""
 
     def snapshot(self) -> Callable[[Path], None]:
-        """Copies of what training will change; what is returned writes them into a checkpoint, on
-        whatever thread. Blocks."""
+        """Copy the state that training changes. Returns a function that writes the copy into a
+        checkpoint folder, from any thread. Blocks."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshots:
-    """Saves and restores one phase ("sft" or "rl") of a run. `base_model` is the folder whose
-    weights a LoRA adapter belongs on."""
+    """Saves and restores one phase ("sft" or "rl") of a run.
+
+    `base_model` is the folder of the weights that a LoRA adapter belongs to.
+    """
 
     manager: CheckpointManager
     phase: str
@@ -95,15 +99,15 @@ class Snapshots:
         critic: Critic | None = None,
         go_on: Callable[[], object] = lambda: None,
     ) -> Path:
-        """Write `global_step_{step}`. `data` is the JSON state of all that is not tensors.
+        """Write the checkpoint `global_step_{step}`. `data` is all state that is not tensors, as
+        JSON.
 
-        The draft head that is in use lies in the checkpoint as `slipstream draft` leaves one.
-        `go_on` is called as soon as training may go on: what remains (the draft head's part,
-        checksums, flushing to disk, and the rename that makes a checkpoint of it all) reads
-        nothing that it changes.
+        The current draft head is stored as `slipstream draft` stores it. `go_on` is called as soon
+        as training may continue: the remaining work (draft head, checksums, flush to disk, and the
+        final rename) reads nothing that training changes.
 
-        Blocks: not for the event loop. Raises CheckpointError where `data` is no JSON or the disk
-        refuses; the checkpoint before stays.
+        Blocks: do not call it on the event loop. Raises CheckpointError if `data` is not valid JSON
+        or writing fails; the previous checkpoint stays.
         """
         state = RunState(
             step=step,
@@ -147,11 +151,11 @@ class Snapshots:
         notify: Callable[[str], None],
         published: LastPublished | None = None,
     ) -> tuple[int, dict[str, Any]]:
-        """Load the verified `folder` into `backend` and `published`.
+        """Load the verified checkpoint `folder` into `backend` and `published`.
 
-        Returns the step and the data state. `published` stays empty where the checkpoint was made
-        with every step's weights published. Raises CheckpointError where the folder is corrupt, of
-        another phase or of a newer format.
+        Returns the step and the data state. `published` stays empty if the engines had the
+        trainer's weights. Raises CheckpointError if the folder is corrupt, of another phase, or in
+        a newer format.
         """
         state = RunState.load(folder)
         if state.phase != self.phase:
@@ -159,21 +163,22 @@ class Snapshots:
                 f"{folder} is a checkpoint of phase {state.phase!r}, not {self.phase!r}; start "
                 f"from its weights with actor_rollout_ref.model.path={huggingface_folder(folder)}"
             )
-        notify(f"going on from {folder}")
+        notify(f"resuming from {folder}")
         threads = torch.get_num_threads()
         if state.threads != threads:
             notify(
-                f"the checkpoint was written with {state.threads} threads and this run has "
-                f"{threads}: sums are taken in another order, so numbers may differ in last bits "
+                f"the checkpoint was written with {state.threads} threads, this run uses "
+                f"{threads}: the order of sums differs, so the last bits of numbers may differ "
                 f"(trainer.num_threads={state.threads} avoids it)"
             )
         was, now = state.versions.get(_PRODUCTS), processor.bf16_products()
         if was not in (None, now):
             notify(
-                f"the checkpoint was written where {was} multiplied bf16, and here {now} does: "
-                "sums are taken in another order, so numbers may differ in last bits"
+                f"the checkpoint was written with {was} for bf16 products, this machine uses "
+                f"{now}: "
+                "the order of sums differs, so the last bits of numbers may differ"
             )
-        # Merged weights do not give the base and its adapter back, not to the bit.
+        # Base weights and adapter cannot be recovered from merged weights bit for bit.
         if not backend.load_training_state(optimizer_file(folder)):
             backend.load_policy(huggingface_folder(folder))
         if published is not None and published_file(folder).exists():

@@ -1,11 +1,11 @@
-"""What `slipstream train` calls: from a configuration to a run folder.
+"""Runs a training: `slipstream train` calls `train` with a configuration and gets a run folder.
 
 <default_local_dir>/
   config.yaml            the resolved configuration
-  metrics.jsonl          RL, a line per step;  sft/metrics.jsonl for SFT
-  rollouts/N.jsonl       the samples of step N;  validation/ those of validations
-  global_step_N/         checkpoints of RL;  sft/global_step_N of SFT
-  run.png                reward, accuracy, lengths
+  metrics.jsonl          metrics of RL, one line per step; SFT has sft/metrics.jsonl
+  rollouts/N.jsonl       the samples of step N; those of validations are in validation/
+  global_step_N/         checkpoints of RL; SFT has sft/global_step_N/
+  run.png                plots of reward, accuracy and lengths
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from slipstream.build.team import open_team
 from slipstream.build.thread_count import FEW, threads_for
 from slipstream.checkpoint.interrupt import GracefulInterrupt
 from slipstream.checkpoint.layout import policy_folder
+from slipstream.config.engines import engine_entry
 from slipstream.config.launch import INTERRUPTED, program
 from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
 from slipstream.deadlines import Deadlines, close_parts, end_process, frozen_interpreter_ends
 from slipstream.errors import ConfigError, DataError, StageTimeoutError
-from slipstream.kernels.compiling import kept_files
+from slipstream.kernels.compiling import cached_files
 from slipstream.metrics.loggers import METRICS_FILE, check_loggers
 from slipstream.metrics.machine import this_machine
 from slipstream.metrics.picture import plot_run
 from slipstream.metrics.progress import Progress, SteadyConsole
-from slipstream.metrics.timeline import EVENTS_FILE, Timeline, command_began
+from slipstream.metrics.timeline import EVENTS_FILE, Timeline, take_command_start
 from slipstream.models.config import ModelConfig
 from slipstream.models.hf_policy import HFPolicyConfig
 from slipstream.models.numerics import dtype_from_name, rows_are_exact
@@ -74,15 +75,19 @@ __all__ = [
 ]
 
 FROZEN_SECONDS = 60.0
-"""For so long at least Python may stand still: importing a large library takes seconds, too."""
+"""At least this many seconds may pass without any Python code running. Importing a large library
+takes seconds, too."""
 
 FORCED_EXIT_SECONDS = 5.0
-"""Seconds that a second Ctrl-C gives to a computation that cannot be cancelled."""
+"""After a second Ctrl-C, the process ends after this many seconds, even if a computation cannot be
+cancelled."""
 
 
 def train(config: Config, mode: Mode, parts: GivenParts | None = None) -> int:
-    """Run SFT, RL, or one after the other; `parts` come before what the configuration names.
-    Returns the exit status."""
+    """Run SFT, RL, or both in sequence, and return the exit status.
+
+    `parts` replace objects that the configuration names.
+    """
     with opened(config, parts=parts) as run:
         announce(run, mode)
         finished = run_async(_train, run, mode)
@@ -93,7 +98,7 @@ def train(config: Config, mode: Mode, parts: GivenParts | None = None) -> int:
 
 
 def trial(config: Config, mode: Mode) -> bool:
-    """As `train`, without the picture, the page and what is said at the end."""
+    """Like `train`, but without the plots, the report and the messages at the end."""
     with opened(config) as run:
         announce(run, mode)
         return run_async(_train, run, mode)
@@ -103,11 +108,11 @@ def trial(config: Config, mode: Mode) -> bool:
 def opened(
     config: Config, compute: ComputeThread | None = None, *, parts: GivenParts | None = None
 ) -> Iterator[Run]:
-    """A run that holds its folder, watches deadlines and Ctrl-C, and shows its progress.
+    """Open a run: lock its folder, watch deadlines and Ctrl-C, and show progress.
 
-    `compute`, made where there is none, is closed at the end. The process ends where a thread never
-    returns. Raises CheckpointError where the folder is another run's, ConfigError for loggers that
-    could not work.
+    `compute` is created if it is None, and closed at the end. If a thread never returns, the
+    process ends. Raises CheckpointError if the folder belongs to another run, and ConfigError for
+    loggers that cannot work.
     """
     set_threads(config)
     import_external(config)
@@ -141,8 +146,8 @@ def opened(
                         )
                         _tell_of_compiling(run)
                         _settle_threads(run)
-                    # A full collection would look through all modules again: a tenth of a second,
-                    # in the middle of a rollout.
+                    # Otherwise a full garbage collection would scan all modules, which takes
+                    # 0.1 s in the middle of a rollout.
                     gc.freeze()
                     yield run
             finally:
@@ -154,11 +159,11 @@ def opened(
 
 @contextlib.contextmanager
 def _timeline(config: Config, interrupt: GracefulInterrupt) -> Iterator[Timeline]:
-    """The record of what this process does when, from its very beginning to the body's end."""
+    """The timeline of this process, from its start to the end of the body."""
     timeline = Timeline(Path(config.trainer.default_local_dir) / EVENTS_FILE)
     machine = this_machine()
     timeline.start(
-        command_began(),
+        take_command_start(),
         cwd=str(Path.cwd()),
         argv=[Path(sys.argv[0]).name, *sys.argv[1:]],
         environment={
@@ -185,21 +190,21 @@ def _timeline(config: Config, interrupt: GracefulInterrupt) -> Iterator[Timeline
 
 
 def device_name(device: torch.device) -> str:
-    """`cpu`, or what the GPU is called."""
+    """`cpu`, or the name of the GPU."""
     return device.type if device.type != "cuda" else torch.cuda.get_device_name(device)
 
 
 def _tell_of_compiling(run: Run) -> None:
-    """Or the first step looks as if it hung."""
-    if device_of(run.config).type == "cpu" and not any(kept_files()):
+    """Tell the user about the first compilation, which otherwise looks like a hang."""
+    if device_of(run.config).type == "cpu" and not any(cached_files()):
         run.progress.note(
-            "nothing is compiled yet for this processor: kernels are, when first used, which takes "
-            "a minute or two, once"
+            "kernels are compiled for this processor at their first use, once; this takes a minute "
+            "or two"
         )
 
 
 def _settle_threads(run: Run) -> None:
-    """Where cores are many and nobody has said how many threads: as many as are fast."""
+    """Choose the number of threads by a measurement, if there are many cores and no setting."""
     config, cores = run.config, torch.get_num_threads()
     if thread_count(config) is not None or cores <= FEW:
         return
@@ -221,19 +226,19 @@ def _settle_threads(run: Run) -> None:
         torch.set_num_threads(threads)
         return threads
 
-    # For both threads: each remembers what it has been told.
+    # On both threads: torch keeps this setting per thread.
     torch.set_num_threads(run.compute.run(settle))
 
 
 def announce(run: Run, mode: Mode) -> None:
-    """Say once what will be computed, and how."""
+    """Print what the run will compute, and how."""
     device = device_of(run.config)
     actor = run.config.actor_rollout_ref.actor
     data, rollout = run.config.data, run.config.actor_rollout_ref.rollout
     train_dtype = _short(dtype_from_name(actor.dtype, device))
     engine_dtype = _short(rollout_dtype(run.config))
     exact = (
-        rollout.name == "embedded"
+        engine_entry(rollout.name).capabilities.exact
         and train_dtype == engine_dtype
         and rows_are_exact(rollout_dtype(run.config), device)
     )
@@ -248,7 +253,7 @@ def announce(run: Run, mode: Mode) -> None:
     )
     if mode != "sft":
         mini = actor.ppo_mini_batch_size or data.train_batch_size
-        epochs = f", {actor.ppo_epochs} times over" if actor.ppo_epochs > 1 else ""
+        epochs = f", {actor.ppo_epochs} passes" if actor.ppo_epochs > 1 else ""
         note(
             f"an RL step: {data.train_batch_size} prompts x {rollout.n} responses of at most "
             f"{data.max_response_length} tokens; {mini} prompts per optimizer step{epochs}"
@@ -257,7 +262,7 @@ def announce(run: Run, mode: Mode) -> None:
 
 
 async def _train(run: Run, mode: Mode) -> bool:
-    """The phases of `mode`; False if the run was stopped before its end."""
+    """Run the phases of `mode`. Returns False if the run was stopped before its end."""
     phases = mode.split("+")
     with run.span("setup"):
         start = initial_policy(run.config)
@@ -270,7 +275,7 @@ async def _train(run: Run, mode: Mode) -> bool:
         policy = model_config(run.config, run.tokenizer, start)
         if isinstance(policy, HFPolicyConfig):
             run.progress.note(
-                f"transformers computes the policy, a {policy.family}, without dropout; log-probs "
+                f"transformers computes the policy ({policy.family}), without dropout; log-probs "
                 "of rollout and trainer are equal up to rounding"
             )
         check_phases(run, mode, policy)
@@ -281,7 +286,7 @@ async def _train(run: Run, mode: Mode) -> bool:
         if rl_checkpoint is not None:
             start = start_of_rl(run, rl_checkpoint)
         else:
-            # RL begins with the same validation.
+            # RL starts with the same validation.
             again = "rl" in phases and run.config.trainer.val_before_train
             start = await sft_phase(run, validate_last=not again)
             if start is None:
@@ -292,19 +297,22 @@ async def _train(run: Run, mode: Mode) -> bool:
 
 
 def check_phases(run: Run, mode: Mode, policy: PolicyConfig) -> None:
-    """Refuse what would keep a phase from beginning: of RL before hours of SFT, not after them."""
+    """Raise the errors that would stop a phase at its start. For RL this happens before SFT, which
+    may take hours."""
     check_budgets(run.config, policy, mode)
     if "sft" in mode:
         check_demonstrations(run.config, policy)
     if "rl" in mode:
-        # Not here: large operations of torch would start a second team of threads on this one,
-        # which fights with that of the compute thread for the cores for the rest of the run.
+        # On the compute thread: large torch operations on this thread would start a second OpenMP
+        # team, which competes with the compute thread's team for the cores during the whole run.
         run.compute.run(lambda: check_rl(run, initial_policy(run.config)))
 
 
 def check_validation(run: Run) -> None:
-    """Without prompts nothing is validated: refused where nothing else is to be done, and told
-    where it was asked for. Raises ConfigError."""
+    """Check that there are validation prompts if the settings ask for validation.
+
+    Prints a note if there are none. Raises ConfigError if validation is all that the run does.
+    """
     trainer = run.config.trainer
     if run.held_out:
         return
@@ -328,16 +336,16 @@ async def _validate_only(run: Run, start: Path | None) -> None:
 
 
 def _conclude(folder: Path, *, finished: bool) -> None:
-    """Draw the picture and say where things are."""
+    """Draw the plots and the report, and print where the results are."""
     logs = [folder / "sft" / METRICS_FILE, folder / METRICS_FILE]
     logs = [path for path in logs if path.exists() and path.stat().st_size > 0]
     if not finished:
-        print(f"stopped; the same command goes on from the last checkpoint in {folder}")
+        print(f"stopped; the same command resumes from the last checkpoint in {folder}")
     if logs:
         try:
             print(f"picture      {plot_run(logs, folder / PICTURE)}")
         except (OSError, DataError) as error:
-            # The run is done; a full disk must not make it look failed, nor a log without curves.
+            # The run has finished. A full disk or a log without curves must not make it fail now.
             print(f"picture      none: {error}")
     for line in draw_report(folder):
         print(line)
@@ -347,11 +355,11 @@ def _conclude(folder: Path, *, finished: bool) -> None:
 
 
 def draw_report(folder: Path) -> list[str]:
-    """Draw the run as a page, and what to say of it."""
+    """Write the report of the run, and return the lines to print about it."""
     try:
         write_report([folder], folder / REPORT_FILE)
     except Exception as error:
-        # Whatever it is: the run is done, and must not look failed.
+        # The run has finished. No error of the report may make it fail now.
         return [f"report       none: {type(error).__name__}: {error}"]
     return [f"report       {folder / REPORT_FILE}"]
 

@@ -1,7 +1,7 @@
 """Sampling as a pure function of (key, position, logits): keyed noise, truncation, choice.
 
-Used by the engine, by publish checks and by losses that replay a truncated support. Imports torch
-and nothing of ours.
+The engine, the checks after a weight update, and losses that replay a truncated support use it. It
+imports torch and `slipstream.kernels` only.
 """
 
 from slipstream.sampling.choose import Choice, choose

@@ -1,8 +1,8 @@
-"""Accept-if-equal: which drafted tokens are the target's own.
+"""Accept a draft token only if it equals the target policy's own token.
 
-Verification computes the target's token after every node of a draft tree, with the noise of that
-position (`choose`). A draft counts only where it is that very token, so what comes out does not
-depend on who drafted it, how much, or in what shape.
+Verification computes the target's token after every node of a draft tree, with the keyed noise of
+that position (`choose`). A draft token is accepted only if it equals that token. So the output does
+not depend on the drafter, the number of drafts or the shape of the tree.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Sequence
 def accepted_path(
     tokens: Sequence[int], parents: Sequence[int], chosen: Sequence[int]
 ) -> list[int]:
-    """Nodes whose chosen tokens are emitted, from the root on; the last one's is the bonus token.
+    """Return the path of accepted nodes, starting at the root.
 
-    Node 0 is the last token that is known, `parents[i]` < i the node that node i follows (that of
-    the root is not looked at), and `chosen[i]` the target's token after node i. Where two nodes
-    hold the same token after the same parent, the first is taken.
+    The chosen tokens of all nodes on the path are emitted; the last one is the bonus token. Node 0
+    is the last known token. `parents[i]` < i is the parent of node i (the root's entry is ignored).
+    `chosen[i]` is the target's token after node i. If two children of a node hold the same token,
+    the first counts.
     """
     path = [0]
     for node in range(1, len(tokens)):

@@ -1,7 +1,9 @@
-"""The next token of each row: argmax of log p + G, an exact sample from p (Gumbel-max).
+"""Choose the next token of each row as the argmax of log p + G, an exact sample (Gumbel-max).
 
-The rule that makes speculation lossless: the token is a function of the target's logits and of the
-keyed noise alone (see `noise`), so whatever proposed it, the same token comes out.
+This rule makes speculative decoding lossless: the token is a function of the target's logits and
+the keyed noise alone (`noise`). So the result is the same whatever the drafter proposed.
+
+Shapes: N rows (positions that need a token), V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from slipstream.sampling.truncate import truncate
 class SamplingRows:
     """Per-row sampling settings as tensors of length N, built once per batch, not per step.
 
-    `keys_N2` int32; `temperature_N` float32 with 0 for greedy; `top_k_N` int64; `top_p_N` and
-    `min_p_N` float64, lest rounding a limit adds a token; `cuts` whether any row truncates: where
-    none does, nobody reads these three.
+    `keys_N2` is int32; `temperature_N` is float32 with 0 for greedy rows; `top_k_N` is int64.
+    `top_p_N` and `min_p_N` are float64, because a rounded limit could add a token. `any_truncated`
+    says whether any row truncates. If none does, `top_k_N`, `top_p_N` and `min_p_N` are not read.
     """
 
     keys_N2: Tensor
@@ -34,7 +36,7 @@ class SamplingRows:
     any_sampled: bool
     any_greedy: bool
     any_tempered: bool
-    cuts: bool
+    any_truncated: bool
 
     @classmethod
     def of(
@@ -47,8 +49,10 @@ class SamplingRows:
         min_ps: Sequence[float],
         device: torch.device,
     ) -> SamplingRows:
-        """One row for each entry of the lists."""
-        cuts = [k > 0 or p < 1 or m > 0 for k, p, m in zip(top_ks, top_ps, min_ps, strict=True)]
+        """Return the settings with one row for each entry of the lists."""
+        truncates = [
+            k > 0 or p < 1 or m > 0 for k, p, m in zip(top_ks, top_ps, min_ps, strict=True)
+        ]
         return cls(
             keys_N2=torch.tensor(keys, dtype=torch.int32, device=device),
             temperature_N=torch.tensor(temperatures, dtype=torch.float32, device=device),
@@ -58,16 +62,16 @@ class SamplingRows:
             any_sampled=any(t > 0 for t in temperatures),
             any_greedy=any(t == 0 for t in temperatures),
             any_tempered=any(t not in (0, 1) for t in temperatures),
-            cuts=any(cuts),
+            any_truncated=any(truncates),
         )
 
     @property
     def kinds(self) -> tuple[bool, bool, bool]:
-        """Which operations choosing takes, where no row truncates."""
+        """The flags that determine the operations of `choose` if no row truncates."""
         return self.any_sampled, self.any_greedy, self.any_tempered
 
-    def uncut(self, keys_N2: Tensor, temperature_N: Tensor) -> SamplingRows:
-        """Rows of the same `kinds`, which none truncates, with other keys and temperatures."""
+    def without_truncation(self, keys_N2: Tensor, temperature_N: Tensor) -> SamplingRows:
+        """Return rows of the same `kinds` without truncation, with new keys and temperatures."""
         unused = torch.zeros(len(keys_N2), dtype=torch.int64, device=keys_N2.device)
         return replace(
             self,
@@ -76,11 +80,11 @@ class SamplingRows:
             top_k_N=unused,
             top_p_N=unused,
             min_p_N=unused,
-            cuts=False,
+            any_truncated=False,
         )
 
     def repeated(self, times: int) -> SamplingRows:
-        """Each row `times` times, one after the other."""
+        """Return the settings with each row repeated `times` times in succession."""
         return replace(
             self,
             keys_N2=self.keys_N2.repeat_interleave(times, 0),
@@ -91,42 +95,44 @@ class SamplingRows:
         )
 
     def part(self, rows: slice | Tensor) -> SamplingRows:
-        """The settings of some of the rows: a slice, or indices (int64), which may repeat."""
+        """Return the settings of some rows: a slice, or int64 indices, which may repeat."""
 
         def of(settings: Tensor) -> Tensor:
-            # By index_select rather than by brackets: half the time, in every step with trees.
+            # index_select takes half the time of indexing, and every step with trees needs it.
             return settings[rows] if isinstance(rows, slice) else settings.index_select(0, rows)
 
-        cuts = self.cuts
+        truncated = self.any_truncated
         return SamplingRows(
             keys_N2=of(self.keys_N2),
             temperature_N=of(self.temperature_N),
-            top_k_N=of(self.top_k_N) if cuts else self.top_k_N,
-            top_p_N=of(self.top_p_N) if cuts else self.top_p_N,
-            min_p_N=of(self.min_p_N) if cuts else self.min_p_N,
+            top_k_N=of(self.top_k_N) if truncated else self.top_k_N,
+            top_p_N=of(self.top_p_N) if truncated else self.top_p_N,
+            min_p_N=of(self.min_p_N) if truncated else self.min_p_N,
             any_sampled=self.any_sampled,
             any_greedy=self.any_greedy,
             any_tempered=self.any_tempered,
-            cuts=cuts,
+            any_truncated=truncated,
         )
 
 
 ELEMENTS_AT_ONCE = 1 << 18
-"""On CPU, rows are taken in blocks of so many logits: larger temporaries are fresh memory each
-time, which costs as much as what is computed in it."""
+"""On a CPU, `choose` processes rows in blocks of this number of logits. Larger temporaries would be
+newly allocated each time, which takes as long as the computation in them."""
 
 FEWEST_AT_ONCE = 4
-"""And of so many rows at least, or as many as there are threads: they share a draw by rows."""
+"""The minimum number of rows in such a block. It is also at least the number of threads, because
+they share a draw by rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Tokens (N,) int64 with two log-probs (N,) float32.
+    """Chosen tokens (N,) int64 with two log-probs (N,) float32.
 
-    `log_probs`: full-vocabulary log-softmax at the sampling temperature, what a trainer recomputes
-    (temperature 1 for greedy rows). `sampling_log_probs`: of the law the token was drawn from,
-    after truncation; 0 for greedy rows, whose law is a point mass. A row with a NaN or infinite
-    logit has the log-prob NaN, and its token means nothing.
+    `log_probs` is the log-softmax over the full vocabulary at the sampling temperature (1 for
+    greedy rows). A trainer recomputes it. `sampling_log_probs` is the log-prob under the
+    distribution from which the token was drawn, after truncation. It is 0 for greedy rows, whose
+    distribution is a point mass. A row with a NaN or infinite logit has the log-prob NaN and an
+    arbitrary token.
     """
 
     tokens: Tensor
@@ -135,7 +141,10 @@ class Choice:
 
 
 def choose(logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choice:
-    """Choose one token per row. `logits_NV` float32; `positions_N` int64 absolute positions."""
+    """Choose one token per row.
+
+    `logits_NV` is float32. `positions_N` are the absolute positions of the tokens, int64.
+    """
     count, vocab_size = logits_NV.shape
     at_once = max(FEWEST_AT_ONCE, torch.get_num_threads(), ELEMENTS_AT_ONCE // vocab_size)
     if count <= at_once or logits_NV.is_cuda:
@@ -160,34 +169,36 @@ def _choose(logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choic
         logits_NV = logits_NV / heat_N1
     log_probs = torch.log_softmax(logits_NV, dim=-1)
     support = None
-    if rows.cuts:
+    if rows.any_truncated:
         support = truncate(log_probs, rows.top_k_N, rows.top_p_N, rows.min_p_N)
         if greedy_N1 is not None:
-            # Greedy rows are left whole: what is most likely by its logit need not be first among
-            # log-probs that rounding made equal.
+            # Greedy rows are not truncated: rounding may give the token with the largest logit the
+            # same log-prob as another token, and truncation could then remove it.
             support |= greedy_N1
     scores = log_probs
     if greedy_N1 is not None:
-        # Log-softmax may round two close logits to one value; greedy decoding compares the logits.
+        # Log-softmax may round close logits to one value, so greedy decoding compares the logits.
         scores = torch.where(greedy_N1, logits_NV, log_probs)
     tokens = draw(scores, positions_N, rows, support)
     chosen = log_probs.gather(1, tokens[:, None])[:, 0]
-    law = chosen
+    sampling = chosen
     if support is not None:
-        law = _cut_law(log_probs, chosen, support)
+        sampling = _truncated_log_probs(log_probs, chosen, support)
     if greedy_N1 is not None:
-        law = torch.where(greedy_N1[:, 0], 0.0, law)
-    return Choice(tokens, chosen, law)
+        sampling = torch.where(greedy_N1[:, 0], 0.0, sampling)
+    return Choice(tokens, chosen, sampling)
 
 
 def draw(
     scores_NV: Tensor, positions_N: Tensor, rows: SamplingRows, support_NV: Tensor | None = None
 ) -> Tensor:
-    """argmax of scores + G over the tokens in `support_NV`, the lowest id among equals, (N,) int64;
-    of the scores alone for greedy rows. A row whose largest score is not finite gets some id.
+    """Return the argmax of scores + G over the tokens in `support_NV`, (N,) int64.
 
-    `scores_NV` float32: log-probs, or logits over the temperature, which differ by a constant.
-    Raises ValueError for positions that are no int64, and for counts that disagree.
+    Equal sums go to the lowest id. Greedy rows use the scores without noise. A row whose largest
+    score is not finite gets an arbitrary id. `scores_NV` (float32) are log-probs, or logits divided
+    by the temperature, which differ from them by a constant.
+
+    Raises ValueError if positions are not int64 or the numbers of rows differ.
     """
     N, V = scores_NV.shape
     if positions_N.dtype != torch.int64 or not len(positions_N) == len(rows.keys_N2) == N:
@@ -219,24 +230,25 @@ def draw(
         wide = noise.add_(wide)
     if support_NV is not None:
         wide = wide.masked_fill(~support_NV, float("-inf"))
-    # A NaN equals nothing, itself included: then no index is found.
+    # NaN equals nothing, not even itself, so a row with NaN has no argmax.
     return first_argmax(wide).clamp(max=V - 1)
 
 
 def first_argmax(scores_NV: Tensor) -> Tensor:
-    """Index of the largest value per row, the lowest index among equals, (N,) int64.
+    """Return the index of the largest value per row, (N,) int64.
 
-    V, the number of columns, for a row with NaN.
+    Equal values go to the lowest index. A row with NaN gets V, the number of columns.
     """
     others = scores_NV != scores_NV.amax(-1, keepdim=True)
-    # argmax over booleans as uint8 does not promise the first; a running index does.
+    # torch's argmax does not promise the first index; the minimum over indices does.
     ids = torch.arange(scores_NV.shape[1], dtype=torch.int32, device=scores_NV.device)
     return ids.expand_as(others).masked_fill(others, scores_NV.shape[1]).amin(-1).long()
 
 
-def _cut_law(log_probs: Tensor, chosen: Tensor, support: Tensor) -> Tensor:
+def _truncated_log_probs(log_probs: Tensor, chosen: Tensor, support: Tensor) -> Tensor:
+    """Return the log-probs of the chosen tokens, renormalized over the support, (N,)."""
     kept = log_probs.to(torch.float64).masked_fill(~support, float("-inf"))
-    cut = (chosen.to(torch.float64) - torch.logsumexp(kept, -1)).to(torch.float32)
-    # Rounding leaves the whole law's mass off 1 by a bit: a row that nothing cuts must not show
-    # whether another row of its batch is cut.
-    return torch.where(support.all(-1), chosen, cut)
+    truncated = (chosen.to(torch.float64) - torch.logsumexp(kept, -1)).to(torch.float32)
+    # Because of rounding, probabilities do not sum to exactly 1. A row without truncation keeps its
+    # log-prob, so that it does not depend on whether other rows of the batch truncate.
+    return torch.where(support.all(-1), chosen, truncated)

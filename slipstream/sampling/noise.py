@@ -1,15 +1,17 @@
-"""Keyed noise: one fixed Gumbel vector per (sample, position), computed, never drawn or stored.
+"""Keyed noise: one fixed Gumbel vector per (sample, position), computed instead of drawn.
 
-The noise of a token is a hash of (key of the sample, absolute position, token id), so the token
-that is sampled depends on nothing else: not on batch, schedule, preemption or speculation.
+The noise of a token is a hash of (key of the sample, absolute position, token id). So the sampled
+token does not depend on batch, schedule, preemption or speculation.
 
     k = hash(key, position, token id) in [0, 2^32)
     u = (k + 1/2) / 2^32                       in float64: in float32 u can round to 1
     G = -log(-log u)                           Gumbel(0, 1)
 
-The integer hash gives the same k on every device (`kernels.draw` has it, too). It is two rounds of
-a 32-bit mixer (xor-shift and multiply, constants of Wellons' `lowbias32`), each keyed with one word
-of a 64-bit per-token key; `tests/sampling/test_noise.py` holds the statistical checks.
+The integer hash gives the same k on every device. `kernels.draw` implements it, too. It is two
+rounds of a 32-bit mixer (xor-shift and multiply, constants of Wellons' `lowbias32`), each keyed
+with one word of a 64-bit per-token key. `tests/sampling/test_noise.py` has the statistical tests.
+
+Shapes: N rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor
 
 AT_ONCE = 1 << 24
-"""Numbers that a GPU makes together, at most: 128 MB."""
+"""Maximum number of values that a GPU computes at once: 128 MB in float64."""
 
 _MULTIPLIER_1 = 0x7FEB352D
 _MULTIPLIER_2 = 0x846CA68B - (1 << 32)  # the same bits as a signed 32-bit number
@@ -30,10 +32,10 @@ _GOLDEN = 0x9E3779B9 - (1 << 32)
 
 
 def key_words(parts: Sequence[int | str]) -> tuple[int, int]:
-    """Two signed 32-bit words from the parts of a sample's key (a `NoiseKey`, field by field).
+    """Return two signed 32-bit words from the parts of a sample's key (the fields of a `NoiseKey`).
 
     Each part is length-prefixed, so that ("ab", "c") and ("a", "bc") differ. A number and its
-    decimal text are the same part: which one a field holds is fixed by its type.
+    decimal text count as the same part; the type of a field fixes which of them it holds.
     """
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
@@ -47,24 +49,24 @@ def key_words(parts: Sequence[int | str]) -> tuple[int, int]:
 
 
 def hash_words(keys_N2: Tensor, positions_N: Tensor, vocab_size: int) -> Tensor:
-    """k for every token id: int64 (N, V) in [0, 2^32).
+    """Return k for every token id: int64 (N, V) in [0, 2^32).
 
-    `keys_N2` int32 (N, 2) from `key_words`; `positions_N` int (N,) absolute positions.
+    `keys_N2` is int32 (N, 2) from `key_words`. `positions_N` are absolute positions, int (N,).
     """
     return _signed_words(keys_N2, positions_N, vocab_size).to(torch.int64) & 0xFFFFFFFF
 
 
 def gumbel_noise(keys_N2: Tensor, positions_N: Tensor, vocab_size: int) -> Tensor:
-    """G, float64 (N, V): independent Gumbel(0, 1) over positions and token ids."""
+    """Return G, float64 (N, V): independent Gumbel(0, 1) values over positions and token ids."""
     words = _signed_words(keys_N2, positions_N, vocab_size)
-    # k - 2^31 as a signed number, so that float64 takes it exactly without going through int64.
+    # k - 2^31 is a signed 32-bit number, so float64 represents it exactly without int64.
     k = words.bitwise_xor_(-(1 << 31)).to(torch.float64)
     u = k.add_(2.0**31 + 0.5).mul_(2.0**-32)
     return u.log_().neg_().log_().neg_()
 
 
 def _signed_words(keys_N2: Tensor, positions_N: Tensor, vocab_size: int) -> Tensor:
-    """k for every token id, its 32 bits as int32 (N, V)."""
+    """Return the 32 bits of k for every token id, as int32 (N, V)."""
     positions = positions_N.to(torch.int32)
     first = _mix(keys_N2[:, 0] ^ (positions * _GOLDEN))
     second = _mix(keys_N2[:, 1] + first)
@@ -79,9 +81,10 @@ def _scrambled_ids(vocab_size: int, device: torch.device) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """One round on int32 with wrap-around; a bijection of the 32-bit words.
+    """Apply one round of the mixer to int32 with wrap-around. It is a bijection of 32-bit words.
 
-    Works in place on what it makes: over a large vocabulary fresh memory costs more than the sums.
+    Temporaries are reused, because allocating them takes longer than the arithmetic for a large
+    vocabulary.
     """
     x = _shift_right(x, 16).bitwise_xor_(x).mul_(_MULTIPLIER_1)
     x = _shift_right(x, 15).bitwise_xor_(x).mul_(_MULTIPLIER_2)
@@ -89,5 +92,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch shifts int32 arithmetically, so the copied sign bits are masked off."""
+    """Shift logically. torch shifts int32 arithmetically, so copied sign bits are masked off."""
     return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1)

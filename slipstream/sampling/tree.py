@@ -1,10 +1,11 @@
-"""Which candidates of draft trees are verified: the most promising ones of all requests together.
+"""Select the draft-tree candidates to verify: the best ones of all requests together.
 
-A budget of rows for the whole batch goes where it is most likely to be of use: a request whose
-drafts promise much has more of them, one whose next token is anybody's guess has none. The drafts
-decide nothing but how soon tokens come, so choosing them by what they promise is harmless.
+The whole batch shares a budget of draft tokens. It goes to the candidates with the highest
+estimated acceptance probability. So a request with likely drafts verifies more of them, and a
+request with an uncertain next token may verify none. Drafts affect only the speed, not the tokens,
+so any selection is lossless.
 
-Shapes: N requests, C candidates of each.
+Shapes: N requests, C candidates of each, W compared tokens of the first level.
 """
 
 from __future__ import annotations
@@ -20,21 +21,24 @@ from slipstream.kernels.draft.select_nodes import select_nodes
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Of each request tokens, for each the number of the candidate that it follows (-1: none, else
-    an earlier one), and scores: the logarithm of the chance that the policy will choose all tokens
-    down to it, as far as the drafter can tell; never more than that of the one before it."""
+    """The candidates of all draft trees of a batch."""
 
     tokens_NC: npt.NDArray[np.int64]
     parents_NC: npt.NDArray[np.int64]
+    """The index of each candidate's parent, which comes before it; -1 for the first level."""
     scores_NC: npt.NDArray[np.float64]
+    """The logarithm of the estimated acceptance probability of all tokens from the root to the
+    candidate. It never exceeds the parent's score."""
     gaps_NW: npt.NDArray[np.float64]
-    """By how much the scores of the best tokens of the first level are below the first one's."""
+    """Score differences of the best tokens of the first level to the first of them (at most 0)."""
 
     def best_of_each(
         self, drafts: int, least: float = -np.inf
     ) -> Iterator[tuple[list[int], list[int], list[float]]]:
-        """The `drafts` best of each request: for where rows are filled up to a matrix, as wide as
-        the widest, and cost the same whether they are used or not. Otherwise as `best`."""
+        """Yield the `drafts` best candidates of each request, in the form of `best`.
+
+        Use it if requests are padded to the widest one, so that unused drafts cost the same.
+        """
         for n in range(len(self.scores_NC)):
             row = slice(n, n + 1)
             one = Candidates(
@@ -45,17 +49,22 @@ class Candidates:
     def best(
         self, drafts: int, least: float = -np.inf
     ) -> Iterator[tuple[list[int], list[int], list[float]]]:
-        """The `drafts` best of all requests together, or all that have any chance and a score of
-        `least`: of each request tokens, parents, numbered from 1 on, 0 for none, and scores. A
-        node's best child comes right after it."""
+        """Yield tokens, parents and scores of the selected candidates for each request.
+
+        At most `drafts` candidates of all requests are selected, those with the best scores. None
+        has a score below `least` or of -inf. Parents are numbered from 1 in each request, and 0 is
+        the root. A node's best child comes right after it.
+        """
         N, C = self.scores_NC.shape
         size = max(min(drafts, N * C), 1)
         tokens, parents, counts = (np.empty(n, np.int64) for n in (size, size, N))
         scores = np.empty(size)
-        given = [np.ascontiguousarray(x) for x in (self.tokens_NC, self.parents_NC, self.scores_NC)]
+        arrays = [
+            np.ascontiguousarray(x) for x in (self.tokens_NC, self.parents_NC, self.scores_NC)
+        ]
         out = (array.ctypes.data for array in (tokens, parents, scores, counts))
-        count = select_nodes(*(array.ctypes.data for array in given), N, C, drafts, least, *out)
-        del given  # until here
+        count = select_nodes(*(array.ctypes.data for array in arrays), N, C, drafts, least, *out)
+        del arrays  # The kernel used them until here.
         lists = tokens[:count].tolist(), parents[:count].tolist(), scores[:count].tolist()
         begin = 0
         for end in counts.cumsum().tolist():
@@ -64,21 +73,25 @@ class Candidates:
 
 
 @dataclass(slots=True)
-class Branches:
-    """A draft tree that grows: node 0 is the last known token, the others have scores."""
+class GrowingTree:
+    """A draft tree to which paths can be added. Node 0, the root, is the last known token."""
 
     tokens: list[int]
     parents: list[int]
     scores: list[float]
 
     @classmethod
-    def of(cls, tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float]) -> Branches:
-        """A copy; `scores` of all but the root."""
+    def of(
+        cls, tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float]
+    ) -> GrowingTree:
+        """Return a tree from copies of the lists. `scores` has no entry for the root."""
         return cls([*tokens], [*parents], [0.0, *scores])
 
     def add(self, path: Sequence[int], scores: Sequence[float]) -> None:
-        """Tokens in a row after the root. What is there already, by its tokens, keeps the better
-        score of the two."""
+        """Add a path of tokens below the root.
+
+        Tokens that the tree already has on this path keep the better of both scores.
+        """
         node = 0
         for token, score in zip(path, scores, strict=True):
             child = self._child(node, token)
@@ -96,22 +109,24 @@ class Branches:
                 return child
         return None
 
-    def part(self, kept: Sequence[int]) -> Branches:
-        """Some of the nodes, in their order, the root among them; parents of all are."""
+    def part(self, kept: Sequence[int]) -> GrowingTree:
+        """Return the tree of the nodes `kept`: ascending, with the root and all parents."""
         number = {node: i for i, node in enumerate(kept)}
-        return Branches(
+        return GrowingTree(
             [self.tokens[node] for node in kept],
             [number.get(self.parents[node], -1) for node in kept],
             [self.scores[node] for node in kept],
         )
 
 
-def best_branches(
-    trees: Sequence[Branches], drafts: int, least: float = -np.inf, *, most: float = np.inf
+def best_nodes(
+    trees: Sequence[GrowingTree], drafts: int, least: float = -np.inf, *, most: float = np.inf
 ) -> list[list[int]]:
-    """Of each tree the root and those of the `drafts` best nodes of all trees that are its own, at
-    `most` so many, none with a score below `least`."""
-    # In the order of scores and, among equals, of nodes: parents are never after their children.
+    """Return for each tree its root and its share of the `drafts` best nodes of all trees.
+
+    A tree gets at most `most` nodes besides the root, and no node with a score below `least`.
+    """
+    # Sorted by score, then by node, so that parents come before their children.
     order = sorted(
         (-score, node, i)
         for i, tree in enumerate(trees)
@@ -123,7 +138,7 @@ def best_branches(
     for _, node, i in order:
         if not left:
             break
-        # What follows a node that there is no room for finds none, either.
+        # If a node does not fit, the nodes below it come later and do not fit either.
         if len(kept[i]) <= most:
             kept[i].append(node)
             left -= 1

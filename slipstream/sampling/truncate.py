@@ -1,7 +1,9 @@
-"""Temperature, top-k, top-p and min-p, with one tie rule: equal logits go to the lowest token id.
+"""Top-k, top-p and min-p with one tie rule: equal logits go to the lowest token id.
 
-bf16 logits tie often, and sorting routines break ties as they please; a choice that another batch
-shape breaks differently would not be reproducible.
+bf16 logits tie often, and sorting routines break ties in an unspecified order. Without a rule, the
+result could depend on the shape of the batch.
+
+Shapes: N rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,13 +13,13 @@ from torch import Tensor
 
 
 def truncate(log_probs_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> Tensor:
-    """Boolean (N, V): the support that top-k, top-p and min-p leave, in this order.
+    """Return the support after top-k, top-p and min-p, applied in this order: boolean (N, V).
 
-    `log_probs_NV` float32 is the full log-softmax at the sampling temperature. `top_k <= 0`,
-    `top_p == 1` and `min_p == 0` switch the respective cut off. Top-p keeps the smallest set of
-    most likely tokens, among those that top-k left, whose renormalised mass reaches `top_p`
-    (Holtzman et al. 2020). Min-p keeps tokens with at least `min_p` times the largest probability
-    (Nguyen et al. 2024). The most likely token always stays.
+    `log_probs_NV` (float32) is the full log-softmax at the sampling temperature. `top_k <= 0`,
+    `top_p == 1` and `min_p == 0` turn the respective rule off. Top-p keeps the smallest set of the
+    most likely tokens after top-k whose renormalized mass reaches `top_p` (Holtzman et al. 2020).
+    Min-p keeps tokens with at least `min_p` times the largest probability (Nguyen et al. 2024).
+    The most likely token always stays.
     """
     vocab = log_probs_NV.shape[1]
     # A stable sort keeps equal values in index order: ties go to the lowest token id.

@@ -5,8 +5,8 @@
 Packs and computes as the policy's trainer does, on a compute thread that it may share with it. It
 does not know where returns come from (`algorithms`). Called by the RL loop, once per step:
 
-    for row, values in zip(batch.rows, await critic.values(batch)): row.values = values
-    ...                                  advantages and row.returns, by GAE
+    batch.values = await critic.values(batch)
+    ...                                  advantages and batch.returns, by GAE
     for mini in mini_batches: metrics = await critic.update(mini)
 """
 
@@ -24,12 +24,12 @@ from slipstream.algorithms.aggregation import LossAggMode
 from slipstream.algorithms.losses.value import value_loss
 from slipstream.errors import ConfigError, DataError
 from slipstream.models.critic_io import save_critic
-from slipstream.models.decoder import takes_sequences_in_a_row
+from slipstream.models.decoder import supports_varlen
 from slipstream.models.value_model import ValueModel
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.guarded import GuardedOptimizer
 from slipstream.training.optim import OptimSettings, PolicyOptimizer
-from slipstream.training.packing import MicroBatch, check_batch, column
+from slipstream.training.packing import MicroBatch, check_batch, column, fill_rows
 from slipstream.training.protocol import StateTree, TrainFuture
 from slipstream.training.single import COMPUTE_DTYPES
 from slipstream.training.step import ForwardSettings, MetricSums, batch_normalizers, micro_batches
@@ -113,11 +113,10 @@ class Critic:
         self._compute = compute or ComputeThread()
         self._owns_compute = compute is None
 
-    def values(self, batch: TrainBatch) -> TrainFuture[list[list[float]]]:
-        """V_t under the present weights, one list per row, aligned with its tokens.
+    def values(self, batch: TrainBatch) -> TrainFuture[Tensor]:
+        """V_t under the present weights (T,), aligned with the batch's tokens.
 
-        0.0 where `loss_mask` is 0 and at entry 0. They do not depend on the split into
-        micro-batches.
+        0.0 at tokens that are no target. They do not depend on the split into micro-batches.
 
         Raises (when awaited):
             DataError: the batch cannot be computed on.
@@ -125,8 +124,8 @@ class Critic:
         return self._compute.submit(lambda: self._values(batch))
 
     def update(self, batch: TrainBatch) -> TrainFuture[dict[str, float]]:
-        """One optimizer step on a mini-batch whose rows have `returns` and `values`, which are
-        those at the start of the update.
+        """One optimizer step on a mini-batch with `returns`, and `values` from the start of the
+        update.
 
         Metrics: `critic/vf_loss`, `critic/vf_clipfrac` and `critic/vpred_mean` of `value_loss`;
         `critic/grad_norm` before clipping and `critic/lr`; `critic/skipped_steps`: the updates that
@@ -177,7 +176,7 @@ class Critic:
             pad_id=c.pad_token_id or 0,
             max_positions=c.context_limit.tokens,
             device=self.model.device,
-            padded=not takes_sequences_in_a_row(c, self._dtype, self.model.device),
+            padded=not supports_varlen(c, self._dtype, self.model.device),
         ):
             # With gradients every micro-batch needs its own graph down to the parameters.
             if packed is None or head is None or torch.is_grad_enabled():
@@ -192,13 +191,12 @@ class Critic:
             values = head(rows.to(torch.float32)).squeeze(-1)
             yield micro, micro.scatter(values[: len(micro.target_slots)])
 
-    def _values(self, batch: TrainBatch) -> list[list[float]]:
+    def _values(self, batch: TrainBatch) -> Tensor:
         self._check(batch)
-        out = [[0.0] * len(row.tokens) for row in batch.rows]
+        out = torch.zeros(batch.num_tokens)
         with torch.no_grad():
             for micro, values in self._forward(batch):
-                for index, row in zip(micro.indices, values.tolist(), strict=True):
-                    out[index] = row[: len(out[index])]
+                fill_rows(out, batch, micro, values)
         return out
 
     def _update(self, batch: TrainBatch) -> dict[str, float]:
@@ -211,9 +209,8 @@ class Critic:
         self._guarded.has_gradients = True
         try:
             for micro, vpreds in self._forward(batch):
-                rows = [batch.rows[i] for i in micro.indices]
-                returns = column([row.returns for row in rows], vpreds.shape, vpreds)
-                values = column([row.values for row in rows], vpreds.shape, vpreds)
+                returns = column(batch.returns, batch, micro.indices, vpreds)
+                values = column(batch.values, batch, micro.indices, vpreds)
                 assert returns is not None
                 assert values is not None
                 loss, metrics = value_loss(
@@ -239,34 +236,30 @@ class Critic:
 
 
 def explained_variance(batch: TrainBatch) -> float | None:
-    """1 - Var(R - V) / (Var(R) + 1e-5) over target tokens, of the rows' `returns` and `values`:
+    """1 - Var(R - V) / (Var(R) + 1e-5) over target tokens, of `returns` and `values`:
     1 where values say all, 0 where they say nothing, below where they mislead. None: one token.
     Of a whole batch: within a mini-batch returns may not differ at all.
 
     Raises:
-        DataError: a row has no returns or no values.
+        DataError: the batch has no returns or no values.
     """
-    _check_columns(batch)
-    returns: list[float] = []
-    errors: list[float] = []
-    for row in batch.rows:
-        assert row.returns is not None
-        assert row.values is not None
-        targets = [t for t, weight in enumerate(row.loss_mask) if t and weight]
-        returns += [row.returns[t] for t in targets]
-        errors += [row.returns[t] - row.values[t] for t in targets]
+    returns, values = _check_columns(batch)
+    targets = batch.targets
+    returns = returns[targets].double()
     if len(returns) < 2:
         return None
-    spread = torch.tensor([errors, returns], dtype=torch.float64).var(-1)
+    spread = torch.stack([returns - values[targets].double(), returns]).var(-1)
     return 1.0 - float(spread[0] / (spread[1] + 1e-5))
 
 
-def _check_columns(batch: TrainBatch) -> None:
-    for index, row in enumerate(batch.rows):
-        for name in ("returns", "values"):
-            if getattr(row, name) is None:
-                raise DataError(
-                    f"row {index} (uid {row.uid!r}) has no {name}, and a critic learns from both "
-                    "values and returns; set values from Critic.values before the update, and "
-                    "returns from the advantage estimator (gae)"
-                )
+def _check_columns(batch: TrainBatch) -> tuple[Tensor, Tensor]:
+    for name in ("returns", "values"):
+        if getattr(batch, name) is None:
+            raise DataError(
+                f"the batch has no {name}, and a critic learns from both values and returns; set "
+                "values from Critic.values before the update, and returns from the advantage "
+                "estimator (gae)"
+            )
+    assert batch.returns is not None
+    assert batch.values is not None
+    return batch.returns, batch.values

@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from slipstream.models.decoder import Decoder
 from slipstream.models.policy import needs_padding
-from slipstream.models.sharded import give_up, is_sharded, shard
+from slipstream.models.sharded import free_gathered, is_sharded, shard
 from slipstream.training.packing import MicroBatch, build_micro_batch
 from slipstream.training.single import SingleProcessBackend
 from slipstream.training.step import MetricSums, plan_rows, wanted_rows
@@ -110,9 +112,9 @@ class ShardedBackend(SingleProcessBackend):
             for indices in islice(cycle(own or next(filter(None, plans), [])), most - len(own)):
                 yield replace(build(indices), filler=True)
         finally:
-            give_up(self.decoder)
+            free_gathered(self.decoder)
             for reference in self._reference or ():
-                give_up(reference)
+                free_gathered(reference)
 
     def _of_all(self, metrics: MetricSums) -> MetricSums:
         joined = MetricSums()
@@ -128,4 +130,13 @@ class ShardedBackend(SingleProcessBackend):
         for theirs in self._ranks.gather({index: out[index] for index in own}):
             for index, row in theirs.items():
                 out[index] = row
+        return out
+
+    def _all_tokens(self, batch: TrainBatch, out: Tensor) -> Tensor:
+        parts = [[batch.slice_of(index) for index in share] for share in self._shares(batch)]
+        own = torch.cat([out[:0], *(out[place] for place in parts[self._ranks.rank])])
+        for places, theirs in zip(parts, self._ranks.gather(own), strict=True):
+            sizes = [place.stop - place.start for place in places]
+            for place, values in zip(places, theirs.split(sizes), strict=True):
+                out[place] = values
         return out

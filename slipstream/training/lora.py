@@ -6,7 +6,7 @@ Called by the backends.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,25 +14,19 @@ from torch import Tensor, nn
 from slipstream.errors import CheckpointError
 from slipstream.models.lora import adapter_tensors, lora_layers
 from slipstream.models.sharded import assign
-from slipstream.training.protocol import TrainFuture
+from slipstream.training.protocol import TrainFuture, TrainingBackend
 from slipstream.types import FeatureSink, TrainBatch
-
-
-class _WithBase(Protocol):
-    def compute_base_log_probs(
-        self, batch: TrainBatch, *, sink: FeatureSink | None = None
-    ) -> TrainFuture[list[list[float]]]: ...
 
 
 class BaseWeights:
     """The policy without its adapter, as the reference of KL terms: no second copy of the model."""
 
-    def __init__(self, backend: _WithBase) -> None:
+    def __init__(self, backend: TrainingBackend) -> None:
         self._backend = backend
 
     def compute_log_probs(
         self, batch: TrainBatch, *, sink: FeatureSink | None = None
-    ) -> TrainFuture[list[list[float]]]:
+    ) -> TrainFuture[Tensor]:
         """`TrainingBackend.compute_log_probs` under the base weights."""
         return self._backend.compute_base_log_probs(batch, sink=sink)
 

@@ -21,24 +21,11 @@ from torch import Tensor
 from slipstream.errors import DataError
 from slipstream.models.config import ContextLimit
 from slipstream.models.numerics import ROW_MULTIPLE, round_up
-from slipstream.types import TrainBatch, TrainRow
+from slipstream.types import FLOAT_COLUMNS, TrainBatch
 
 LENGTH_MULTIPLE = 16
 OVERHEAD_TOKENS = 64
 """What a micro-batch costs besides its tokens, in tokens: packing the weights, starting kernels."""
-_PER_TOKEN = (
-    "loss_mask",
-    "advantages",
-    "old_log_probs",
-    "ref_log_probs",
-    "rollout_log_probs",
-    "values",
-    "returns",
-    "rollout_is_weights",
-    "selected",
-    "kept_ids",
-)
-_ALL_OR_NONE = tuple(n for n in _PER_TOKEN if n not in ("loss_mask", "old_log_probs"))
 MIN_HEAD_ROWS = 12
 """From 12 rows on, in fours, matrix products compute each row the same way (exact mode)."""
 
@@ -164,22 +151,23 @@ def build_micro_batch(
     padded: bool = True,
 ) -> MicroBatch:
     """The rows `indices` of `batch` as one micro-batch."""
-    rows = [batch.rows[i] for i in indices]
-    lengths = [len(row.tokens) for row in rows]
+    places = [batch.slice_of(i) for i in indices]
+    lengths = [place.stop - place.start for place in places]
     width = padded_length(max(lengths))
-    mask = torch.zeros(len(rows), width)
-    for b, row in enumerate(rows):
-        mask[b, 1 : lengths[b]] = torch.tensor(row.loss_mask[1:])
+    mask = torch.zeros(len(places), width)
+    for b, place in enumerate(places):
+        mask[b, : lengths[b]] = batch.loss_mask[place]
+    mask[:, 0] = 0
     if padded:
-        starts = [b * width for b in range(len(rows))]
-        ids = torch.full((len(rows), width), pad_id)
-        for b, row in enumerate(rows):
-            ids[b, : lengths[b]] = torch.tensor(row.tokens)
+        starts = [b * width for b in range(len(places))]
+        ids = torch.full((len(places), width), pad_id)
+        for b, place in enumerate(places):
+            ids[b, : lengths[b]] = batch.tokens[place]
         # Padding may reach beyond the last position that the model knows; nothing looks at it.
-        positions = torch.arange(width).clamp(max=max_positions - 1).expand(len(rows), width)
+        positions = torch.arange(width).clamp(max=max_positions - 1).expand(len(places), width)
     else:
         starts = [0, *accumulate(lengths)][:-1]
-        ids = torch.tensor([[token for row in rows for token in row.tokens]])
+        ids = torch.cat([batch.tokens[place] for place in places])[None]
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
     slots = mask.flatten().nonzero().squeeze(-1)
     targets = torch.tensor(starts)[slots // width] + slots % width
@@ -198,63 +186,66 @@ def build_micro_batch(
     )
 
 
-def column(values: Sequence[list[float] | None], shape: torch.Size, like: Tensor) -> Tensor | None:
-    """Per-token values of the rows of a micro-batch as (B, T), aligned with tokens; None if absent.
-
-    A row without values is left at 0.
-    """
-    if all(v is None for v in values):
+def column(
+    values_T: Tensor | None, batch: TrainBatch, indices: Sequence[int], like: Tensor
+) -> Tensor | None:
+    """The rows `indices` of a column as (B, T), with dtype, device and shape of `like` and zeros
+    behind the end of each row; None if the batch has no such column."""
+    if values_T is None:
         return None
-    out = torch.zeros(shape, dtype=like.dtype)
-    for b, value in enumerate(values):
-        if value is not None:
-            out[b, : len(value)] = torch.tensor(value, dtype=like.dtype)
+    out = torch.zeros(like.shape, dtype=like.dtype)
+    for b, index in enumerate(indices):
+        place = batch.slice_of(index)
+        out[b, : place.stop - place.start] = values_T[place]
     return out.to(like.device)
+
+
+def fill_rows(out_T: Tensor, batch: TrainBatch, micro: MicroBatch, values_BT: Tensor) -> None:
+    """Put the (B, T) values of a micro-batch where the column `out_T` has its rows."""
+    values_BT = values_BT.cpu()
+    for index, values in zip(micro.indices, values_BT, strict=True):
+        place = batch.slice_of(index)
+        out_T[place] = values[: place.stop - place.start]
 
 
 def check_batch(batch: TrainBatch, *, vocab_size: int, limit: ContextLimit) -> None:
     """Refuse what cannot be trained on, naming the row.
 
     Raises:
-        DataError: no rows or no target token, a list of another length than the row's tokens, a
-            token outside the vocabulary, a row beyond the model's `limit`, or a column that only
-            some rows have.
+        DataError: no rows or no target token, a column of another length than the tokens, a token
+            outside the vocabulary, or a row beyond the model's `limit`.
     """
     if not batch.num_target_tokens:
         raise DataError(
-            f"a batch of {len(batch.rows)} rows has no target token (loss_mask is 0 everywhere "
+            f"a batch of {len(batch)} rows has no target token (loss_mask is 0 everywhere "
             "after the first token): there is nothing to train on; drop such batches"
         )
-    for index, row in enumerate(batch.rows):
-        _check_row(index, row, vocab_size, limit)
-    for name in _ALL_OR_NONE:
-        absent = [i for i, row in enumerate(batch.rows) if getattr(row, name) is None]
-        if 0 < len(absent) < len(batch.rows):
+    for index, length in enumerate(batch.lengths):
+        if not length:
+            raise DataError(f"row {index} (uid {batch.uids[index]!r}) has no tokens; drop it")
+        if length > limit.tokens:
             raise DataError(
-                f"row {absent[0]} has no {name}, but other rows of the batch have; give them to "
-                "all rows or to none"
+                f"row {index} (uid {batch.uids[index]!r}) has {length} tokens, but "
+                f"{limit.reason}; shorten the data"
             )
+    for name in ("tokens", *FLOAT_COLUMNS):
+        values_T = getattr(batch, name)
+        if values_T is not None and len(values_T) != batch.num_tokens:
+            raise DataError(
+                f"{name} has {len(values_T)} entries for {batch.num_tokens} tokens; every column "
+                "must have one entry per token"
+            )
+    if int(batch.tokens.min()) < 0 or int(batch.tokens.max()) >= vocab_size:
+        _refuse_tokens(batch, vocab_size)
 
 
-def _check_row(index: int, row: TrainRow, vocab_size: int, limit: ContextLimit) -> None:
-    length = len(row.tokens)
-    if not length:
-        raise DataError(f"row {index} (uid {row.uid!r}) has no tokens; drop it")
-    if length > limit.tokens:
-        raise DataError(
-            f"row {index} (uid {row.uid!r}) has {length} tokens, but {limit.reason}; shorten the "
-            "data"
-        )
-    for name in _PER_TOKEN:
-        values = getattr(row, name)
-        if values is not None and len(values) != length:
+def _refuse_tokens(batch: TrainBatch, vocab_size: int) -> None:
+    for index in range(len(batch)):
+        tokens = batch.tokens[batch.slice_of(index)]
+        first, last = int(tokens.min()), int(tokens.max())
+        if first < 0 or last >= vocab_size:
             raise DataError(
-                f"row {index} (uid {row.uid!r}): {name} has {len(values)} entries for {length} "
-                "tokens; every per-token list must have the row's length"
+                f"row {index} (uid {batch.uids[index]!r}) has token ids from {first} to {last}, "
+                f"but the model's vocabulary is 0 .. {vocab_size - 1}; the data was made with "
+                "another tokenizer"
             )
-    if min(row.tokens) < 0 or max(row.tokens) >= vocab_size:
-        raise DataError(
-            f"row {index} (uid {row.uid!r}) has token ids from {min(row.tokens)} to "
-            f"{max(row.tokens)}, but the model's vocabulary is 0 .. {vocab_size - 1}; the data was "
-            "made with another tokenizer"
-        )

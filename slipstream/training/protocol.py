@@ -29,6 +29,8 @@ from slipstream.types import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from slipstream.models.policy import Policy
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -91,7 +93,7 @@ class ReferencePolicy(Protocol):
 
     def compute_log_probs(
         self, batch: TrainBatch, *, sink: FeatureSink | None = None
-    ) -> TrainFuture[list[list[float]]]:
+    ) -> TrainFuture[Tensor]:
         """As `TrainingBackend.compute_log_probs`."""
         ...
 
@@ -123,23 +125,40 @@ class TrainingBackend(Protocol):
 
     def compute_log_probs(
         self, batch: TrainBatch, *, sink: FeatureSink | None = None
-    ) -> TrainFuture[list[list[float]]]:
-        """Log-probs of the target tokens under the present weights, one list per row.
+    ) -> TrainFuture[Tensor]:
+        """Log-probs (T,) of the target tokens under the present weights.
 
-        Aligned with the row's tokens; 0.0 where `loss_mask` is 0 and at entry 0.
+        Aligned with the batch's tokens; 0.0 at tokens that are no target.
         """
         ...
 
-    def compute_sum_pi_squared(self, batch: TrainBatch) -> TrainFuture[list[list[float]]]:
+    def compute_base_log_probs(
+        self, batch: TrainBatch, *, sink: FeatureSink | None = None
+    ) -> TrainFuture[Tensor]:
+        """`compute_log_probs` without the LoRA adapter.
+
+        Raises (when awaited):
+            TrainingError: all weights are trained, so that there are no base weights.
+        """
+        ...
+
+    def compute_sum_pi_squared(self, batch: TrainBatch) -> TrainFuture[Tensor]:
         """Of the distribution at each target token, the sum of its squared probabilities; aligned
         as `compute_log_probs`."""
         ...
 
-    def compute_full_kl(
-        self, batch: TrainBatch, direction: KLDirection
-    ) -> TrainFuture[list[list[float]]]:
-        """The KL over the whole vocabulary between the present policy and the reference that the
-        backend was given, at each target token; aligned as `compute_log_probs`."""
+    def use_full_kl(self, reference: Policy | None, in_loss: KLDirection | None = None) -> None:
+        """Set the reference of `compute_full_kl`; None: the base weights under a LoRA adapter. With
+        `in_loss`, losses get that KL.
+
+        Raises:
+            ConfigError: there are no base weights, or the vocabularies differ.
+        """
+        ...
+
+    def compute_full_kl(self, batch: TrainBatch, direction: KLDirection) -> TrainFuture[Tensor]:
+        """The KL over the whole vocabulary between the present policy and the reference of
+        `use_full_kl`, at each target token; aligned as `compute_log_probs`."""
         ...
 
     def compute_kept_ids(

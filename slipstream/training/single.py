@@ -45,7 +45,7 @@ from slipstream.training.guarded import GuardedOptimizer, entry
 from slipstream.training.lora import adapter_state, check_adapter_state, load_adapter_state
 from slipstream.training.losses import LossFn, rollout_difference, sft_loss
 from slipstream.training.optim import OptimSettings, PolicyOptimizer
-from slipstream.training.packing import MicroBatch, check_batch
+from slipstream.training.packing import MicroBatch, check_batch, fill_rows
 from slipstream.training.protocol import StateTree, TrainFuture
 from slipstream.training.publish import WeightSnapshot
 from slipstream.training.step import (
@@ -177,22 +177,20 @@ class SingleProcessBackend:
 
     def compute_log_probs(
         self, batch: TrainBatch, *, sink: FeatureSink | None = None
-    ) -> TrainFuture[list[list[float]]]:
-        """Log-probs of the target tokens at the batch's temperature, one list per row.
+    ) -> TrainFuture[Tensor]:
+        """Log-probs (T,) of the target tokens at the batch's temperature.
 
-        Aligned with the row's tokens; 0.0 where `loss_mask` is 0 and at entry 0. Bitwise the ones
+        Aligned with the batch's tokens; 0.0 at tokens that are no target. Bitwise the ones
         that `forward_backward` works with.
         """
         return self._compute.submit(lambda: self._compute_log_probs(batch, sink))
 
-    def compute_sum_pi_squared(self, batch: TrainBatch) -> TrainFuture[list[list[float]]]:
+    def compute_sum_pi_squared(self, batch: TrainBatch) -> TrainFuture[Tensor]:
         """The sum of squared probabilities of the distribution at each target token, at the batch's
         temperature; aligned as `compute_log_probs`."""
         return self._compute.submit(lambda: self._compute_sum_pi_squared(batch))
 
-    def compute_full_kl(
-        self, batch: TrainBatch, direction: KLDirection
-    ) -> TrainFuture[list[list[float]]]:
+    def compute_full_kl(self, batch: TrainBatch, direction: KLDirection) -> TrainFuture[Tensor]:
         """The KL over the whole vocabulary between the present policy and the reference of
         `use_full_kl` at each target token, in nats at the batch's temperature; aligned as
         `compute_log_probs`.
@@ -234,14 +232,14 @@ class SingleProcessBackend:
 
     def compute_base_log_probs(
         self, batch: TrainBatch, *, sink: FeatureSink | None = None
-    ) -> TrainFuture[list[list[float]]]:
+    ) -> TrainFuture[Tensor]:
         """`compute_log_probs` without the LoRA adapter.
 
         Raises (when awaited):
             TrainingError: all weights are trained, so that there are no base weights.
         """
 
-        def compute() -> list[list[float]]:
+        def compute() -> Tensor:
             if not self._lora:
                 raise TrainingError(
                     "there are no base weights: all weights are trained (lora_rank=0); compare "
@@ -427,6 +425,10 @@ class SingleProcessBackend:
         """`out`, one entry per row of `batch`, with those of all rows."""
         return out
 
+    def _all_tokens(self, batch: TrainBatch, out: Tensor) -> Tensor:
+        """`out` (T,), with the values of all rows of `batch`."""
+        return out
+
     def _forward(
         self, batch: TrainBatch, selected: set[int], sink: FeatureSink | None
     ) -> Iterator[ForwardResult]:
@@ -478,7 +480,7 @@ class SingleProcessBackend:
             with base_weights_only(self.decoder):
                 return pack(self.decoder, self._dtype)
 
-    def _compute_full_kl(self, batch: TrainBatch, direction: KLDirection) -> list[list[float]]:
+    def _compute_full_kl(self, batch: TrainBatch, direction: KLDirection) -> Tensor:
         self._check(batch)
         full_kl = FullKL(reference=self._packed_reference(), direction=direction)
         with torch.no_grad():
@@ -496,7 +498,7 @@ class SingleProcessBackend:
 
     def _compute_kept_ids(self, batch: TrainBatch, cuts: SamplingParams) -> list[list[array[int]]]:
         self._check(batch)
-        out: list[list[array[int]]] = [[array("i") for _ in row.tokens] for row in batch.rows]
+        out = [[array("i") for _ in range(length)] for length in batch.lengths]
         with torch.no_grad():
             packed = pack(self.decoder, self._dtype)
             for micro in self._micro_batches(batch, set()):
@@ -512,7 +514,7 @@ class SingleProcessBackend:
                     out[micro.indices[slot // width]][slot % width] = ids
         return self._all_rows(batch, out)
 
-    def _compute_sum_pi_squared(self, batch: TrainBatch) -> list[list[float]]:
+    def _compute_sum_pi_squared(self, batch: TrainBatch) -> Tensor:
         self._check(batch)
         with torch.no_grad():
             packed = pack(self.decoder, self._dtype)
@@ -523,25 +525,20 @@ class SingleProcessBackend:
                 ),
             )
 
-    def _by_tokens(
-        self, batch: TrainBatch, compute: Callable[[MicroBatch], Tensor]
-    ) -> list[list[float]]:
-        """What `compute` gives for each micro-batch (its rows, T), one list per row of `batch`."""
-        out = [[0.0] * len(row.tokens) for row in batch.rows]
+    def _by_tokens(self, batch: TrainBatch, compute: Callable[[MicroBatch], Tensor]) -> Tensor:
+        """(T,): what `compute` returns for each micro-batch (its rows, T)."""
+        out = torch.zeros(batch.num_tokens)
         for micro in self._micro_batches(batch, set()):
-            for index, values in zip(micro.indices, compute(micro).tolist(), strict=True):
-                out[index] = values[: len(out[index])]
-        return self._all_rows(batch, out)
+            fill_rows(out, batch, micro, compute(micro))
+        return self._all_tokens(batch, out)
 
-    def _compute_log_probs(self, batch: TrainBatch, sink: FeatureSink | None) -> list[list[float]]:
+    def _compute_log_probs(self, batch: TrainBatch, sink: FeatureSink | None) -> Tensor:
         self._check(batch)
         selected = sink.select(batch) if sink is not None else set()
-        out = [[0.0] * len(row.tokens) for row in batch.rows]
+        out = torch.zeros(batch.num_tokens)
         with torch.no_grad():
             for result in self._forward(batch, selected, sink):
-                spread = result.micro.scatter(result.log_probs).tolist()
-                for index, values in zip(result.micro.indices, spread, strict=True):
-                    out[index] = values[: len(out[index])]
+                fill_rows(out, batch, result.micro, result.micro.scatter(result.log_probs))
                 if sink is not None and not result.micro.filler:
                     hand_over(
                         sink,
@@ -550,7 +547,7 @@ class SingleProcessBackend:
                         selected=selected,
                         optimizer_step=self._guarded.optimizer_steps,
                     )
-        return self._all_rows(batch, out)
+        return self._all_tokens(batch, out)
 
     def _optim_step(self) -> dict[str, float]:
         metrics = self._guarded.step(self._freeze_snapshots)

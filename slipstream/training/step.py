@@ -32,6 +32,7 @@ from slipstream.models.decoder import HiddenStates
 from slipstream.models.numerics import ROW_MULTIPLE
 from slipstream.models.policy import PackedPolicy
 from slipstream.sampling.truncate import truncate
+from slipstream.training.columns import any_of_rows
 from slipstream.training.losses import LossInputs
 from slipstream.training.packing import MicroBatch, build_micro_batch, column, plan_micro_batches
 from slipstream.types import Features, FeatureSink, SamplingParams, TrainBatch
@@ -94,8 +95,10 @@ class FullKL:
 
 def wanted_rows(batch: TrainBatch, also: Iterable[int] = ()) -> dict[int, int]:
     """The rows with target tokens, and the rows `also`: index -> length."""
-    wanted = {i for i, row in enumerate(batch.rows) if any(row.loss_mask[1:])} | set(also)
-    return {i: len(batch.rows[i].tokens) for i in wanted}
+    trained = any_of_rows(batch.targets, batch.starts)
+    wanted = {i for i, has_targets in enumerate(trained) if has_targets} | set(also)
+    lengths = batch.lengths
+    return {i: lengths[i] for i in wanted}
 
 
 def micro_batches(
@@ -276,11 +279,11 @@ def kept_of_sampler(
 
 def kept_ids(batch: TrainBatch, micro: MicroBatch) -> KeptIds | None:
     """Those of the rows of `micro`, for each of its `head_rows`; None where they have none."""
-    rows = [batch.rows[i].kept_ids for i in micro.indices]
-    if any(row is None for row in rows):
+    if batch.kept_ids is None:
         return None
+    rows = [batch.kept_ids[i] for i in micro.indices]
     width = micro.mask.shape[1]
-    kept = [(rows[slot // width] or ())[slot % width] for slot in micro.target_slots.tolist()]
+    kept = [rows[slot // width][slot % width] for slot in micro.target_slots.tolist()]
     filled = [*kept, *[()] * (len(micro.head_rows) - len(kept))]
     return KeptIds.of(filled, micro.ids.device)
 
@@ -292,34 +295,32 @@ def _head_rows(hidden: HiddenStates, micro: MicroBatch) -> Tensor:
 
 def batch_normalizers(batch: TrainBatch) -> Normalizers:
     """Counts of the whole mini-batch; the horizon is its longest row."""
-    weights = [row.loss_mask[1:] for row in batch.rows]
+    weights = [row[1:] for row in batch.loss_mask.split(batch.lengths)]
     return Normalizers(
-        num_tokens=float(sum(sum(w) for w in weights)),
-        num_sequences=float(sum(1 for w in weights if any(w))),
-        horizon=float(max(len(row.tokens) for row in batch.rows)),
+        # In order and in float64: another order would change the last bits of weighted sums.
+        num_tokens=float(sum(sum(row.tolist()) for row in weights)),
+        num_sequences=float(sum(any_of_rows(batch.targets, batch.starts))),
+        horizon=float(max(batch.lengths)),
     )
 
 
 def loss_inputs(batch: TrainBatch, result: ForwardResult, normalizers: Normalizers) -> LossInputs:
     """The (B, T) view of a micro-batch that losses take."""
     micro = result.micro
-    rows = [batch.rows[i] for i in micro.indices]
     log_probs = micro.scatter(result.log_probs)
     targets = micro.mask != 0
 
-    def aligned(values: list[list[float] | None]) -> Tensor | None:
-        spread = column(values, log_probs.shape, log_probs)
+    def aligned(values_T: Tensor | None) -> Tensor | None:
+        spread = column(values_T, batch, micro.indices, log_probs)
         return None if spread is None else torch.where(targets, spread, 0)
 
-    old = aligned([row.old_log_probs for row in rows])
+    old = aligned(batch.old_log_probs)
     if old is None:
         old = log_probs.detach()
-    else:
-        given = torch.tensor(
-            [row.old_log_probs is not None for row in rows], device=log_probs.device
-        )
+    elif batch.has_old_log_probs is not None:
+        given = batch.has_old_log_probs[micro.indices].to(log_probs.device)
         old = torch.where(given[:, None], old, log_probs.detach())
-    selected = aligned([row.selected for row in rows])
+    selected = aligned(batch.selected)
     return LossInputs(
         log_probs=log_probs,
         entropy=micro.scatter(result.entropies),
@@ -327,10 +328,10 @@ def loss_inputs(batch: TrainBatch, result: ForwardResult, normalizers: Normalize
         old_log_probs=old,
         normalizers=normalizers,
         num_targets=batch.num_target_tokens,
-        advantages=aligned([row.advantages for row in rows]),
-        ref_log_probs=aligned([row.ref_log_probs for row in rows]),
-        rollout_log_probs=aligned([row.rollout_log_probs for row in rows]),
-        rollout_is_weights=aligned([row.rollout_is_weights for row in rows]),
+        advantages=aligned(batch.advantages),
+        ref_log_probs=aligned(batch.ref_log_probs),
+        rollout_log_probs=aligned(batch.rollout_log_probs),
+        rollout_is_weights=aligned(batch.rollout_is_weights),
         selected=None if selected is None else selected != 0,
         full_kl=None if result.full_kl is None else micro.scatter(result.full_kl),
     )
@@ -349,18 +350,18 @@ def hand_over(
     for start, index in zip(result.micro.starts, result.micro.indices, strict=True):
         if index not in selected:
             continue
-        row = batch.rows[index]
-        own = slice(start, start + len(row.tokens))
+        place = batch.slice_of(index)
+        own = slice(start, start + place.stop - place.start)
         # Copies: a view would keep the whole micro-batch in memory.
         sink.receive(
             Features(
-                uid=row.uid,
-                tokens=row.tokens,
-                loss_mask=row.loss_mask,
+                uid=batch.uids[index],
+                tokens=batch.tokens[place].tolist(),
+                loss_mask=batch.loss_mask[place].tolist(),
                 hidden=final[own].clone(),
                 aux_layers=None if aux_layers is None else aux_layers.flatten(0, 1)[own].clone(),
                 optimizer_step=optimizer_step,
-                key=row.key,
+                key=batch.keys[index],
             )
         )
 

@@ -83,15 +83,6 @@ def test_masked_places_may_hold_anything() -> None:
     assert values.grad.tolist() == [[1.0, 0.0, 0.0]]
 
 
-def test_shares_of_ranks_merge_only_with_one_horizon() -> None:
-    a = Normalizers(num_tokens=3, num_sequences=1, horizon=8)
-    b = Normalizers(num_tokens=5, num_sequences=2, horizon=8)
-    assert Normalizers.merge([a, b]) == Normalizers(num_tokens=8, num_sequences=3, horizon=8)
-    c = Normalizers(num_tokens=5, num_sequences=2, horizon=9)
-    with pytest.raises(ValueError, match=r"one horizon, got \[8, 9\]"):
-        Normalizers.merge([a, c])
-
-
 def reference(loss: Tensor, mask: Tensor, mode: str, horizon: float) -> Tensor:
     """The definitions, spelled out with loops in float64."""
     rows = [

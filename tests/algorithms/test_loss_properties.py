@@ -228,7 +228,11 @@ def _rank(rank: int, folder: str) -> None:
         own = Normalizers.from_mask(batch.mask, horizon=HORIZON)
         shares: list[Any] = [None] * len(SPLIT)
         dist.all_gather_object(shares, own)
-        normalizers = Normalizers.merge(shares)
+        normalizers = Normalizers(
+            num_tokens=sum(share.num_tokens for share in shares),
+            num_sequences=sum(share.num_sequences for share in shares),
+            horizon=HORIZON,
+        )
         for name, mode in CASES:
             config = replace(
                 CONFIG, normalizers=normalizers, selected=_select_over_ranks(name, batch, rank)

@@ -7,16 +7,19 @@ settings do not list them, and the numbers that it has written into its code.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from slipstream.build.cotraining import make_cotraining
+from slipstream.build import speculation
+from slipstream.build.cotraining import check_cotraining, make_cotraining
 from slipstream.build.speculation import (
     Speculation,
     check_speculation,
+    draft_plans,
+    head_aux_layers,
     make_selector,
     make_speculation,
 )
@@ -103,7 +106,7 @@ def load(overrides: str) -> Config:
     return load_config(
         [*given, *(f"speculative.{one}" for one in overrides.split())],
         recipe="tiny",
-        hardware=Hardware(gpus=0, cpus=2),
+        hardware=Hardware(gpus=0),
         notify=lambda _: None,
     )
 
@@ -447,8 +450,9 @@ def test_bandits_pick_from_the_shapes_given(name: str, rule: type) -> None:
 )
 def test_shapes_that_a_bandit_cannot_pick_from(given: str, message: str) -> None:
     config = load(given)
-    with pytest.raises(ConfigError, match=f"speculative.eagle.{message}"):
-        make_selector(config)
+    for use in (draft_plans, make_selector):
+        with pytest.raises(ConfigError, match=f"speculative.eagle.{message}"):
+            use(config)
 
 
 @pytest.mark.parametrize(
@@ -508,6 +512,28 @@ def test_what_another_setting_makes_ineffective_is_refused(
     for remedy in remedies:
         assert f"speculative.{remedy}" in str(caught.value)
         load(f"{broken} {remedy}")
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
+def test_checks_make_nothing(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks are functions of the settings alone."""
+
+    def made(*_: object, **__: object) -> None:
+        raise AssertionError("a check has made something")
+
+    for name in ("make_selector", "CostModelSelector", "DraftHead", "Eagle3Head"):
+        monkeypatch.setattr(speculation, name, made)
+    policy = replace(shared_decoder().config, num_layers=8)
+    config = load(f"eagle.spec_model_path=null eagle.spec_algorithm={algorithm}")
+    check_speculation(config, policy, 64)
+    check_cotraining(config, policy, 4)
+    assert head_aux_layers(config, policy) == ((2, 4, 5) if algorithm == "EAGLE3" else ())
+    wrong = load(
+        "eagle.spec_model_path=null eagle.spec_algorithm=EAGLE3 "
+        "eagle.aux_hidden_state_layer_ids=[1,2,8]"
+    )
+    with pytest.raises(ConfigError, match="aux_hidden_state_layer_ids"):
+        check_speculation(wrong, policy, 64)
 
 
 def test_trees_are_among_what_is_chosen_from() -> None:

@@ -14,7 +14,7 @@ from slipstream.rewards.sandbox.local import BubblewrapSandbox, UnisolatedSandbo
 from slipstream.rewards.sandbox.protocol import ProgramLimits
 from tests.inference.helpers import shared_decoder
 
-CPU = Hardware(gpus=0, cpus=2)
+CPU = Hardware(gpus=0)
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -43,7 +43,7 @@ def test_a_budget_holds_one_sequence_with_its_padding(
     )
     # Sequences in a row have none.
     check_budgets(config, model, "sft+rl")
-    monkeypatch.setattr("slipstream.build.limits.takes_sequences_in_a_row", lambda *_: False)
+    monkeypatch.setattr("slipstream.build.limits.supports_varlen", lambda *_: False)
     with pytest.raises(ConfigError, match=rf"^{key}\..*=50 cannot hold .* of 50 .* takes 64 with"):
         check_budgets(config, model, "sft+rl")
 

@@ -28,7 +28,7 @@ def compute() -> Iterator[ComputeThread]:
 
 
 def load(*overrides: str) -> Config:
-    cpu = Hardware(gpus=0, cpus=2)
+    cpu = Hardware(gpus=0)
     return load_config(overrides, recipe="tiny", hardware=cpu, notify=lambda _: None)
 
 
@@ -46,7 +46,7 @@ def test_a_reference_of_another_tokenizer_is_refused(
     def make(name: str, *more: str) -> ReferencePolicy | None:
         config = load(KL, f"actor_rollout_ref.ref.path={tmp_path / name}", *more)
         backend = make_backend(config, policy, compute, optim=OptimSettings(lr=0.0))
-        return make_reference(config, build_tokenizer(), None, compute, backend)
+        return make_reference(config, build_tokenizer(), None, policy, compute, backend)
 
     own = len(build_tokenizer())
     save("same", policy, own)

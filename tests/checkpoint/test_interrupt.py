@@ -1,4 +1,4 @@
-"""The first signal is a request, the second Ctrl-C an interruption."""
+"""The first signal requests a stop; the second Ctrl-C interrupts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from slipstream.checkpoint.interrupt import GracefulInterrupt
 
 
-def test_first_signal_asks_second_interrupts(capfd: pytest.CaptureFixture[str]) -> None:
+def test_first_sigint_sets_requested_and_second_raises(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with GracefulInterrupt("saving step 3") as interrupt:
         seen = [interrupt.requested]
@@ -27,7 +27,7 @@ def test_first_signal_asks_second_interrupts(capfd: pytest.CaptureFixture[str]) 
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_repeated_sigterm_only_asks(capfd: pytest.CaptureFixture[str]) -> None:
+def test_repeated_sigterm_does_not_interrupt(capfd: pytest.CaptureFixture[str]) -> None:
     with GracefulInterrupt() as interrupt:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -37,14 +37,14 @@ def test_repeated_sigterm_only_asks(capfd: pytest.CaptureFixture[str]) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_handlers_come_back_after_an_error() -> None:
+def test_signal_handlers_are_restored_after_an_error() -> None:
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(ZeroDivisionError), GracefulInterrupt():
         raise ZeroDivisionError
     assert signal.getsignal(signal.SIGINT) == before
 
 
-def test_in_another_thread_only_request_sets_the_flag() -> None:
+def test_outside_the_main_thread_only_request_sets_the_flag() -> None:
     seen: list[bool] = []
 
     def work() -> None:
@@ -59,7 +59,7 @@ def test_in_another_thread_only_request_sets_the_flag() -> None:
     assert seen == [False, True]
 
 
-def test_a_loop_in_its_own_process_finishes_its_step() -> None:
+def test_a_process_finishes_its_loop_after_sigterm() -> None:
     program = """
 import signal, time
 from slipstream.checkpoint.interrupt import GracefulInterrupt

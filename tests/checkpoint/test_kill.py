@@ -1,4 +1,4 @@
-"""A process that is killed at any moment of a save leaves a complete checkpoint behind."""
+"""A process killed at any moment of a save leaves a complete checkpoint."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from slipstream.checkpoint.manager import CheckpointManager, verify
 
 KILLS = 30
 
-# Each save writes its serial number into three files, announces it before and after, and every
-# third one replaces the step before.
+# Each save writes its number into three files and prints it before and after. Every third save
+# replaces the previous step.
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -36,13 +36,13 @@ while True:
 """
 
 
-def test_latest_is_always_a_complete_save(tmp_path: Path) -> None:
+def test_latest_is_a_complete_checkpoint_after_every_kill(tmp_path: Path) -> None:
     root = tmp_path / "run"
     manager = CheckpointManager(root, keep=2)
     rng = random.Random(0)
     count = 0
     newest = 0
-    in_the_middle = 0
+    killed_while_saving = 0
     for _ in range(KILLS):
         with subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(root), str(count)],
@@ -55,21 +55,21 @@ def test_latest_is_always_a_complete_save(tmp_path: Path) -> None:
             process.kill()
             lines += process.stdout.readlines()
         events = [line.split() for line in lines if line.endswith("\n")]
-        begun = max(int(number) for kind, number, _ in events if kind == "begin")
+        started = max(int(number) for kind, number, _ in events if kind == "begin")
         ended = max((int(number) for kind, number, _ in events if kind == "end"), default=newest)
-        in_the_middle += begun > ended
+        killed_while_saving += started > ended
 
         path = manager.latest()
-        count = begun
+        count = started
         if path is None:
             assert ended == 0
             continue
         verify(path)
         saved = {(path / name).read_text() for name in ("a", "b", "actor/c")}
-        found = [n for n in {ended, begun} if saved == {str(n) * 2000}]
+        found = [n for n in {ended, started} if saved == {str(n) * 2000}]
         assert len(found) == 1
         newest = found[0]
-    assert in_the_middle >= KILLS // 3
+    assert killed_while_saving >= KILLS // 3
     manager.save(count + 1, lambda folder: None)
     assert len(manager.steps()) == 2
     assert [p for p in root.iterdir() if p.is_dir() and p.name.startswith(".")] == []

@@ -1,4 +1,4 @@
-"""Saving, finding, keeping and verifying checkpoints."""
+"""`CheckpointManager` saves, finds, prunes and verifies checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from slipstream.checkpoint import manager as module
-from slipstream.checkpoint.manager import CheckpointManager, step_of, verify
+from slipstream.checkpoint.manager import CheckpointManager, verify
 from slipstream.checkpoint.tree import save_tree
 from slipstream.errors import CheckpointError, ConfigError
 
@@ -36,7 +36,7 @@ def names(root: Path) -> list[str]:
     return sorted(p.name for p in root.iterdir())
 
 
-def test_layout_and_tracker(tmp_path: Path) -> None:
+def test_save_writes_verls_layout_and_tracker(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "run", keep=None)
     assert manager.latest() is None
     assert manager.steps() == []
@@ -45,11 +45,10 @@ def test_layout_and_tracker(tmp_path: Path) -> None:
     assert names(tmp_path / "run") == ["global_step_12", "latest_checkpointed_iteration.txt"]
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "12"
     assert manager.latest() == path
-    assert step_of(path) == 12
     verify(path)
 
 
-def test_keep_counts_in_the_order_of_saving(tmp_path: Path) -> None:
+def test_keep_prunes_in_the_order_of_saving(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep=2)
     for step in (10, 20, 30):
         manager.save(step, writer(str(step)))
@@ -72,7 +71,7 @@ def test_keep_one_and_keep_all(tmp_path: Path) -> None:
         CheckpointManager(tmp_path, keep=0)
 
 
-def test_a_step_that_exists_is_replaced(tmp_path: Path) -> None:
+def test_saving_an_existing_step_replaces_it(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep=3)
     manager.save(1, writer("old"))
     manager.save(2, writer("two"))
@@ -85,7 +84,7 @@ def test_a_step_that_exists_is_replaced(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_foreign_folders_stay(tmp_path: Path) -> None:
+def test_folders_not_written_by_the_manager_are_not_changed(tmp_path: Path) -> None:
     (tmp_path / "global_step_1").mkdir()
     (tmp_path / "notes").mkdir()
     manager = CheckpointManager(tmp_path, keep=1)
@@ -93,28 +92,31 @@ def test_foreign_folders_stay(tmp_path: Path) -> None:
     manager.save(3, writer(""))
     assert manager.steps() == [3]
     assert {"global_step_1", "notes"} <= set(names(tmp_path))
-    with pytest.raises(CheckpointError, match="not a checkpoint of ours"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"not replaced; move it away or set another trainer\.default_local_dir",
+    ):
         manager.save(1, writer(""))
 
 
-def test_tracker_that_cannot_be_followed(tmp_path: Path) -> None:
+def test_invalid_tracker_raises_and_missing_tracker_is_tolerated(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep=None)
     for step in (3, 5):
         manager.save(step, writer(""))
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     tracker.write_text("4")
     with pytest.raises(
-        CheckpointError, match=r"names step 4, .* steps that exist: 3, 5\. Write one"
+        CheckpointError, match=r"names step 4, .*: 3, 5\..* trainer\.resume_mode=disable"
     ):
         manager.latest()
     tracker.write_text("")
-    with pytest.raises(CheckpointError, match=r"holds '', not a step.*\(3, 5\)"):
+    with pytest.raises(CheckpointError, match=r"'', not a step.*\(3, 5\)"):
         manager.latest()
     tracker.unlink()
     assert manager.latest() == tmp_path / "global_step_5"
 
 
-def test_resolve(tmp_path: Path) -> None:
+def test_resolve_follows_the_resume_mode(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep=None)
     assert manager.resolve("auto", None) is None
     manager.save(1, writer("1"))
@@ -140,7 +142,7 @@ def test_resolve(tmp_path: Path) -> None:
         manager.resolve("auto", None)
 
 
-def test_verify_names_every_bad_file(tmp_path: Path) -> None:
+def test_verify_lists_every_bad_file(tmp_path: Path) -> None:
     path = CheckpointManager(tmp_path, keep=None).save(1, writer("abc", size=10))
     (path / "README.md").write_text("added later")
     verify(path)
@@ -157,7 +159,7 @@ def test_verify_names_every_bad_file(tmp_path: Path) -> None:
         verify(path)
 
 
-def test_verify_reads_no_newer_or_torn_manifest(tmp_path: Path) -> None:
+def test_verify_refuses_newer_and_corrupt_manifests(tmp_path: Path) -> None:
     path = CheckpointManager(tmp_path, keep=None).save(1, writer(""))
     manifest = path / "manifest.json"
     whole = manifest.read_text()
@@ -172,13 +174,13 @@ def test_verify_reads_no_newer_or_torn_manifest(tmp_path: Path) -> None:
         verify(path)
 
 
-def check_untouched(manager: CheckpointManager, root: Path) -> None:
+def assert_first_checkpoint_unchanged(manager: CheckpointManager, root: Path) -> None:
     assert content(manager.latest()) == "first"
     verify(root / "global_step_1")
     assert names(root) == ["global_step_1", "latest_checkpointed_iteration.txt"]
 
 
-def test_an_error_in_the_writer_leaves_nothing(tmp_path: Path) -> None:
+def test_an_error_in_the_writer_leaves_no_partial_checkpoint(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep=1)
     manager.save(1, writer("first"))
 
@@ -188,11 +190,13 @@ def test_an_error_in_the_writer_leaves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         manager.save(2, broken)
-    check_untouched(manager, tmp_path)
+    assert_first_checkpoint_unchanged(manager, tmp_path)
 
 
 @pytest.mark.parametrize("place", ["write", "wrapped", "seal", "rename"])
-def test_simulated_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+def test_simulated_full_disk_raises_with_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     manager = CheckpointManager(tmp_path, keep=1)
     manager.save(1, writer("first", size=3000))
 
@@ -220,10 +224,10 @@ def test_simulated_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pl
     ):
         manager.save(2, write)
     monkeypatch.undo()
-    check_untouched(manager, tmp_path)
+    assert_first_checkpoint_unchanged(manager, tmp_path)
 
 
-def test_full_disk_at_the_rename_of_a_replacement(
+def test_full_disk_while_replacing_keeps_the_old_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = CheckpointManager(tmp_path, keep=1)
@@ -239,10 +243,10 @@ def test_full_disk_at_the_rename_of_a_replacement(
     with pytest.raises(CheckpointError, match="disk full"):
         manager.save(1, writer("second"))
     monkeypatch.undo()
-    check_untouched(manager, tmp_path)
+    assert_first_checkpoint_unchanged(manager, tmp_path)
 
 
-def test_other_disk_errors_and_the_very_first_save(tmp_path: Path) -> None:
+def test_permission_error_at_the_first_save_raises_checkpoint_error(tmp_path: Path) -> None:
     def write(folder: Path) -> None:
         raise PermissionError(errno.EACCES, "no")
 
@@ -251,7 +255,7 @@ def test_other_disk_errors_and_the_very_first_save(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_a_broken_tracker_does_not_hide_the_full_disk(tmp_path: Path) -> None:
+def test_full_disk_is_reported_despite_an_invalid_tracker(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep=1)
     manager.save(1, writer("first"))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
@@ -265,7 +269,7 @@ def test_a_broken_tracker_does_not_hide_the_full_disk(tmp_path: Path) -> None:
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one megabyte."""
+    """A folder with a file system of one megabyte."""
     if shutil.which("mount") is None or os.geteuid() != 0:
         pytest.skip("mounting a tiny file system needs root and mount")
     disk = tmp_path / "disk"
@@ -279,7 +283,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("safetensors", [False, True])
-def test_really_full_disk(tiny_disk: Path, safetensors: bool) -> None:
+def test_real_full_disk_keeps_the_previous_checkpoint(tiny_disk: Path, safetensors: bool) -> None:
     root = tiny_disk / "run"
     manager = CheckpointManager(root, keep=1)
     manager.save(1, writer("first"))
@@ -289,12 +293,12 @@ def test_really_full_disk(tiny_disk: Path, safetensors: bool) -> None:
 
     with pytest.raises(CheckpointError, match=r"disk full .*global_step_1 stays the latest"):
         manager.save(2, tensors if safetensors else writer("second", size=2**21))
-    check_untouched(manager, root)
+    assert_first_checkpoint_unchanged(manager, root)
     manager.save(2, writer("second", size=2**19))
     assert content(manager.latest()) == "second"
 
 
-def test_leftovers_of_the_dead_go_and_work_in_progress_stays(tmp_path: Path) -> None:
+def test_leftover_folders_are_removed_unless_locked(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep=None)
     dead = [tmp_path / f".{kind}.global_step_1.{'0' * 16}" for kind in ("saving", "deleting")]
     alive = tmp_path / f".saving.global_step_1.{'1' * 16}"
@@ -309,7 +313,7 @@ def test_leftovers_of_the_dead_go_and_work_in_progress_stays(tmp_path: Path) -> 
     assert not alive.exists()
 
 
-def test_a_replacement_that_never_arrived_is_undone(tmp_path: Path) -> None:
+def test_an_incomplete_replacement_is_undone(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep=None)
     path = manager.save(1, writer("old"))
     path.rename(tmp_path / f".replaced.global_step_1.{'0' * 16}")

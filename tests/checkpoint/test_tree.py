@@ -1,4 +1,4 @@
-"""Trees come back bit for bit, and what cannot come back is refused with its place or file."""
+"""Trees are restored bit for bit; unsupported values and damaged files are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def round_trip(tmp_path: Path, tree: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal types, values and bits, deep."""
+    """Return whether two trees have equal types, values and bits."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -58,18 +58,18 @@ def same(a: Any, b: Any) -> bool:
         torch.complex64,
     ],
 )
-def test_every_dtype_keeps_its_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_tensors_of_every_dtype_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype)
     assert same(round_trip(tmp_path, tensor), tensor)
 
 
-def test_nan_payloads_empty_and_scalar_tensors(tmp_path: Path) -> None:
+def test_nan_payloads_empty_and_scalar_tensors_round_trip(tmp_path: Path) -> None:
     odd = torch.tensor([0x7FC00001, -1, 0x7F800000, -0x80000000], dtype=torch.int32)
     tree = [odd.view(torch.float32), torch.zeros(0, 3), torch.tensor(2.5), torch.tensor(True)]
     assert same(round_trip(tmp_path, tree), tree)
 
 
-def test_python_values(tmp_path: Path) -> None:
+def test_python_values_round_trip(tmp_path: Path) -> None:
     payload_nan = struct.unpack("<d", bytes.fromhex("010000000000f87f"))[0]
     tree = {
         "floats": [0.1, -0.0, 1e308, 5e-324, float("inf"), float("-inf"), payload_nan, 3.0],
@@ -100,11 +100,11 @@ trees = st.recursive(
 
 @settings(max_examples=60, deadline=None, database=None)
 @given(tree=trees)
-def test_any_tree(tmp_path_factory: pytest.TempPathFactory, tree: Any) -> None:
+def test_random_trees_round_trip(tmp_path_factory: pytest.TempPathFactory, tree: Any) -> None:
     assert same(round_trip(tmp_path_factory.mktemp("tree"), tree), tree)
 
 
-def test_adam_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
+def test_adamw_continues_exactly_from_a_loaded_state(tmp_path: Path) -> None:
     def step(weight: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
         (weight.square().sum() * torch.rand(())).backward()  # type: ignore[no-untyped-call]
@@ -130,7 +130,7 @@ def test_adam_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
     assert torch.equal(again, weight)
 
 
-def test_shared_views_and_parameters_become_own_tensors(tmp_path: Path) -> None:
+def test_views_and_parameters_are_loaded_as_separate_tensors(tmp_path: Path) -> None:
     base = torch.arange(6.0)
     tree = OrderedDict(
         a=base,
@@ -149,13 +149,13 @@ def test_shared_views_and_parameters_become_own_tensors(tmp_path: Path) -> None:
     assert (tmp_path / "tree.safetensors").stat().st_size < 2000
 
 
-def test_a_view_costs_its_own_size_only(tmp_path: Path) -> None:
+def test_a_view_is_saved_without_its_base(tmp_path: Path) -> None:
     view = torch.arange(100_000.0)[5:8]
     assert same(round_trip(tmp_path, view), view)
     assert (tmp_path / "tree.safetensors").stat().st_size < 1000
 
 
-def test_loaded_tensors_do_not_depend_on_the_file(tmp_path: Path) -> None:
+def test_loaded_tensors_own_their_memory(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     save_tree(path, torch.arange(1000))
     tensor = load_tree(path)
@@ -174,7 +174,7 @@ def test_loaded_tensors_do_not_depend_on_the_file(tmp_path: Path) -> None:
         ([torch.zeros(2, device="meta")], r"tree\[0\] .*on meta"),
     ],
 )
-def test_what_cannot_come_back_is_refused_with_its_place(
+def test_unsupported_values_are_refused_with_their_path(
     tmp_path: Path, tree: Any, message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
@@ -182,12 +182,12 @@ def test_what_cannot_come_back_is_refused_with_its_place(
     assert not (tmp_path / "t.safetensors").exists()
 
 
-def test_other_suffix_is_refused(tmp_path: Path) -> None:
+def test_other_suffixes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="rename it"):
         save_tree(tmp_path / "t.json", {})
 
 
-def test_every_truncation_is_reported_with_the_file_name(tmp_path: Path) -> None:
+def test_truncated_files_are_refused_with_their_name(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     save_tree(path, {"a": torch.arange(3), "b": 1})
     whole = path.read_bytes()
@@ -197,7 +197,7 @@ def test_every_truncation_is_reported_with_the_file_name(tmp_path: Path) -> None
             load_tree(path)
 
 
-def test_damaged_structure(tmp_path: Path) -> None:
+def test_invalid_structures_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     for structure in (
         "{",
@@ -209,17 +209,17 @@ def test_damaged_structure(tmp_path: Path) -> None:
     ):
         metadata = {"slipstream_tree": structure, "slipstream_tree_version": "1"}
         save_file({}, path, metadata=metadata)
-        with pytest.raises(CheckpointError, match="structure does not fit"):
+        with pytest.raises(CheckpointError, match="structure does not"):
             load_tree(path)
 
 
-def test_newer_format_foreign_file_and_missing_file(tmp_path: Path) -> None:
+def test_newer_foreign_and_missing_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     save_file({}, path, metadata={"slipstream_tree": "1", "slipstream_tree_version": "2"})
     with pytest.raises(CheckpointError, match=r"newer version of slipstream.*upgrade"):
         load_tree(path)
     save_file({"w": torch.zeros(1)}, path)
-    with pytest.raises(CheckpointError, match="not one that save_tree wrote"):
+    with pytest.raises(CheckpointError, match=r"read it with safetensors\.torch\.load_file"):
         load_tree(path)
     with pytest.raises(CheckpointError, match="does not exist"):
         load_tree(tmp_path / "none.safetensors")
@@ -242,7 +242,7 @@ def test_plain_pickles_are_refused(tmp_path: Path, protocol: int) -> None:
         load_tree(path)
 
 
-def test_a_header_length_that_reads_like_a_pickle_is_not_one(tmp_path: Path) -> None:
+def test_a_header_length_like_pickle_magic_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     for size in range(400, 700):
         save_tree(path, "x" * size)

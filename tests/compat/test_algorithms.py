@@ -1,4 +1,4 @@
-"""VERL's functions: the same numbers as ours, by VERL's names and arguments."""
+"""Functions with verl's names and arguments return the same numbers as Slipstream's own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slipstream.compat import verl
 from slipstream.compat.verl import DataProto
 
 
-def test_ppo_loss_by_hand() -> None:
+def test_ppo_loss_matches_a_hand_calculation() -> None:
     old, new = torch.zeros(1, 3), torch.tensor([[0.0, 1.0, -1.0]])
     advantages, mask = torch.tensor([[1.0, 1.0, -1.0]]), torch.ones(1, 3)
     loss, metrics = verl.compute_ppo_loss(old, new, advantages, mask)
@@ -22,7 +22,7 @@ def test_ppo_loss_by_hand() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mapping", "object"])
-def test_ppo_loss_takes_the_actors_settings(kind: str) -> None:
+def test_ppo_loss_uses_the_actor_settings(kind: str) -> None:
     torch.manual_seed(0)
     old, new, advantages = torch.randn(3, 2, 5)
     mask = torch.ones(2, 5)
@@ -44,7 +44,7 @@ def test_ppo_loss_takes_the_actors_settings(kind: str) -> None:
     assert loss.item() != verl.compute_ppo_loss(old, new, advantages, mask)[0].item()
 
 
-def test_kl_and_trajectory_advantages() -> None:
+def test_kl_penalty_and_trajectory_advantages() -> None:
     left, right = torch.tensor([0.0, 1.0]), torch.tensor([1.0, 1.0])
     assert verl.compute_kl_penalty(left, right).tolist() == [-1.0, 0.0]
     assert verl.compute_kl_penalty(left, right, "mse").tolist() == [0.5, 0.0]
@@ -54,7 +54,7 @@ def test_kl_and_trajectory_advantages() -> None:
     assert verl.advantage_estimation is verl.estimate_advantages
 
 
-def test_advantages_of_a_batch() -> None:
+def test_compute_advantage_adds_advantages_and_returns() -> None:
     rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 3.0], [2.0, 0.0]])
     data = DataProto(
         {"token_level_rewards": rewards, "response_mask": torch.ones(4, 2)},
@@ -74,12 +74,12 @@ def test_advantages_of_a_batch() -> None:
     assert again.batch["returns"].tolist() == [[1.0, 1.0], [0.0, 0.0], [3.0, 3.0], [2.0, 0.0]]
 
 
-def test_advantages_are_computed_again_where_asked_again() -> None:
+def test_compute_advantage_overwrites_earlier_results() -> None:
     fields = {"token_level_rewards": torch.ones(2, 1), "response_mask": torch.ones(2, 1)}
     data = DataProto(fields, {"uid": ["a", "b"]})
     verl.compute_advantage(data, "grpo")
     data.batch["token_level_rewards"] = torch.tensor([[1.0], [3.0]])
     verl.compute_advantage(data, "grpo")
     assert data.batch["advantages"].tolist() == [[1.0], [3.0]]
-    with pytest.raises(ValueError, match=r"grpo compares the responses .*\['uid'\] must say"):
+    with pytest.raises(ValueError, match=r"grpo compares .*non_tensor_batch\['uid'\]"):
         verl.compute_advantage(DataProto(fields), "grpo")

@@ -1,4 +1,4 @@
-"""VERL's factories of data sets and samplers."""
+"""verl's factory functions for data sets and samplers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.data.samplers import PassRateSampler
 from tests.data.helpers import char_tokenizer
 
 
-def test_data_sets_by_configuration(tmp_path: Path) -> None:
+def test_create_rl_dataset_follows_the_configuration(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": text}) for text in "abcd"))
     code = tmp_path / "mine.py"
@@ -43,7 +43,7 @@ def test_data_sets_by_configuration(tmp_path: Path) -> None:
         create_rl_dataset(path, {}, char_tokenizer(), processor=object())
 
 
-def test_samplers_by_configuration() -> None:
+def test_create_rl_sampler_follows_the_configuration() -> None:
     rows = list(range(20))
     assert list(create_rl_sampler({"shuffle": False}, rows)) == rows
     one, two = (list(create_rl_sampler({"seed": 3}, rows)) for _ in range(2))

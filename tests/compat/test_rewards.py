@@ -1,4 +1,4 @@
-"""VERL's reward functions and managers over batches."""
+"""verl's reward functions and managers, called with batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.rewards.helpers import sample
 
 
 def batch() -> DataProto:
-    """Two rows, the second one shorter and right."""
+    """Return two rows; the second one is shorter and correct."""
     rows = [
         sample(*ids("#### 41"), source="openai/gsm8k", truth="42"),
         sample(*ids("#### 7"), source="openai/gsm8k", truth="7"),
@@ -30,7 +30,7 @@ def batch() -> DataProto:
     return proto_of(rows, ["", ""])
 
 
-def test_samples_are_found_again() -> None:
+def test_samples_of_restores_samples_from_a_batch() -> None:
     one, two = samples_of(batch())
     assert (one.prompt_ids, one.response_ids, one.uid) == ([9, 9], ids("#### 41"), "u1")
     assert (two.prompt_ids, two.response_ids, two.uid) == ([8, 8], ids("#### 7"), "u2")
@@ -43,7 +43,7 @@ def test_samples_are_found_again() -> None:
     assert (bare.prompt_ids, bare.response_ids, bare.uid) == ([], [5, 6], "0")
 
 
-def test_a_manager_gives_rewards_at_the_last_tokens() -> None:
+def test_managers_put_rewards_at_the_last_tokens() -> None:
     manager = verl.load_reward_manager({}, char_tokenizer(), num_examine=0)
     data = batch()
     rewards = manager(data)
@@ -57,7 +57,7 @@ def test_a_manager_gives_rewards_at_the_last_tokens() -> None:
     assert torch.equal(anyio.run(verl.compute_reward_async, data, {}, char_tokenizer())[0], rewards)
 
 
-def test_scores_that_are_there_are_returned() -> None:
+def test_existing_rm_scores_are_returned() -> None:
     data = batch()
     given = torch.full(data.batch["responses"].shape, 3.0)
     data.union(DataProto({"rm_scores": given}))
@@ -65,7 +65,7 @@ def test_scores_that_are_there_are_returned() -> None:
     assert manager(data) is data.batch["rm_scores"]
 
 
-def test_failures_and_parts_are_told(tmp_path: Path) -> None:
+def test_extra_info_has_parts_and_failures(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info, scale):\n"
@@ -86,20 +86,20 @@ def test_failures_and_parts_are_told(tmp_path: Path) -> None:
     assert verl.get_custom_reward_fn({}) is None
 
 
-def test_managers_options_are_keywords() -> None:
+def test_manager_options_are_passed_as_keywords() -> None:
     manager = verl.load_reward_manager(
         ["reward_model.reward_manager=dapo"],
         char_tokenizer(),
         max_resp_len=7,
         overlong_buffer_cfg={"enable": True, "len": 4, "penalty_factor": 1.0},
     )
-    # Seven tokens use all four of the buffer, six use three.
+    # Seven tokens use four tokens of the buffer, six tokens use three.
     assert manager(batch()).sum(1).tolist() == [-1.0, 0.25]
     with pytest.raises(ConfigError, match="do not fit the manager"):
         verl.load_reward_manager({}, char_tokenizer(), max_resp_len=7)
 
 
-def test_functions_of_batches() -> None:
+def test_compute_reward_calls_batch_functions() -> None:
     def both(data: DataProto) -> Any:
         return torch.ones(len(data)), {"note": data.responses}
 
@@ -110,15 +110,15 @@ def test_functions_of_batches() -> None:
     assert data.ground_truth_answers == ["42", "7"]
 
 
-def test_default_scores_take_verls_keywords() -> None:
+def test_default_compute_score_accepts_verls_keywords() -> None:
     held = threading.Semaphore(1)
     assert verl.default_compute_score("gsm8k", "#### 7", "7", concurrent_semaphore=held) == 1.0
     assert held.acquire(blocking=False)
-    with pytest.raises(ConfigError, match="is no address"):
+    with pytest.raises(ConfigError, match=r"reward_model\.sandbox_fusion\.url='nowhere'"):
         verl.default_compute_score("apps", "x", "{}", sandbox_fusion_url="nowhere")
 
 
-def test_configurations_of_every_form(tmp_path: Path) -> None:
+def test_config_of_accepts_all_forms(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("trainer:\n  seed: 5\n")
     forms: list[Any] = [
@@ -138,7 +138,7 @@ def test_configurations_of_every_form(tmp_path: Path) -> None:
         config_of({"trainer": {"sed": 5}})
 
 
-def test_managers_as_classes() -> None:
+def test_manager_classes_score_batches() -> None:
     tokenizer = char_tokenizer()
     assert verl.NaiveRewardManager(tokenizer, 1)(batch()).sum(1).tolist() == [0.0, 1.0]
     dapo = verl.DAPORewardManager(
@@ -156,11 +156,11 @@ def test_managers_as_classes() -> None:
 
     together = verl.BatchRewardManager(tokenizer, 0, lengths)
     assert together(batch()).sum(1).tolist() == [7.0, 6.0]
-    with pytest.raises(ConfigError, match=r"set data\.reward_fn_key=source, which fills it"):
+    with pytest.raises(ConfigError, match=r"set data\.reward_fn_key=source"):
         verl.NaiveRewardManager(tokenizer, 0, reward_fn_key="source")
 
 
-def test_managers_are_asked_for_a_mapping_where_they_take_the_question() -> None:
+def test_compute_reward_requests_a_mapping_if_return_dict_is_a_parameter() -> None:
     class Mine:
         def __call__(self, data: DataProto, return_dict: bool = False) -> Any:
             rewards = torch.ones(len(data))
@@ -174,7 +174,7 @@ def test_managers_are_asked_for_a_mapping_where_they_take_the_question() -> None
     assert extra == {"acc": [0.5, 0.5]}
 
 
-def test_failures_of_a_direct_call_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_of_a_direct_call_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     def boom(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
         raise ValueError("boom")
 
@@ -183,7 +183,7 @@ def test_failures_of_a_direct_call_are_told(caplog: pytest.LogCaptureFixture) ->
     assert "2 of 2 responses failed: ValueError: boom" in caplog.text
 
 
-def test_fields_of_a_data_set_reach_functions_of_batches() -> None:
+def test_data_set_fields_reach_batch_functions() -> None:
     def of_state(data: DataProto) -> torch.Tensor:
         return torch.tensor([float(state) for state in data.batch["state"]])
 
@@ -192,7 +192,7 @@ def test_fields_of_a_data_set_reach_functions_of_batches() -> None:
     assert manager(data).sum(1).tolist() == [3.0, 4.0]
 
 
-def test_a_row_of_the_wrong_kind_is_named() -> None:
+def test_a_row_with_a_wrong_type_raises_data_error() -> None:
     data = DataProto(
         {"responses": torch.tensor([[5], [6]])}, {"reward_model": [{"ground_truth": "1"}, "2"]}
     )
@@ -200,7 +200,7 @@ def test_a_row_of_the_wrong_kind_is_named() -> None:
         samples_of(data)
 
 
-def test_terms_of_groups_count_in_direct_calls(tmp_path: Path) -> None:
+def test_group_terms_apply_in_direct_calls(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
         "def spread(data_sources, solution_strs, ground_truths, extra_infos):\n"

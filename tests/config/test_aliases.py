@@ -17,7 +17,7 @@ from slipstream.config.aliases import (
 from slipstream.config.tree import options
 from slipstream.errors import ConfigError
 
-CPU = Hardware(gpus=0, cpus=2)
+CPU = Hardware(gpus=0)
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -269,7 +269,7 @@ def test_a_verl_launch_line_is_accepted() -> None:
         "trainer.total_epochs=15",
     ]
     notices: list[str] = []
-    config = load_config(line, hardware=Hardware(gpus=1, cpus=2), notify=notices.append)
+    config = load_config(line, hardware=Hardware(gpus=1), notify=notices.append)
     assert config.data.train_batch_size == 1024
     assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 40
     assert config.trainer.default_local_dir == (

@@ -34,7 +34,6 @@ def test_visible_gpus(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
     found = detect_hardware(tmp_path)
     assert found.gpus == gpus
-    assert found.cpus >= 1
 
 
 def test_no_device_files_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from slipstream.config.sources import recipe_names
 from slipstream.config.tree import from_dict, options
 from slipstream.errors import ConfigError
 
-CPU = Hardware(gpus=0, cpus=2)
+CPU = Hardware(gpus=0)
 
 
 def load(*overrides: str, recipe: str | None = "tiny", file: Path | None = None) -> Config:

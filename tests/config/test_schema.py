@@ -17,7 +17,7 @@ from slipstream.config.fields import FrozenMapping, Range
 from slipstream.config.tree import from_dict, options, show, type_text
 
 KEYS = Path(__file__).parent / "keys.txt"
-CPU = Hardware(gpus=0, cpus=2)
+CPU = Hardware(gpus=0)
 
 
 def listed_keys() -> str:

@@ -7,7 +7,7 @@ import pytest
 from slipstream.config import Config, Hardware, load_config, resolve_mode
 from slipstream.errors import ConfigError
 
-CPU = Hardware(gpus=0, cpus=2)
+CPU = Hardware(gpus=0)
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
@@ -554,7 +554,7 @@ def test_a_model_is_asked_for_only_where_one_is_needed() -> None:
 
 
 def test_gpus_that_are_there_can_be_used() -> None:
-    two = Hardware(gpus=2, cpus=8)
+    two = Hardware(gpus=2)
     assert load("trainer.device=cuda", two).trainer.device == "cuda"
     assert load("trainer.n_gpus_per_node=1", two).trainer.n_gpus_per_node == 1
     assert load("trainer.n_gpus_per_node=2", two).trainer.n_gpus_per_node == 2
@@ -633,7 +633,8 @@ def test_heads_of_odd_width_are_refused_for_every_engine() -> None:
 
 def test_multiples_are_those_of_exact_mode() -> None:
     # The rules may not import torch, and so repeat two numbers.
-    from slipstream.config.validate import _CHUNK_MULTIPLE, _WIDTH_MULTIPLE
+    from slipstream.config.engines import EMBEDDED
+    from slipstream.config.validate import _CHUNK_MULTIPLE
     from slipstream.models.numerics import ROW_MULTIPLE, WIDTH_MULTIPLE
 
-    assert (_WIDTH_MULTIPLE, _CHUNK_MULTIPLE) == (WIDTH_MULTIPLE, ROW_MULTIPLE)
+    assert (EMBEDDED.width_multiple, _CHUNK_MULTIPLE) == (WIDTH_MULTIPLE, ROW_MULTIPLE)

@@ -1,4 +1,4 @@
-"""Tokenizers for tests: a chat format with headers, over single characters and marks."""
+"""Test helper: a character tokenizer with a chat template that writes headers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHATML = (
 
 
 def char_tokenizer(chat_template: str | None = CHATML) -> Any:
-    """Every ASCII character is a token (its id is its code); `<s>` is 128, `<e>` (the end) 129."""
+    """Return a tokenizer with one token per ASCII character, `<s>` (128) and `<e>` (129, eos)."""
     vocab = {chr(i): i for i in range(128)} | {"<s>": 128, "<e>": 129}
     backend = Tokenizer(WordLevel(vocab=vocab))
     backend.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
@@ -34,7 +34,7 @@ def char_tokenizer(chat_template: str | None = CHATML) -> Any:
 
 
 def ids(text: str) -> list[int]:
-    """The ids that `char_tokenizer` gives, computed by hand."""
+    """Return the ids of `char_tokenizer` for `text`, computed independently."""
     out, place = [], 0
     while place < len(text):
         mark = text[place : place + 3]

@@ -1,6 +1,10 @@
+"""Countdown problems, prompts and demonstrations are deterministic, disjoint and correct."""
+
 from __future__ import annotations
 
 import statistics
+from itertools import combinations
+from math import comb
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +14,9 @@ from slipstream.data.countdown import SPLITS, CountdownTask, Problem, Split, spl
 from slipstream.errors import ConfigError
 
 TASK = CountdownTask(seed=0)
+
+TOKENS_PER_TRY = 8
+"""`a op b = c off d`, and the comma between two tries."""
 
 
 def tokens(text: str) -> int:
@@ -22,7 +29,7 @@ def test_prompt_has_the_documented_form() -> None:
     assert colon == ":"
     goal = int(target.removeprefix("->"))
     assert prompt.ground_truth == {"numbers": [int(n) for n in numbers], "target": goal}
-    # Number n has id n, target n has id 100 + n; ":" closes the symbols.
+    # Number n has id n, target n has id 100 + n, and ":" is the last symbol.
     assert prompt.ids == [*map(int, numbers), 100 + goal, 206]
     assert prompt.uid == "countdown/0/train/0"
     assert prompt.data_source == "countdown"
@@ -51,13 +58,13 @@ def test_train_and_held_out_never_overlap(seed: int, other: int, start: int) -> 
     assert seen.isdisjoint(held_out.problem("held_out", i).canonical for i in range(100))
 
 
-def test_thousands_of_problems_do_not_overlap_and_both_splits_are_rich() -> None:
+def test_splits_are_disjoint_and_have_many_problems() -> None:
     seen: dict[Split, set[str]] = {
         split: {TASK.problem(split, i).canonical for i in range(1500)} for split in SPLITS
     }
     assert seen["train"].isdisjoint(seen["held_out"])
     assert len(seen["train"]) > 1200
-    # Held-out problems are distinct: n of them are n problems.
+    # Held-out problems are distinct.
     assert len(seen["held_out"]) == 1500
 
 
@@ -75,7 +82,7 @@ def test_the_split_ignores_the_order_of_the_numbers() -> None:
     assert abs(statistics.fmean(shares) - 0.1) < 0.03
 
 
-def test_everything_is_a_function_of_seed_split_and_index() -> None:
+def test_prompts_and_demonstrations_depend_on_seed_split_and_index() -> None:
     again = CountdownTask(seed=0)
     backwards = [again.prompt("train", i).ids for i in reversed(range(20))]
     assert [TASK.prompt("train", i).ids for i in range(20)] == backwards[::-1]
@@ -86,8 +93,8 @@ def test_everything_is_a_function_of_seed_split_and_index() -> None:
     assert len(variants) > 5
 
 
-def test_the_first_problem_is_pinned() -> None:
-    """A changed law would silently change every recorded run."""
+def test_the_first_problems_do_not_change() -> None:
+    """A changed distribution would silently change every recorded run."""
     assert TASK.problem("train", 0) == Problem((5, 11, 8, 9), 14)
     assert TASK.problem("held_out", 0) == Problem((5, 3, 11), 2)
     assert TASK.demonstration("train", 0)[1]["content"] == (
@@ -96,7 +103,7 @@ def test_the_first_problem_is_pinned() -> None:
     )
 
 
-def test_demonstrations_try_nothing_twice_and_every_step_is_true() -> None:
+def test_demonstrations_have_correct_steps_without_repetition() -> None:
     for index in range(300):
         problem = TASK.problem("train", index)
         text = TASK.demonstration("train", index)[1]["content"]
@@ -115,66 +122,52 @@ def test_demonstrations_try_nothing_twice_and_every_step_is_true() -> None:
         assert not any(hits[:-1])
         assert answer.split() == steps[-1][:3]
         assert hits[-1] == TASK.verify(problem, text).correct
-        assert tokens(text) + 1 <= TASK.max_response_tokens()
+        assert tokens(text) + 1 <= 20 * TOKENS_PER_TRY + 4
 
 
-def test_law_of_one_problem_by_hand() -> None:
-    task = CountdownTask(give_up=0.5)
-    # Six tries in random order, one of which is the solution: it is try k with probability 1/6 and
-    # is reached with probability 0.5^(k-1).
-    law = task.demonstration_law(Problem((1, 4, 5), 9))
-    assert law.accuracy == pytest.approx(sum(0.5**k for k in range(6)) / 6)
-    # A response that ends with try k, solved or given up, takes 8 k + 4 tokens.
-    assert law.lengths[12] == pytest.approx(1 / 6 + 5 / 6 * 0.5)
-    assert law.lengths[28] == pytest.approx(0.25 * (1 / 6 + 3 / 6 * 0.5))
-    assert sum(law.lengths.values()) == pytest.approx(1.0)
-
-
-def test_imitation_is_capped_where_the_law_says() -> None:
-    count = 3000
-    verdicts = [
-        TASK.verify(TASK.problem("train", i), TASK.demonstration("train", i)[1]["content"]).correct
+def share_solved(task: CountdownTask, count: int) -> float:
+    """How many of the first `count` demonstrations are correct."""
+    return statistics.fmean(
+        task.verify(task.problem("train", i), task.demonstration("train", i)[1]["content"]).correct
         for i in range(count)
-    ]
-    expected = TASK.expected_accuracy("train", count)
-    assert 0.55 < expected < 0.7
+    )
+
+
+def test_a_demonstration_gives_up_with_the_probability_set() -> None:
+    task = CountdownTask(give_up=0.5, min_numbers=3, max_numbers=3)
+    count = 3000
+    # Six tries in random order; the first of the s that solve is try k with probability
+    # C(6 - k, s - 1) / C(6, s), and is reached with probability 0.5^(k-1).
+    expected = 0.0
+    for index in range(count):
+        problem = task.problem("train", index)
+        values = [a + b for a, b in combinations(problem.numbers, 2)]
+        values += [abs(a - b) for a, b in combinations(problem.numbers, 2)]
+        s = values.count(problem.target)
+        expected += sum(comb(6 - k, s - 1) * 0.5 ** (k - 1) for k in range(1, 8 - s)) / comb(6, s)
     # The standard error is 0.009.
-    assert statistics.fmean(verdicts) == pytest.approx(expected, abs=0.03)
+    assert share_solved(task, count) == pytest.approx(expected / count, abs=0.03)
 
 
-def test_not_giving_up_solves_everything() -> None:
-    task = CountdownTask(give_up=0.0)
-    assert task.expected_accuracy("train", 200) == pytest.approx(1.0)
-    assert task.verify(
-        task.problem("train", 7), task.demonstration("train", 7)[1]["content"]
-    ).correct
+def test_imitation_is_capped_and_searching_longer_helps() -> None:
+    assert 0.55 < share_solved(TASK, 1000) < 0.7
+    assert share_solved(CountdownTask(give_up=0.0), 200) == 1.0
+    solved = [share_solved(CountdownTask(max_tries=k), 400) for k in (1, 4, 12, 20)]
+    assert solved == sorted(solved)
+    assert solved[-1] > solved[0] + 0.3
 
 
 def test_lengths_have_a_long_tail() -> None:
-    count = 2000
-    lengths = sorted(tokens(TASK.demonstration("train", i)[1]["content"]) + 1 for i in range(count))
+    lengths = sorted(tokens(TASK.demonstration("train", i)[1]["content"]) + 1 for i in range(2000))
     assert lengths[-1] / statistics.median(lengths) > 4.0
-    law = TASK.demonstration_lengths("train", count)
-    assert sum(law.values()) == pytest.approx(1.0)
-    mean = sum(length * p for length, p in law.items())
-    assert statistics.fmean(lengths) == pytest.approx(mean, rel=0.05)
-    assert max(law) == TASK.max_response_tokens() == 8 * 20 + 4
+    # Five numbers make ten pairs, and twenty tries.
+    assert lengths[-1] <= 20 * TOKENS_PER_TRY + 4
 
 
-def test_searching_longer_helps() -> None:
-    caps = [CountdownTask(max_tries=k).expected_accuracy("train", 200) for k in (1, 4, 12, 20)]
-    assert caps == sorted(caps)
-    assert caps[-1] > caps[0] + 0.3
-
-
-def test_max_tries_bounds_the_response() -> None:
+def test_max_tries_limits_the_response_length() -> None:
     task = CountdownTask(max_tries=2, give_up=0.0)
-    assert task.max_response_tokens() == 20
-    for index in range(50):
-        assert tokens(task.demonstration("train", index)[1]["content"]) + 1 <= 20
-    law = task.demonstration_law(Problem((1, 4, 5), 9))
-    assert law.accuracy == pytest.approx(1 / 3)
-    assert law.lengths == pytest.approx({12: 1 / 6, 20: 5 / 6})
+    lengths = {tokens(task.demonstration("train", index)[1]["content"]) + 1 for index in range(50)}
+    assert lengths == {TOKENS_PER_TRY + 4, 2 * TOKENS_PER_TRY + 4}
 
 
 def test_max_prompt_tokens_is_reached() -> None:
@@ -198,8 +191,8 @@ def test_impossible_parameters_are_refused(options: dict[str, float], message: s
         CountdownTask(**options)  # type: ignore[arg-type]
 
 
-def test_impossible_addresses_are_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown split 'test'; there are train, held_out"):
+def test_unknown_splits_and_negative_indices_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"unknown split 'test'; .*train, held_out"):
         TASK.problem("test", 0)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="index -1"):
         TASK.prompt("train", -1)

@@ -1,3 +1,5 @@
+"""`DataBuffer` and its sources supply prompts with exact, restorable positions."""
+
 from __future__ import annotations
 
 import json
@@ -36,7 +38,7 @@ def test_an_epoch_is_a_permutation_and_epochs_differ() -> None:
     assert uids(DataBuffer(prompts(10), seed=2).get_prompts(10)) != uids(epochs[0])
 
 
-def test_without_shuffle_the_order_is_the_files() -> None:
+def test_without_shuffle_prompts_keep_their_order() -> None:
     buffer = DataBuffer(prompts(3), seed=0, shuffle=False)
     got = buffer.get_prompts(7)
     assert uids(got) == ["p0", "p1", "p2", "p0", "p1", "p2", "p0"]
@@ -44,16 +46,16 @@ def test_without_shuffle_the_order_is_the_files() -> None:
     assert (buffer.epoch_id, buffer.sample_offset) == (2, 1)
 
 
-def test_the_callers_prompts_are_not_changed() -> None:
-    mine = prompts(2)
-    buffer = DataBuffer(mine, seed=0, shuffle=False)
+def test_the_given_prompts_are_not_modified() -> None:
+    given_prompts = prompts(2)
+    buffer = DataBuffer(given_prompts, seed=0, shuffle=False)
     buffer.get_prompts(5)
-    assert [p.epoch for p in mine] == [0, 0]
+    assert [p.epoch for p in given_prompts] == [0, 0]
 
 
 @settings(max_examples=50, deadline=None)
 @given(calls=st.lists(st.integers(0, 9), max_size=8), more=st.integers(1, 20))
-def test_position_restores_exactly_mid_epoch(calls: list[int], more: int) -> None:
+def test_a_position_within_an_epoch_is_restored_exactly(calls: list[int], more: int) -> None:
     original = DataBuffer(prompts(7), seed=3)
     for n in calls:
         original.get_prompts(n)
@@ -64,7 +66,7 @@ def test_position_restores_exactly_mid_epoch(calls: list[int], more: int) -> Non
     assert resumed.get_prompts(more) == original.get_prompts(more)
 
 
-def test_a_task_source_counts_on() -> None:
+def test_a_task_source_continues_at_its_index() -> None:
     task = CountdownTask(seed=5)
     buffer = DataBuffer(TaskSource(task, "train"))
     assert buffer.endless
@@ -86,7 +88,7 @@ def mixture(seed: int = 0) -> MixtureSource:
     )
 
 
-def test_a_mixture_follows_its_weights() -> None:
+def test_a_mixture_draws_with_its_weights() -> None:
     got = DataBuffer(mixture()).get_prompts(2000)
     shares = Counter(p.uid[0] for p in got)
     # 1,200 / 400 / 400 expected, standard deviations under 22.
@@ -99,7 +101,7 @@ def test_a_mixture_follows_its_weights() -> None:
         assert {p.epoch for p in a[start : start + 5]} == {start // 5}
 
 
-def test_a_mixture_is_deterministic_and_restores_every_part() -> None:
+def test_a_mixture_is_deterministic_and_restores_all_sources() -> None:
     assert DataBuffer(mixture()).get_prompts(50) == DataBuffer(mixture()).get_prompts(50)
     assert uids(DataBuffer(mixture(1)).get_prompts(50)) != uids(
         DataBuffer(mixture()).get_prompts(50)
@@ -111,7 +113,7 @@ def test_a_mixture_is_deterministic_and_restores_every_part() -> None:
     assert resumed.get_prompts(60) == original.get_prompts(60)
 
 
-def test_a_foreign_position_is_refused() -> None:
+def test_positions_of_other_data_are_refused() -> None:
     state = DataBuffer(prompts(5), seed=0).state_dict()
     for other, key in (
         (DataBuffer(prompts(6), seed=0), "prompts"),
@@ -131,7 +133,7 @@ def test_a_foreign_position_is_refused() -> None:
 
 
 @pytest.mark.parametrize("change", [{"epoch_id": -1}, {"sample_offset": None}, {"epoch_id": True}])
-def test_a_corrupt_position_is_refused(change: dict[str, Any]) -> None:
+def test_corrupt_positions_are_refused(change: dict[str, Any]) -> None:
     buffer = DataBuffer(prompts(5), seed=0)
     with pytest.raises(DataError, match=f"{next(iter(change))} must be a count"):
         buffer.load_state_dict({**buffer.state_dict(), **change})
@@ -139,7 +141,7 @@ def test_a_corrupt_position_is_refused(change: dict[str, Any]) -> None:
         buffer.load_state_dict({**buffer.state_dict(), "sample_offset": 6})
 
 
-def test_bad_sources_are_refused() -> None:
+def test_invalid_sources_are_refused() -> None:
     with pytest.raises(DataError, match="no prompts"):
         DataBuffer([])
     with pytest.raises(DataError, match="uid 'p0' occurs 2 times"):

@@ -1,4 +1,4 @@
-"""Prompts from data sets: order, epochs, positions."""
+"""`DatasetSource` draws items of data sets in order, with epochs and restorable positions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.data.helpers import char_tokenizer
 
 
 class Letters:
-    """A data set that is told of batches."""
+    """A data set of single letters that records batches and grows after each."""
 
     def __init__(self, size: int, uid: Any = None) -> None:
         self.size, self.uid = size, uid
@@ -38,19 +38,19 @@ class Letters:
         self.size += 1
 
 
-class Often(torch.utils.data.Sampler[int]):
-    """The first item again and again; its order depends on how often it was asked."""
+class MostlyFirst(torch.utils.data.Sampler[int]):
+    """Yields the first item repeatedly. Its order depends on the number of iterations."""
 
     def __init__(self, length: int) -> None:
-        self.length, self.asked = length, 0
+        self.length, self.iterations = length, 0
 
     def __len__(self) -> int:
         return self.length
 
     def __iter__(self) -> Iterator[int]:
-        self.asked += 1
+        self.iterations += 1
         yield from [0] * (self.length - 1)
-        yield self.asked % 3
+        yield self.iterations % 3
 
 
 def source(dataset: Any, sampler: Any = None, *, shuffle: bool = False) -> DatasetSource:
@@ -62,7 +62,7 @@ def draw(buffer: DataBuffer, n: int) -> list[tuple[str, int]]:
     return [(chr(p.ids[0]), p.epoch) for p in buffer.get_prompts(n)]
 
 
-def test_epochs_in_order_and_shuffled() -> None:
+def test_epochs_are_in_order_or_shuffled() -> None:
     buffer = DataBuffer(source(Letters(3)))
     assert draw(buffer, 5) == [("A", 0), ("B", 0), ("C", 0), ("A", 1), ("B", 1)]
     assert (buffer.epoch_id, buffer.sample_offset, len(buffer), buffer.endless) == (1, 2, 3, False)
@@ -72,8 +72,8 @@ def test_epochs_in_order_and_shuffled() -> None:
     assert [letter for letter, _ in epochs[0]] != [letter for letter, _ in epochs[1]]
 
 
-def test_what_is_drawn_twice_in_an_epoch_has_other_noise() -> None:
-    buffer = DataBuffer(source(Letters(3), Often(3)))
+def test_an_item_drawn_again_gets_a_new_epoch_number() -> None:
+    buffer = DataBuffer(source(Letters(3), MostlyFirst(3)))
     assert draw(buffer, 4) == [("A", 0), ("A", 1), ("B", 0), ("A", 2)]
     assert len(buffer) == 3
 
@@ -81,9 +81,9 @@ def test_what_is_drawn_twice_in_an_epoch_has_other_noise() -> None:
 @pytest.mark.parametrize("drawn", [0, 2, 3, 7])
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("sampled", [False, True])
-def test_a_position_is_restored(drawn: int, shuffle: bool, sampled: bool) -> None:
+def test_positions_are_restored(drawn: int, shuffle: bool, sampled: bool) -> None:
     def make() -> DataBuffer:
-        return DataBuffer(source(Letters(5), Often(3) if sampled else None, shuffle=shuffle))
+        return DataBuffer(source(Letters(5), MostlyFirst(3) if sampled else None, shuffle=shuffle))
 
     one = make()
     draw(one, drawn)
@@ -93,43 +93,43 @@ def test_a_position_is_restored(drawn: int, shuffle: bool, sampled: bool) -> Non
     assert draw(other, 9) == draw(one, 9)
 
 
-def test_a_data_set_is_told_and_may_grow() -> None:
+def test_the_data_set_gets_batches_and_may_grow() -> None:
     dataset = Letters(2)
     buffer = DataBuffer(source(dataset))
     draw(buffer, 1)
     assert buffer.listener is not None
     buffer.listener.on_batch_end("batch")
     assert dataset.batches == ["batch"]
-    # The new row is of the next epoch.
+    # The new row is drawn from the next epoch on.
     assert draw(buffer, 4) == [("B", 0), ("A", 1), ("B", 1), ("C", 1)]
     assert buffer.listener.place_of("Letters:2") == 2
 
 
-def test_a_list_does_not_listen() -> None:
+def test_a_list_has_no_listener() -> None:
     dataset = [{"input_ids": [65]}]
     assert DataBuffer(source(dataset)).listener is None
 
 
-def test_bad_data_sets_are_named() -> None:
+def test_invalid_data_sets_and_samplers_are_refused() -> None:
     with pytest.raises(DataError, match="list has no rows: give it data files"):
         source([])
-    with pytest.raises(DataError, match="object has no length: give the class"):
+    with pytest.raises(DataError, match="object has no length: define __len__"):
         source(object())
     same = DataBuffer(source(Letters(2, uid="x")))
     with pytest.raises(DataError, match=r"Letters\[1\] has the uid 'x' of Letters\[0\]"):
         draw(same, 2)
-    short = Often(3)
+    short = MostlyFirst(3)
     buffer = DataBuffer(source(Letters(3), short))
     short.length = 1
-    with pytest.raises(DataError, match="has a length of 3 and yields fewer places"):
+    with pytest.raises(DataError, match="has a length of 3 but yields fewer indices"):
         draw(buffer, 3)
     other = DataBuffer(source([{"input_ids": [65]}]))
     with pytest.raises(DataError, match="recorded with dataset = 'list'"):
         DataBuffer(source(Letters(2))).load_state_dict(other.state_dict())
 
 
-class Shared(torch.utils.data.Sampler[int]):
-    """Draws from a generator that all share."""
+class GlobalRandom(torch.utils.data.Sampler[int]):
+    """Draws indices from a global random generator."""
 
     def __init__(self, draw: Callable[[], int]) -> None:
         self.draw = draw
@@ -150,11 +150,11 @@ class Shared(torch.utils.data.Sampler[int]):
         lambda: int(torch.randint(5, ())),
     ],
 )
-def test_samplers_of_shared_generators_are_functions_of_the_seed(
+def test_samplers_with_global_generators_depend_on_the_seed_only(
     draw_one: Callable[[], int],
 ) -> None:
     def make() -> DataBuffer:
-        return DataBuffer(source(Letters(5), Shared(draw_one)))
+        return DataBuffer(source(Letters(5), GlobalRandom(draw_one)))
 
     before = random.getstate(), torch.get_rng_state()
     one = make()
@@ -163,23 +163,23 @@ def test_samplers_of_shared_generators_are_functions_of_the_seed(
     assert torch.equal(torch.get_rng_state(), before[1])
     draw_one()
     assert draw(make(), 6) == first
-    # It never ends, and is restored all the same.
+    # A sampler that never ends is restored too.
     other = make()
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
     assert draw(other, 7) == draw(one, 7)
 
 
-def test_long_items_are_passed_over_where_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_overlong_items_are_skipped_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     items = [{"input_ids": [65] * n} for n in (3, 12, 2, 30)]
     buffer = DataBuffer(source(items))
     assert [len(p.ids) for p in buffer.get_prompts(4)] == [3, 2, 3, 2]
-    assert "list[1], of more tokens than data.max_prompt_length, is passed over" in caplog.text
-    assert caplog.text.count("passed over") == 1
+    assert "list[1], of more tokens than data.max_prompt_length, is skipped" in caplog.text
+    assert caplog.text.count("is skipped") == 1
     with pytest.raises(DataError, match="no item of list can be used"):
         DataBuffer(source(items[1:2])).get_prompts(1)
 
 
-def test_other_data_are_not_gone_on_with() -> None:
+def test_positions_of_changed_data_are_refused() -> None:
     class Known(Letters):
         content = "x"
 
@@ -196,7 +196,7 @@ def test_other_data_are_not_gone_on_with() -> None:
 
 
 class Broken(Letters):
-    """Raises in the method that it is told."""
+    """A data set that raises in one method."""
 
     def __init__(self, method: str) -> None:
         super().__init__(3)
@@ -225,8 +225,8 @@ class Broken(Letters):
         self._fail("load_state_dict")
 
 
-class Odd(torch.utils.data.Sampler[int]):
-    """Yields one odd place, or raises."""
+class OneIndex(torch.utils.data.Sampler[int]):
+    """Yields one given index, or raises if it is None."""
 
     def __init__(self, place: Any) -> None:
         self.place = place
@@ -243,7 +243,7 @@ class Odd(torch.utils.data.Sampler[int]):
 @pytest.mark.parametrize(
     "method", ["__len__", "__getitem__", "on_batch_end", "state_dict", "load_state_dict"]
 )
-def test_what_a_class_raises_names_it(method: str) -> None:
+def test_errors_of_user_code_name_the_method(method: str) -> None:
     def use() -> None:
         buffer = DataBuffer(source(Broken(method)))
         buffer.get_prompts(1)
@@ -258,23 +258,23 @@ def test_what_a_class_raises_names_it(method: str) -> None:
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        (7, "drew place 7 of Letters, which has 3 items"),
-        (-1, "drew place -1 of Letters"),
-        ("a", "a place of Odd failed with ValueError"),
-        (None, "Odd.__iter__ failed with RuntimeError: boom"),
+        (7, "drew index 7 of Letters, which has 3 items"),
+        (-1, "drew index -1 of Letters"),
+        ("a", "an index of OneIndex failed with ValueError"),
+        (None, "OneIndex.__iter__ failed with RuntimeError: boom"),
     ],
 )
-def test_odd_places_are_named(place: Any, message: str) -> None:
+def test_invalid_indices_are_refused(place: Any, message: str) -> None:
     with pytest.raises(DataError, match=re.escape(message)):
-        DataBuffer(source(Letters(3), Odd(place))).get_prompts(1)
+        DataBuffer(source(Letters(3), OneIndex(place))).get_prompts(1)
 
 
-def test_states_that_json_has_no_value_for_are_refused_at_once() -> None:
+def test_states_without_json_form_are_refused_when_created() -> None:
     class Stateful(Letters):
         def state_dict(self) -> dict[str, Any]:
             return {"seen": torch.zeros(1)}
 
-    with pytest.raises(DataError, match="Stateful has a state_dict and no load_state_dict"):
+    with pytest.raises(DataError, match="Stateful has state_dict but not load_state_dict"):
         source(Stateful(2))
 
     class Both(Stateful):
@@ -285,19 +285,19 @@ def test_states_that_json_has_no_value_for_are_refused_at_once() -> None:
         source(Both(2))
 
 
-def test_items_whose_template_fails_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_items_whose_template_fails_are_skipped(caplog: pytest.LogCaptureFixture) -> None:
     strict = "{% for m in messages %}{{ m.content or raise_exception('no') }}{% endfor %}"
     items = [{"raw_prompt": [{"role": "user", "content": text}]} for text in ("a", "")]
     reader = PromptReader(tokenizer=char_tokenizer(strict), max_prompt_length=9)
     buffer = DataBuffer(DatasetSource(items, reader, seed=1, shuffle=False))
     assert [p.epoch for p in buffer.get_prompts(2)] == [0, 1]
-    assert "list[1] (TemplateError: no) is passed over" in caplog.text
+    assert "list[1] (TemplateError: no) is skipped" in caplog.text
 
 
-def test_a_curriculum_without_a_state_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    class Learns(Often):
+def test_a_curriculum_without_state_dict_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    class Learns(MostlyFirst):
         def update(self, batch: Any) -> None:
             pass
 
     source(Letters(2), Learns(2))
-    assert "Learns learns from batches and has no state_dict" in caplog.text
+    assert "Learns has update() but no state_dict()" in caplog.text

@@ -1,3 +1,5 @@
+"""Prompts are read from data set files."""
+
 from __future__ import annotations
 
 import json
@@ -10,6 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from slipstream.data.datasets import PromptReader, inspect_prompts, load_prompts, truncate_ids
+from slipstream.data.rlhf_dataset import RLHFDataset
 from slipstream.errors import ConfigError, DataError
 from tests.data.helpers import char_tokenizer, ids
 
@@ -35,7 +38,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
-def test_rows_round_trip_through_every_format(tmp_path: Path, suffix: str) -> None:
+def test_rows_are_read_from_every_format(tmp_path: Path, suffix: str) -> None:
     path = write(tmp_path / f"data{suffix}", [row(7), row(8, "2+2?")])
     prompts = load_prompts(path, char_tokenizer(), max_prompt_length=100)
     assert [p.uid for p in prompts] == [f"data{suffix}:0", f"data{suffix}:1"]
@@ -46,10 +49,9 @@ def test_rows_round_trip_through_every_format(tmp_path: Path, suffix: str) -> No
     assert second.ground_truth == "8"
     assert second.extra_info == {"split": "train", "index": 8}
     assert second.ability == "math"
-    assert second.multi_modal is None
 
 
-def test_plain_text_is_tokenised_as_it_is(tmp_path: Path) -> None:
+def test_plain_text_is_tokenized_without_a_template(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"question": "Say hi", "source": "mine", "level": 3}])
     (prompt,) = load_prompts(
         path,
@@ -63,7 +65,7 @@ def test_plain_text_is_tokenised_as_it_is(tmp_path: Path) -> None:
     assert prompt.extra_info == {"level": 3}
 
 
-def test_files_are_concatenated_and_uids_stay_unique(tmp_path: Path) -> None:
+def test_files_are_concatenated_with_unique_uids(tmp_path: Path) -> None:
     for folder in ("x", "y"):
         (tmp_path / folder).mkdir()
         write(tmp_path / folder / "t.jsonl", [row(0), row(1)])
@@ -75,17 +77,17 @@ def test_files_are_concatenated_and_uids_stay_unique(tmp_path: Path) -> None:
     assert [p.uid for p in prompts] == ["0-t.jsonl:0", "0-t.jsonl:1", "1-t.jsonl:0", "1-t.jsonl:1"]
 
 
-def test_max_samples_takes_the_first_or_a_seeded_choice(tmp_path: Path) -> None:
+def test_max_samples_uses_the_first_rows_or_a_seeded_choice(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [row(i) for i in range(50)])
 
-    def taken(seed: int | None) -> list[int]:
+    def indices(seed: int | None) -> list[int]:
         got = load_prompts(path, char_tokenizer(), max_prompt_length=100, max_samples=5, seed=seed)
         return [p.extra_info["index"] for p in got]
 
-    assert taken(None) == [0, 1, 2, 3, 4]
-    assert taken(1) == taken(1) == sorted(taken(1))
-    assert len(set(taken(1))) == 5
-    assert taken(1) != taken(2)
+    assert indices(None) == [0, 1, 2, 3, 4]
+    assert indices(1) == indices(1) == sorted(indices(1))
+    assert len(set(indices(1))) == 5
+    assert indices(1) != indices(2)
     with pytest.raises(ConfigError, match="max_samples 0"):
         load_prompts(path, char_tokenizer(), max_prompt_length=100, max_samples=0)
 
@@ -101,7 +103,9 @@ def test_truncation_modes() -> None:
         truncate_ids(text, 9, "error")
 
 
-def test_overlong_prompts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_overlong_prompts_are_filtered_or_truncated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = write(tmp_path / "a.jsonl", [row(0, "x" * 30), row(1)])
     tokenizer = char_tokenizer()
     with caplog.at_level(logging.WARNING):
@@ -119,7 +123,7 @@ def test_overlong_prompts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
         load_prompts(path, tokenizer, max_prompt_length=3)
 
 
-def test_rows_whose_template_fails_are_counted_and_named(
+def test_rows_whose_template_fails_are_counted_and_listed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     strict = "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('no bad') }}{% endif %}ok"
@@ -153,45 +157,18 @@ def test_template_options_and_tools_reach_the_template(tmp_path: Path) -> None:
     assert prompt.ids == ids("1z")
 
 
-class FakeProcessor:
-    """Renders one id per content part; 900 stands for a picture."""
-
-    def __init__(self) -> None:
-        self.images: Any = None
-
-    def apply_chat_template(self, messages: list[dict[str, Any]], **_: Any) -> str:
-        return "".join(p["type"][0] for m in messages for p in m["content"])
-
-    def __call__(self, text: list[str], images: Any = None) -> dict[str, list[list[int]]]:
-        self.images = images
-        return {"input_ids": [[900 if c == "i" else 1 for c in text[0]]]}
-
-
-def test_pictures_need_a_processor_and_matching_placeholders(tmp_path: Path) -> None:
-    picture = {**row(0, "see <image> and tell"), "images": ["cat.png"]}
-    path = write(tmp_path / "a.jsonl", [picture])
-    with pytest.raises(DataError, match="has images, but the model has no processor"):
-        load_prompts(path, char_tokenizer(), max_prompt_length=9)
-    processor = FakeProcessor()
-    (prompt,) = load_prompts(path, char_tokenizer(), max_prompt_length=9, processor=processor)
-    assert prompt.ids == [1, 900, 1]
-    assert prompt.multi_modal == {"images": ["cat.png"]}
-    assert processor.images == ["cat.png"]
-    with pytest.raises(DataError, match="cannot be truncated"):
-        load_prompts(
-            path,
-            char_tokenizer(),
-            max_prompt_length=2,
-            processor=processor,
-            filter_overlong=False,
-            truncation="left",
-        )
-    missing = write(tmp_path / "b.jsonl", [{**row(0), "images": ["cat.png"]}])
-    with pytest.raises(DataError, match="1 images but 0 <image> placeholders"):
-        load_prompts(missing, char_tokenizer(), max_prompt_length=9, processor=processor)
-    text = write(tmp_path / "c.jsonl", [{"prompt": "hi", "images": ["cat.png"]}])
-    with pytest.raises(DataError, match="must be a list of messages"):
-        load_prompts(text, char_tokenizer(), max_prompt_length=9, processor=processor)
+@pytest.mark.parametrize("column", ["images", "videos"])
+def test_pictures_are_refused(column: str, tmp_path: Path) -> None:
+    """No model here reads them."""
+    path = write(tmp_path / "a.jsonl", [row(0), {**row(1), column: ["cat.png"]}])
+    with pytest.raises(DataError, match=f"a.jsonl.* has {column}, .*without these columns"):
+        load_prompts(path, char_tokenizer(), max_prompt_length=60)
+    # An empty column is none.
+    path = write(tmp_path / "b.jsonl", [{**row(0), column: []}])
+    (prompt,) = load_prompts(path, char_tokenizer(), max_prompt_length=60)
+    assert prompt.extra_info.get(column) is None
+    with pytest.raises(DataError, match="leave the processor out"):
+        RLHFDataset(path, char_tokenizer(), processor=object())
 
 
 def test_missing_prompt_column_names_file_columns_and_setting(tmp_path: Path) -> None:
@@ -215,7 +192,7 @@ def test_missing_prompt_column_names_file_columns_and_setting(tmp_path: Path) ->
         (["prompt"], "line 1: a row must be a JSON object"),
     ],
 )
-def test_bad_rows_are_refused(tmp_path: Path, value: Any, message: str) -> None:
+def test_invalid_rows_are_refused(tmp_path: Path, value: Any, message: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(value))
     with pytest.raises(DataError, match=message):
@@ -228,7 +205,7 @@ def test_messages_need_a_chat_template(tmp_path: Path) -> None:
         load_prompts(path, char_tokenizer(None), max_prompt_length=99)
 
 
-def test_folders_that_datasets_saved(tmp_path: Path) -> None:
+def test_folders_written_by_datasets_are_read(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     saved = datasets.Dataset.from_list([row(i, f"{i}?") for i in range(5)])
     saved.save_to_disk(tmp_path / "one", num_shards=2)
@@ -246,14 +223,14 @@ def test_folders_that_datasets_saved(tmp_path: Path) -> None:
     ):
         load_prompts(tmp_path / "two", char_tokenizer(), max_prompt_length=100)
     assert len(load_prompts(tmp_path / "two/test", char_tokenizer(), max_prompt_length=100)) == 5
-    with pytest.raises(DataError, match=r"is none that datasets' save_to_disk wrote"):
+    with pytest.raises(DataError, match=r"give its \.parquet, \.jsonl or \.json files one by one"):
         load_prompts(tmp_path, char_tokenizer(), max_prompt_length=100)
     (tmp_path / "one" / "data-00001-of-00002.arrow").write_bytes(b"broken")
     with pytest.raises(DataError, match="is not a readable Arrow file"):
         load_prompts(tmp_path / "one", char_tokenizer(), max_prompt_length=100)
 
 
-def test_bad_files_are_refused(tmp_path: Path) -> None:
+def test_invalid_files_are_refused(tmp_path: Path) -> None:
     def load(path: Path | list[Path]) -> None:
         load_prompts(path, char_tokenizer(), max_prompt_length=9)
 
@@ -266,7 +243,7 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
         ("a.parquet", b"not parquet", "not readable parquet"),
         ("a.jsonl", b'{"prompt": "x"}\n{"prompt"\n', "invalid JSON at line 2, column 10"),
         ("a.json", b'[1,\n2,\n"x]', "invalid JSON at line 3"),
-        ("b.json", b'{"prompt": "x"}', r"must hold a JSON list.*suffix \.jsonl"),
+        ("b.json", b'{"prompt": "x"}', r"must contain a JSON list.*suffix \.jsonl"),
         ("b.jsonl", b"\xff\xfe", "not UTF-8"),
         ("c.jsonl", b"\n", "no rows in"),
     ):
@@ -275,7 +252,7 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
             load(tmp_path / name)
 
 
-def test_bad_settings_are_refused(tmp_path: Path) -> None:
+def test_invalid_settings_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [row(0)])
     with pytest.raises(ConfigError, match=r"data\.truncation 'mid' is unknown"):
         load_prompts(path, char_tokenizer(), max_prompt_length=9, truncation="mid")

@@ -1,4 +1,4 @@
-"""Problems of reasoning-gym, from the library itself."""
+"""The reasoning_gym task, with the real library."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ gym = pytest.importorskip("reasoning_gym")
 
 
 class Bytes:
-    """Takes any text: a token for each byte."""
+    """A tokenizer with one token per byte, for any text."""
 
     def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> list[int]:
         return list("".join(message["content"] for message in messages).encode())
 
 
 def task(datasets: Any, **options: Any) -> ReasoningGymTask:
-    made = get_task(
+    result = get_task(
         "reasoning_gym",
         options.pop("seed", 1),
         tokenizer=options.pop("tokenizer", char_tokenizer()),
         **{"datasets": datasets, "max_prompt_length": 9999, **options},
     )
-    assert isinstance(made, ReasoningGymTask)
-    return made
+    assert isinstance(result, ReasoningGymTask)
+    return result
 
 
 def graded(prompt: Prompt, response: str) -> Any:
@@ -45,7 +45,7 @@ def graded(prompt: Prompt, response: str) -> Any:
     )
 
 
-def test_a_problem_is_a_function_of_its_place() -> None:
+def test_problems_depend_on_seed_split_and_index_only() -> None:
     one, two = task("chain_sum"), task("chain_sum")
     for split, index in (("train", 0), ("train", 1234), ("held_out", 0)):
         left = one.prompt(split, index)  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ def test_answers_are_graded_by_the_library() -> None:
         default_compute_score("reasoning_gym/chain", "x", "1", {"reasoning_gym": {}})
 
 
-def test_grades_survive_a_dump() -> None:
+def test_grading_works_after_a_json_round_trip() -> None:
     prompt = task({"spell_backward": {}, "number_sorting": {}}).prompt("train", 1)
     prompt.extra_info = json.loads(json.dumps(prompt.extra_info, default=str))
     assert graded(prompt, f"<answer>{prompt.ground_truth}</answer>")["score"] == 1.0
@@ -92,7 +92,7 @@ def test_mixtures_are_weighted_and_configured() -> None:
     assert {p.extra_info["reasoning_gym"]["metadata"]["num_terms"] for p in sums} == {2}
 
 
-def test_long_problems_are_passed_over() -> None:
+def test_overlong_problems_are_replaced() -> None:
     long = task("chain_sum", system_prompt=None)
     lengths = [len(long.prompt("train", i).ids) for i in range(30)]
     limit = sorted(lengths)[10]
@@ -107,13 +107,13 @@ def test_long_problems_are_passed_over() -> None:
 
 
 WITHOUT_ANSWERS = ("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour")
-"""Generators whose problems have many solutions, of which they tell none."""
+"""Generators whose problems have many solutions and no given answer."""
 
 
-# Libraries that generators use leave files open.
+# Some libraries used by the generators leave files open.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_every_generator_makes_problems_and_grades_their_answers() -> None:
+def test_every_generator_has_problems_and_grades_answers() -> None:
     names = sorted(set(gym.factory.DATASETS) - {"composite"})
     assert len(names) > 100
     for name in names:
@@ -121,13 +121,13 @@ def test_every_generator_makes_problems_and_grades_their_answers() -> None:
         prompt = one.prompt("train", 7)
         assert graded(prompt, "no")["score"] < 0.1, name
         if name in WITHOUT_ANSWERS:
-            with pytest.raises(DataError, match="tells none, so that there is nothing to imitate"):
+            with pytest.raises(DataError, match="provides none, so there is nothing to imitate"):
                 one.demonstration("train", 7)
         else:
             assert graded(prompt, one.demonstration("train", 7)[-1]["content"])["acc"] == 1.0, name
 
 
-def test_a_demonstration_is_what_is_graded() -> None:
+def test_a_demonstration_is_graded_as_correct() -> None:
     one = task("gcd")
     talk = one.demonstration("train", 2)
     assert [m["role"] for m in talk] == ["system", "user", "assistant"]
@@ -138,27 +138,29 @@ def test_a_demonstration_is_what_is_graded() -> None:
     ("datasets", "message"),
     [
         ("chain_sums", r"datasets\.chain_sums: .* did you mean chain_sum"),
-        ("composite", "no generator of that name"),
+        ("composite", "no generator with that name"),
         ({}, "names no generator"),
         ({"gcd": 0}, r"gcd\.weight=0 must be a number above 0"),
         ({"gcd": {"weights": 1}}, "has no option weights"),
-        ({"gcd": {"config": {"seed": 3}}}, r"config\.seed is given by the run"),
+        ({"gcd": {"config": {"seed": 3}}}, r"config\.seed is set by the run"),
         ({"gcd": {"config": {"min_numbers": -3}}}, "is refused by reasoning-gym"),
         ({"gcd": {"config": {"min_number": 3}}}, "is refused by reasoning-gym: .*min_number"),
     ],
 )
-def test_bad_settings_are_refused(datasets: Any, message: str) -> None:
+def test_invalid_settings_are_refused(datasets: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         task(datasets)
 
 
-def test_it_must_be_said_which(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_option_datasets_is_required(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     line = rl_only(tmp_path / "run", "data.task=reasoning_gym")
     assert main(line) == 2
-    assert "needs its option 'datasets'; set data.task_kwargs.datasets" in capsys.readouterr().err
+    assert "needs the option 'datasets'; set data.task_kwargs.datasets" in capsys.readouterr().err
 
 
-def test_a_run_on_generated_problems(tmp_path: Path) -> None:
+def test_a_run_trains_on_generated_problems(tmp_path: Path) -> None:
     line = rl_only(
         tmp_path / "run",
         "data.task=reasoning_gym",

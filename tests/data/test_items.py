@@ -1,4 +1,4 @@
-"""Items to prompts and back."""
+"""Items are converted to prompts and prompts to items."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read(item: Any, **options: Any) -> Prompt:
     return prompt
 
 
-def test_padding_is_taken_off_and_unknown_fields_reach_the_reward() -> None:
+def test_padding_is_removed_and_other_fields_reach_the_reward() -> None:
     prompt = read(
         {
             "input_ids": torch.tensor([0, 0, 65, 66]),
@@ -50,7 +50,7 @@ def test_padding_is_taken_off_and_unknown_fields_reach_the_reward() -> None:
     }
 
 
-def test_messages_are_rendered_where_there_are_no_ids() -> None:
+def test_messages_are_rendered_if_there_are_no_ids() -> None:
     messages = [{"role": "user", "content": "1+1?"}]
     expected = ids("<s>user:1+1?<e>\n<s>assistant:")
     for value in (messages, tuple(messages), np.array(messages, dtype=object)):
@@ -62,14 +62,14 @@ def test_messages_are_rendered_where_there_are_no_ids() -> None:
 
 
 @pytest.mark.parametrize("value", [[[65, 66]], torch.tensor([[65, 66]]), np.array([65, 66])])
-def test_ids_may_be_a_batch_of_one_and_any_array(value: Any) -> None:
+def test_ids_may_be_any_array_or_a_batch_of_one(value: Any) -> None:
     assert read({"input_ids": value}).ids == [65, 66]
 
 
-def test_there_and_back() -> None:
+def test_as_item_and_as_prompt_round_trip() -> None:
     row = {"data_source": "x", "extra_info": {"index": 4, "tools_kwargs": {"t": 1}}, "level": 2}
-    given = Prompt(uid="f:4", ids=[5, 6, 7], messages="p")
-    item = as_item(given, row, length=5, pad=9)
+    prompt_in = Prompt(uid="f:4", ids=[5, 6, 7], messages="p")
+    item = as_item(prompt_in, row, length=5, pad=9)
     assert item["input_ids"].tolist() == [9, 9, 5, 6, 7]
     assert item["attention_mask"].tolist() == [0, 0, 1, 1, 1]
     assert item["position_ids"].tolist() == [0, 0, 0, 1, 2]
@@ -80,7 +80,7 @@ def test_there_and_back() -> None:
     assert prompt.extra_info == {"index": 4, "tools_kwargs": {"t": 1}, "level": 2}
 
 
-def test_long_items_are_cut_as_the_setting_says() -> None:
+def test_overlong_items_are_truncated_as_configured() -> None:
     item = {"input_ids": list(range(30))}
     assert read(item, truncation="left").ids == list(range(10, 30))
     with pytest.raises(DataError, match=r"Mine\[3\]: 30 tokens are more than"):
@@ -94,20 +94,23 @@ def test_long_items_are_cut_as_the_setting_says() -> None:
         ({"state": 1}, "Mine[3] has no prompt: it needs input_ids"),
         ({"input_ids": "AB"}, "Mine[3]: 'input_ids' must be a list of token ids, got AB"),
         ({"input_ids": [1.5]}, "must be a list of token ids"),
-        ({"input_ids": [1, 2], "attention_mask": [1]}, "2 input_ids and an attention_mask of 1"),
+        (
+            {"input_ids": [1, 2], "attention_mask": [1]},
+            "2 input_ids, but an attention_mask of length 1",
+        ),
         ({"input_ids": [1], "attention_mask": [0]}, "the prompt has no tokens"),
         ({"input_ids": [1], "reward_model": "7"}, "'reward_model' must be an object, got str: '7'"),
         ({"prompt": [{"content": "x"}]}, "message 0 needs 'role' and 'content'"),
     ],
 )
-def test_bad_items_are_named(item: Any, message: str) -> None:
+def test_invalid_items_are_refused(item: Any, message: str) -> None:
     with pytest.raises(DataError, match=re.escape(message)):
         read(item)
 
 
-def test_messages_that_a_class_rewrote_are_rendered_anew() -> None:
-    given = Prompt(uid="u", ids=ids("ab"), messages="ab")
-    item = as_item(given, {}, length=5, pad=9)
+def test_changed_messages_are_rendered_again() -> None:
+    prompt_in = Prompt(uid="u", ids=ids("ab"), messages="ab")
+    item = as_item(prompt_in, {}, length=5, pad=9)
     assert read(item).ids == ids("ab")
     assert read({**item, "raw_prompt": "cd"}).ids == ids("cd")
     talk = [{"role": "user", "content": "ab"}]
@@ -116,7 +119,7 @@ def test_messages_that_a_class_rewrote_are_rendered_anew() -> None:
     assert read(item, max_prompt_length=99).ids == ids("<s>user:cd<e>\n<s>assistant:")
 
 
-def test_a_column_of_ground_truths_is_one() -> None:
+def test_the_column_ground_truth_is_used() -> None:
     assert read({"prompt": "a", "ground_truth": "7"}).ground_truth == "7"
     both = {"prompt": "a", "ground_truth": "7", "reward_model": {"ground_truth": "8"}}
     assert read(both).ground_truth == "8"
@@ -124,7 +127,7 @@ def test_a_column_of_ground_truths_is_one() -> None:
 
 
 @pytest.mark.parametrize("content", [5, {"a": 1}, [1, 2], None])
-def test_contents_that_are_no_text_are_named(content: Any) -> None:
+def test_contents_other_than_text_are_refused(content: Any) -> None:
     message = "column 'prompt', message 0: 'content' must be text, got "
     with pytest.raises(DataError, match=re.escape(f"Mine[3]: {message}{type(content).__name__}")):
         read({"prompt": [{"role": "user", "content": content}]})

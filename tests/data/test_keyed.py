@@ -1,3 +1,5 @@
+"""Keyed random draws are deterministic and uniform."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -5,7 +7,7 @@ from collections import Counter
 from slipstream.data.keyed import KeyedDraws
 
 
-def test_same_key_same_draws_and_neighbouring_keys_differ() -> None:
+def test_equal_keys_give_equal_draws_and_similar_keys_differ() -> None:
     first = [KeyedDraws("a", 1, 12).bits64() for _ in range(2)]
     assert first[0] == first[1]
     assert KeyedDraws("a", 11, 2).bits64() != first[0]
@@ -13,7 +15,7 @@ def test_same_key_same_draws_and_neighbouring_keys_differ() -> None:
     assert len({draws.bits64() for _ in range(100)}) == 100
 
 
-def test_known_values_do_not_drift_between_versions() -> None:
+def test_known_values_do_not_change_between_versions() -> None:
     assert KeyedDraws("problem", 0, 1).shuffled(range(8)) == [2, 5, 4, 3, 0, 1, 6, 7]
 
 
@@ -28,7 +30,7 @@ def test_draws_are_uniform() -> None:
     assert abs(sum(units) / len(units) - 0.5) < 0.015
 
 
-def test_shuffled_is_a_uniform_permutation_and_leaves_its_input() -> None:
+def test_shuffled_returns_a_uniform_permutation_without_changing_its_input() -> None:
     items = ["a", "b", "c"]
     counts = Counter(tuple(KeyedDraws("shuffle", i).shuffled(items)) for i in range(6000))
     assert items == ["a", "b", "c"]

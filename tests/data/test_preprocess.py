@@ -1,4 +1,4 @@
-"""Public formats, as published, to VERL's rows."""
+"""Public data sets in their published formats are converted to verl's rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def lines(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def test_gsm8k_from_files_of_both_splits(tmp_path: Path) -> None:
+def test_gsm8k_files_of_both_splits_are_converted(tmp_path: Path) -> None:
     lines(tmp_path / "raw" / "main" / "train.jsonl", GSM8K)
     table = pyarrow.Table.from_pylist(GSM8K[:1])
     pyarrow.parquet.write_table(table, tmp_path / "raw" / "main" / "test-00000-of-00001.parquet")
@@ -61,7 +61,7 @@ def test_gsm8k_from_files_of_both_splits(tmp_path: Path) -> None:
         )
 
 
-def test_math_from_a_file_for_each_problem(tmp_path: Path) -> None:
+def test_math_files_with_one_problem_each_are_converted(tmp_path: Path) -> None:
     for number, row in enumerate(MATH):
         path = tmp_path / "MATH" / "train" / row["type"].lower() / f"{number}.json"
         path.parent.mkdir(parents=True)
@@ -77,7 +77,7 @@ def test_math_from_a_file_for_each_problem(tmp_path: Path) -> None:
         assert default_compute_score(source, row["solution"], prompt.ground_truth) == 1.0
 
 
-def test_math_500_has_its_answers(tmp_path: Path) -> None:
+def test_math_500_answers_are_used(tmp_path: Path) -> None:
     row = {"problem": "p", "solution": "no box", "answer": "7", "subject": "Algebra", "level": 2}
     source = lines(tmp_path / "test.jsonl", [row])
     assert list(convert("math", source, tmp_path)) == [tmp_path / "test.parquet"]
@@ -95,10 +95,12 @@ def test_math_500_has_its_answers(tmp_path: Path) -> None:
         ("gsm8k", {"question": "q"}, "row 0 has no column 'answer'; columns found: question"),
         ("gsm8k", {"question": "q", "answer": "4"}, "does not end with '#### NUMBER': '4'"),
         ("gsm8k", {"question": 3, "answer": "#### 4"}, "column 'question' must be text, got 3"),
-        ("math", {"problem": "p", "solution": "s"}, "the solution has no box: 's'"),
+        ("math", {"problem": "p", "solution": "s"}, "the solution has no boxed answer: 's'"),
     ],
 )
-def test_bad_rows_are_named(tmp_path: Path, name: str, row: dict[str, Any], message: str) -> None:
+def test_invalid_rows_are_refused(
+    tmp_path: Path, name: str, row: dict[str, Any], message: str
+) -> None:
     path = lines(tmp_path / "train.jsonl", [row])
     with pytest.raises(DataError, match=re.escape(message)) as caught:
         convert(name, path, tmp_path / "out")
@@ -106,16 +108,18 @@ def test_bad_rows_are_named(tmp_path: Path, name: str, row: dict[str, Any], mess
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_sources_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no data set 'gsm' is known; did you mean gsm8k"):
+def test_invalid_sources_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="data set 'gsm' is not known; did you mean gsm8k"):
         convert("gsm", tmp_path, tmp_path)
     with pytest.raises(DataError, match="does not exist: give a file or folder"):
         convert("math", tmp_path / "absent", tmp_path)
-    with pytest.raises(DataError, match=r"has no .parquet, .jsonl or .json file that is called"):
+    with pytest.raises(
+        DataError, match=r"has no \.parquet, \.jsonl or \.json file named train or test"
+    ):
         convert("math", tmp_path, tmp_path)
 
 
-def test_other_variants_are_not_mixed_in(tmp_path: Path) -> None:
+def test_variants_of_a_data_set_are_not_mixed(tmp_path: Path) -> None:
     lines(tmp_path / "train.jsonl", GSM8K)
     lines(tmp_path / "train_socratic.jsonl", GSM8K)
     assert convert("gsm8k", tmp_path, tmp_path / "out") == {tmp_path / "out" / "train.parquet": 3}
@@ -127,7 +131,9 @@ def test_other_variants_are_not_mixed_in(tmp_path: Path) -> None:
     assert list(main_only.values()) == [3]
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_converts_a_data_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = lines(tmp_path / "train.jsonl", GSM8K)
     assert main(["data", "gsm8k", str(source), "--output", str(tmp_path / "out")]) == 0
     assert "3 rows" in capsys.readouterr().out

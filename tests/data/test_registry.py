@@ -1,3 +1,5 @@
+"""Tasks are registered and built by name."""
+
 from __future__ import annotations
 
 import pytest
@@ -14,7 +16,7 @@ def test_get_task_builds_with_options() -> None:
     assert (task.seed, task.max_numbers) == (3, 4)
 
 
-def test_unknown_names_come_with_near_ones() -> None:
+def test_unknown_names_suggest_similar_ones() -> None:
     with pytest.raises(ConfigError, match=r"unknown task 'countdwn'; did you mean countdown\?"):
         get_task("countdwn")
     with pytest.raises(ConfigError, match=r"no option 'giveup'; did you mean give_up\?"):
@@ -23,9 +25,9 @@ def test_unknown_names_come_with_near_ones() -> None:
         get_task("countdown", zzz=1)
 
 
-def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_register_task_adds_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_TASKS", dict(registry._TASKS))
     register_task("mine", CountdownTask)
     assert task_names() == ["countdown", "mine", "reasoning_gym"]
-    with pytest.raises(ConfigError, match="'mine' exists already"):
+    with pytest.raises(ConfigError, match="'mine' already exists"):
         register_task("mine", CountdownTask)

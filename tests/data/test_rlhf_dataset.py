@@ -1,4 +1,4 @@
-"""VERL's data sets: rows, subclasses, generators, collation."""
+"""verl's data set classes: items, subclasses, generators, collation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write(path: Path, *prompts: str) -> Path:
     return path
 
 
-def test_items_are_verls(tmp_path: Path) -> None:
+def test_items_have_verls_fields(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", "ab", "far too long", "c")
     dataset = RLHFDataset(path, char_tokenizer(), {"max_prompt_length": 4})
     assert len(dataset) == 2
@@ -50,7 +50,7 @@ def test_items_are_verls(tmp_path: Path) -> None:
     assert [item["level"] for item in dataset] == [0, 2]
 
 
-def test_samples_are_a_seeded_choice_where_shuffled(tmp_path: Path) -> None:
+def test_max_samples_is_a_seeded_choice_if_shuffled(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *"abcdefgh")
     first = RLHFDataset(path, char_tokenizer(), {"shuffle": False}, max_samples=3)
     assert [item["level"] for item in first] == [0, 1, 2]
@@ -61,7 +61,7 @@ def test_samples_are_a_seeded_choice_where_shuffled(tmp_path: Path) -> None:
     assert chosen[0] == chosen[1] != chosen[2]
 
 
-def test_a_subclass_has_rows_of_its_own() -> None:
+def test_a_subclass_may_have_its_own_rows() -> None:
     class Mine(RLHFDataset):
         def __init__(self, size: int, **kwargs: Any) -> None:
             self.dataframe = [f"state {i}" for i in range(size)]
@@ -76,16 +76,16 @@ def test_a_subclass_has_rows_of_its_own() -> None:
     assert dataset[2]["input_ids"] == ids("state 2")
 
 
-def test_without_rows_and_without_tokenizer(tmp_path: Path) -> None:
+def test_missing_rows_and_missing_tokenizer(tmp_path: Path) -> None:
     assert len(RLHFDataset(tokenizer=char_tokenizer())) == 0
-    with pytest.raises(DataError, match="RLHFDataset reads prompts and has no tokenizer"):
+    with pytest.raises(DataError, match="RLHFDataset reads prompts but has no tokenizer"):
         RLHFDataset(write(tmp_path / "a.jsonl", "a"))
     with pytest.raises(DataError, match="no prompt is left: 1 longer than"):
         RLHFDataset(write(tmp_path / "b.jsonl", "abc"), char_tokenizer(), {"max_prompt_length": 2})
 
 
 class Harder(AbstractDataGenerator):
-    """One that is too long, and a longer prompt each time."""
+    """Generates one overlong prompt, and one that is longer in each call."""
 
     calls = 0
 
@@ -122,7 +122,7 @@ def test_a_generator_adds_rows_after_each_batch(
     assert [i["uid"] for i in again] == [i["uid"] for i in dataset]
 
 
-def test_generators_are_named_in_the_configuration(tmp_path: Path) -> None:
+def test_the_configuration_names_the_generator(tmp_path: Path) -> None:
     code = tmp_path / "gen.py"
     code.write_text(
         "class Gen:\n"
@@ -136,7 +136,7 @@ def test_generators_are_named_in_the_configuration(tmp_path: Path) -> None:
         return DynamicGenDataset(path, char_tokenizer(), {"datagen": named, "extra": "new"})
 
     assert [i["raw_prompt"] for i in dataset(path=str(code), name="Gen")] == ["a", "new"]
-    with pytest.raises(ConfigError, match="needs a path and a name"):
+    with pytest.raises(ConfigError, match=r"set data\.datagen\.path and data\.datagen\.name"):
         dataset(path=str(code))
     with pytest.raises(ConfigError, match=r"datagen.name 'Gem' is not in .* did you mean Gen"):
         dataset(path=str(code), name="Gem")
@@ -146,13 +146,16 @@ def test_generators_are_named_in_the_configuration(tmp_path: Path) -> None:
     ("rows", "message"),
     [
         (["text"], "row 0 that Bad generated must be a mapping, got str"),
-        (None, "Bad.generate must return rows, an empty list for none, got NoneType"),
-        ("text", "Bad.generate must return rows, an empty list for none, got str"),
-        ([{"prompt": "a", "when": object()}], "row 0 that Bad generated is not of JSON's types"),
+        (None, "Bad.generate must return a list of rows (empty for none), got NoneType"),
+        ("text", "Bad.generate must return a list of rows (empty for none), got str"),
+        (
+            [{"prompt": "a", "when": object()}],
+            "row 0 that Bad generated does not consist of JSON types",
+        ),
         ([{"text": "a"}], "row 0 that Bad generated has no column 'prompt'"),
     ],
 )
-def test_bad_generated_rows_are_named(tmp_path: Path, rows: Any, message: str) -> None:
+def test_invalid_generated_rows_are_refused(tmp_path: Path, rows: Any, message: str) -> None:
     class Bad(AbstractDataGenerator):
         def generate(self, dataset: DynamicGenDataset) -> Any:
             return rows
@@ -161,7 +164,7 @@ def test_bad_generated_rows_are_named(tmp_path: Path, rows: Any, message: str) -
         DynamicGenDataset(write(tmp_path / "a.jsonl", "a"), char_tokenizer(), generator=Bad())
 
 
-def test_collation_stacks_tensors_and_keeps_the_rest() -> None:
+def test_collate_fn_stacks_tensors_and_makes_object_arrays() -> None:
     batch = collate_fn(
         [{"ids": torch.tensor([1, 2]), "state": [1]}, {"ids": torch.tensor([3, 4]), "state": None}]
     )
@@ -173,7 +176,7 @@ def test_collation_stacks_tensors_and_keeps_the_rest() -> None:
         collate_fn([{"a": 1, "b": 1}, {"a": 1}])
 
 
-def test_rows_and_prompts_stay_together(tmp_path: Path) -> None:
+def test_items_match_rows_changed_by_a_subclass(tmp_path: Path) -> None:
     class Odd(RLHFDataset):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -192,7 +195,7 @@ def test_rows_and_prompts_stay_together(tmp_path: Path) -> None:
     assert [item["uid"] for item in items] == ["a.jsonl:1", "a.jsonl:3", "Odd:2"]
 
 
-def test_verls_hooks_are_called(tmp_path: Path) -> None:
+def test_overridden_methods_of_verl_are_called(tmp_path: Path) -> None:
     class Hooked(RLHFDataset):
         def _read_files_and_tokenize(self) -> None:
             super()._read_files_and_tokenize()
@@ -209,7 +212,7 @@ def test_verls_hooks_are_called(tmp_path: Path) -> None:
     assert "level" not in items[0]
 
 
-def test_as_long_as_its_environment() -> None:
+def test_the_length_may_come_from_an_environment() -> None:
     class Walk(RLHFDataset):
         def __init__(self, env: list[str], **kwargs: Any) -> None:
             self.env = env
@@ -219,7 +222,7 @@ def test_as_long_as_its_environment() -> None:
     assert len(RLHFDataset()) == 0
 
 
-def test_other_rows_have_another_identity(tmp_path: Path) -> None:
+def test_identity_depends_on_the_rows(tmp_path: Path) -> None:
     def identity(*prompts: str) -> str:
         return RLHFDataset(write(tmp_path / "a.jsonl", *prompts), char_tokenizer()).identity()
 

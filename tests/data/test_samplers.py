@@ -1,4 +1,4 @@
-"""Samplers: what the curriculum draws, and how samplers are named."""
+"""The pass rate curriculum, and samplers selected by name."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def sampler(size: int = 10, **kwargs: Any) -> PassRateSampler:
     return PassRateSampler(list(range(size)), {"seed": 1, "sampler": {"kwargs": kwargs}})
 
 
-def test_every_prompt_comes_before_any_comes_again() -> None:
+def test_every_prompt_is_drawn_once_before_any_is_repeated() -> None:
     order = list(sampler())
     assert sorted(order) == list(range(10))
     assert order != sorted(order)
 
 
-def test_rates_are_exponential_means_of_groups() -> None:
+def test_pass_rates_are_exponential_means_of_groups() -> None:
     curriculum = sampler(3, momentum=0.5)
     curriculum.update(batch([0, 0, 1, 1], [1.0, 1.0, 0.0, 0.5]))
     assert curriculum.pass_rates.tolist() == [1.0, 0.5, 0.5]
@@ -41,18 +41,18 @@ def test_rates_are_exponential_means_of_groups() -> None:
     assert curriculum.pass_rates.tolist() == [0.5, 0.5, 0.5]
     curriculum.update(batch([0, 1], [0.0, 0.0]))
     assert curriculum.pass_rates.tolist() == [0.25, 0.25, 0.5]
-    # What is right is told by `acc`, where scores have it: rewards may hold penalties.
+    # `acc` takes precedence over rewards, which may contain penalties.
     curriculum.update(batch([2, 2], [-1.0, -1.0], acc=[1.0, 1.0]))
     assert curriculum.pass_rates[2] == 1.0
 
 
-def test_what_is_solved_may_begin_above_zero() -> None:
+def test_threshold_defines_solved_responses() -> None:
     curriculum = sampler(2, momentum=1.0, threshold=0.1)
     curriculum.update(batch([0, 0, 1, 1], [0.1, 0.1, 0.1, 1.1]))
     assert curriculum.pass_rates.tolist() == [0.0, 0.5]
 
 
-def test_prompts_between_always_and_never_are_drawn_more_often() -> None:
+def test_prompts_solved_sometimes_are_drawn_more_often() -> None:
     curriculum = sampler(30, floor=0.02, momentum=1.0)
     solved = [1.0] * 10 + [0.0] * 10
     for place, right in enumerate(solved):
@@ -61,8 +61,9 @@ def test_prompts_between_always_and_never_are_drawn_more_often() -> None:
     for _ in range(2000):
         (place,) = islice(curriculum, 1)
         drawn[place // 10] += 1
-        curriculum._taken.clear()
-    # Weights: 0.02 where settled, 0.27 where p = 1/2, ten prompts of each: 6.5 %, 6.5 %, 87 %.
+        curriculum._recent.clear()
+    # Weights are 0.02 for p = 0 and p = 1, and 0.27 for p = 1/2. With ten prompts of each, the
+    # shares are 6.5 %, 6.5 % and 87 %.
     assert drawn[2] / 2000 == pytest.approx(0.87, abs=0.03)
     assert drawn[0] / 2000 == pytest.approx(0.065, abs=0.02)
 
@@ -75,7 +76,7 @@ def test_a_prompt_is_not_drawn_twice_between_updates() -> None:
     assert 5 in first
 
 
-def test_state_is_json_and_goes_on_exactly() -> None:
+def test_state_is_json_and_restores_the_draws() -> None:
     one = sampler()
     list(islice(one, 3))
     one.update(batch([0, 1], [1.0, 0.0]))
@@ -84,11 +85,11 @@ def test_state_is_json_and_goes_on_exactly() -> None:
     other = sampler()
     other.load_state_dict(state)
     assert list(islice(other, 5)) == list(islice(one, 5))
-    with pytest.raises(DataError, match="knows 10 prompts and there are 4"):
+    with pytest.raises(DataError, match="has 10 prompts, but the data set has 4"):
         sampler(4).load_state_dict(state)
 
 
-def test_new_rows_are_seen() -> None:
+def test_rows_added_later_are_included() -> None:
     rows = [0, 1]
     curriculum = PassRateSampler(rows, {})
     assert len(list(curriculum)) == 2
@@ -101,19 +102,22 @@ def test_new_rows_are_seen() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"flor": 0.1}, "data.sampler.kwargs.flor is no option of PassRateSampler; did you mean"),
+        (
+            {"flor": 0.1},
+            "data.sampler.kwargs.flor is not an option of PassRateSampler; did you mean",
+        ),
         ({"floor": 0}, "data.sampler.kwargs.floor=0 must be above 0"),
         ({"momentum": 2}, "momentum=2 must be above 0 and at most 1"),
         ({"momentum": True}, "momentum=True must be"),
         ({"threshold": "x"}, "threshold=x must be a number"),
     ],
 )
-def test_bad_options_are_refused(kwargs: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         sampler(**kwargs)
 
 
-def test_samplers_are_built_in_or_of_a_file(tmp_path: Path) -> None:
+def test_samplers_are_built_in_or_loaded_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "order.py"
     path.write_text(
         "from slipstream.data.samplers import AbstractSampler\n"

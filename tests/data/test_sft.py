@@ -1,3 +1,5 @@
+"""SFT samples have the right token ids and loss masks."""
+
 from __future__ import annotations
 
 import itertools
@@ -37,7 +39,7 @@ TEXT = (
 
 
 def with_loss(conversation: Any) -> str:
-    """The characters that carry loss, one group per run."""
+    """Return the characters with loss; `|` starts each run of them."""
     names = {128: "<s>", 129: "<e>"}
     out, inside = "", False
     for token, mask in zip(conversation.ids, conversation.loss_mask, strict=True):
@@ -49,7 +51,7 @@ def with_loss(conversation: Any) -> str:
     return out
 
 
-def test_loss_on_assistant_turns_only_up_to_their_end_token() -> None:
+def test_loss_covers_assistant_turns_up_to_their_end_token() -> None:
     conversation = tokenize_conversation(CHAT, char_tokenizer())
     assert conversation.ids == ids(TEXT)
     assert with_loss(conversation) == "|bc<e>|e<e>|gh<e>"
@@ -67,7 +69,7 @@ def test_loss_on_assistant_turns_only_up_to_their_end_token() -> None:
     assert all(a[1] == b[0] for a, b in itertools.pairwise(edges))
 
 
-def test_a_message_can_opt_out_of_the_loss() -> None:
+def test_loss_mask_0_excludes_a_message() -> None:
     chat = [dict(m) for m in CHAT]
     chat[2]["loss_mask"] = 0
     chat[4]["loss_mask"] = 1
@@ -77,14 +79,14 @@ def test_a_message_can_opt_out_of_the_loss() -> None:
     assert with_loss(conversation) == "|e<e>|gh<e>"
 
 
-def test_an_unanswered_last_turn_carries_no_loss() -> None:
+def test_an_unanswered_last_turn_has_no_loss() -> None:
     conversation = tokenize_conversation(CHAT[:4], char_tokenizer())
     assert conversation.ids == ids(TEXT[: TEXT.index("<s>assistant:e")])
     assert with_loss(conversation) == "|bc<e>"
     assert conversation.spans[-1].role == "user"
 
 
-def test_turns_of_the_countdown_tokenizer() -> None:
+def test_countdown_tokenizer_turns_have_loss() -> None:
     tokenizer = build_tokenizer()
     conversation = tokenize_conversation(
         [
@@ -99,7 +101,7 @@ def test_turns_of_the_countdown_tokenizer() -> None:
     assert conversation.ids[9] == conversation.ids[19] == tokenizer.eos_token_id
 
 
-def test_compute_loss_mask_by_hand_and_its_checks() -> None:
+def test_compute_loss_mask_and_its_checks() -> None:
     first = TurnSpan(role="prompt", start=0, end=2, loss_end=0)
     second = TurnSpan(role="assistant", start=2, end=5, loss_end=4)
     assert compute_loss_mask(6, [first, second]) == [0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
@@ -112,7 +114,7 @@ def test_compute_loss_mask_by_hand_and_its_checks() -> None:
             compute_loss_mask(6, bad)
 
 
-def test_truncation() -> None:
+def test_truncation_keeps_start_or_end() -> None:
     tokenizer = char_tokenizer()
     whole = tokenize_conversation(CHAT, tokenizer)
     length = len(whole.ids)
@@ -126,7 +128,7 @@ def test_truncation() -> None:
     assert left.spans[0].start == 0
     exact = tokenize_conversation(CHAT, tokenizer, max_length=length)
     assert exact == whole
-    # Cutting inside an assistant turn keeps the loss of what is left of it.
+    # If an assistant turn is truncated, its remaining tokens keep their loss.
     cut = ids(TEXT).index(ord("b")) + 1
     assert (
         with_loss(tokenize_conversation(CHAT, tokenizer, max_length=cut, truncation="right"))
@@ -150,21 +152,24 @@ def test_truncation_is_validated() -> None:
     ("messages", "message"),
     [
         ([], "no messages"),
-        ([{"content": "x"}], "turn 0: a message needs a string 'role', got None"),
+        ([{"content": "x"}], "turn 0: a message needs a text 'role', got None"),
         (CHAT[2:], "turn 0 is an assistant turn"),
-        (CHAT[:2], "no assistant turn carries loss"),
-        ([*CHAT[:2], {**CHAT[2], "loss_mask": 0}], "no assistant turn carries loss"),
-        ([{**CHAT[1], "loss_mask": 1}, CHAT[2]], "turn 0: loss_mask 1 on a message of role 'user'"),
+        (CHAT[:2], "no assistant turn has loss"),
+        ([*CHAT[:2], {**CHAT[2], "loss_mask": 0}], "no assistant turn has loss"),
+        (
+            [{**CHAT[1], "loss_mask": 1}, CHAT[2]],
+            "turn 0: loss_mask 1 on a message with role 'user'",
+        ),
         ([CHAT[1], {**CHAT[2], "loss_mask": 0.5}], "turn 1: loss_mask must be 0 or 1, got 0.5"),
     ],
 )
-def test_bad_conversations_are_refused(messages: list[Message], message: str) -> None:
+def test_invalid_conversations_are_refused(messages: list[Message], message: str) -> None:
     with pytest.raises(DataError, match=message):
         tokenize_conversation(messages, char_tokenizer())
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_naming_the_turn() -> None:
-    """As templates do that drop the reasoning of all but the last assistant turn."""
+def test_a_template_that_changes_earlier_turns_is_refused() -> None:
+    """Some templates drop the reasoning of all assistant turns except the last."""
     forgetful = (
         "{% for m in messages %}<s>{{ m['role'] }}:"
         "{% if m['role'] == 'assistant' and not loop.last %}-{% else %}{{ m['content'] }}"
@@ -176,14 +181,14 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_naming_the_turn() -> 
         tokenize_conversation(CHAT, tokenizer)
 
 
-def test_a_generation_prompt_that_turns_lack_is_refused() -> None:
+def test_a_generation_prompt_missing_in_turns_is_refused() -> None:
     thinking = CHATML.replace("<s>assistant:{%", "<s>assistant:<think>{%")
     with pytest.raises(DataError, match="with the assistant text of turn 2"):
         tokenize_conversation(CHAT, char_tokenizer(thinking))
 
 
 class MergingTokenizer:
-    """`char_tokenizer`, but the pair `:b` is one token, across the border of a turn."""
+    """`char_tokenizer` with a token `:b`, which crosses the boundary of a turn."""
 
     def __init__(self) -> None:
         self._inner = char_tokenizer()
@@ -202,7 +207,7 @@ class MergingTokenizer:
         return {"input_ids": out}
 
 
-def test_a_token_across_a_border_is_refused_or_allowed() -> None:
+def test_a_token_across_turns_is_refused_unless_allowed() -> None:
     tokenizer: Any = MergingTokenizer()
     with pytest.raises(DataError, match=r"part 0, role 'prompt'.*ignore_input_ids_mismatch"):
         tokenize_conversation(CHAT, tokenizer)
@@ -217,7 +222,7 @@ def test_sft_samples_of_the_countdown_task() -> None:
     for index, sample in enumerate(samples, start=10):
         user, assistant = task.demonstration("train", index)
         assert tokenizer.decode(sample.tokens) == f"{user['content']} {assistant['content']} <eos>"
-        # The prompt is the one that a rollout sees, token by token.
+        # The prompt has the same tokens as in a rollout.
         assert sample.prompt_ids == task.prompt("train", index).ids
         assert sample.loss_mask == [0.0] * len(sample.prompt_ids) + [1.0] * sample.response_length
         assert sample.response == assistant["content"]
@@ -255,7 +260,7 @@ def test_load_sft_samples_from_conversations_and_pairs(tmp_path: Path) -> None:
     assert text.response == "34"
 
 
-def test_load_sft_samples_passes_tools_and_options_on(tmp_path: Path) -> None:
+def test_load_sft_samples_passes_tools_and_options_to_the_template(tmp_path: Path) -> None:
     template = "{{ (tools or []) | length }}{{ mode }}" + CHATML
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     path = write(tmp_path / "a.jsonl", [{"messages": CHAT, "tools": [tool]}])
@@ -263,7 +268,7 @@ def test_load_sft_samples_passes_tools_and_options_on(tmp_path: Path) -> None:
     assert sample.tokens == ids("1m" + TEXT)
 
 
-def test_load_sft_samples_names_the_bad_row(tmp_path: Path) -> None:
+def test_load_sft_samples_names_the_invalid_row(tmp_path: Path) -> None:
     tokenizer = char_tokenizer()
 
     def load(rows: list[dict[str, Any]], **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""VERL's data set of conversations."""
+"""verl's `MultiTurnSFTDataset`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write(path: Path, **columns: Any) -> Path:
     return path
 
 
-def test_loss_is_on_what_an_assistant_wrote(tmp_path: Path) -> None:
+def test_items_have_loss_on_assistant_turns(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl")
     (item,) = MultiTurnSFTDataset(path, char_tokenizer(), {"max_length": 99})
     expected = ids(FIRST + WRITTEN + REST)
@@ -42,7 +42,7 @@ def test_loss_is_on_what_an_assistant_wrote(tmp_path: Path) -> None:
     )
 
 
-def test_without_padding_and_truncated(tmp_path: Path) -> None:
+def test_no_padding_and_truncation(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl")
     config = {"max_length": 40, "truncation": "right", "pad_mode": "no_padding"}
     (item,) = MultiTurnSFTDataset(path, char_tokenizer(), config)
@@ -53,7 +53,7 @@ def test_without_padding_and_truncated(tmp_path: Path) -> None:
         MultiTurnSFTDataset(path, char_tokenizer(), {"pad_mode": "left"})
 
 
-def test_a_row_says_whether_it_thinks(tmp_path: Path) -> None:
+def test_enable_thinking_is_read_from_the_row(tmp_path: Path) -> None:
     template = CHATML.replace("{% for", "{{ 'T' if enable_thinking else 'N' }}{% for", 1)
 
     def first(**columns: Any) -> str:

@@ -1,3 +1,5 @@
+"""Tokenizers are built, saved and loaded."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -12,7 +14,7 @@ from slipstream.errors import ConfigError, DataError
 TEXT = "8 15 6 10 ->25 : 6 + 15 = 21 off 4 , 10 + 15 = 25 off 0 answer 10 + 15 <eos>"
 
 
-def test_vocabulary() -> None:
+def test_vocabulary_ids() -> None:
     tokenizer = build_tokenizer()
     assert len(tokenizer) == 224
     assert tokenizer.convert_tokens_to_ids(["0", "42", "99"]) == [0, 42, 99]
@@ -40,7 +42,7 @@ def test_impossible_sizes_are_refused(size: int) -> None:
         build_tokenizer(size)
 
 
-def test_template_renders_nothing_but_the_contents() -> None:
+def test_the_chat_template_joins_contents_only() -> None:
     tokenizer = build_tokenizer()
     messages = [
         {"role": "user", "content": "1 2 3 ->5 :"},
@@ -53,7 +55,7 @@ def test_template_renders_nothing_but_the_contents() -> None:
         assert full.startswith(tokenizer.apply_chat_template(messages[:count], tokenize=False))
 
 
-def test_save_and_load(tmp_path: Path) -> None:
+def test_saved_tokenizers_are_loaded_unchanged(tmp_path: Path) -> None:
     save_tokenizer(build_tokenizer(), tmp_path / "tok")
     for loaded in (
         AutoTokenizer.from_pretrained(str(tmp_path / "tok")),
@@ -68,14 +70,14 @@ def test_save_and_load(tmp_path: Path) -> None:
         assert prompt.ids == CountdownTask().prompt("train", 4).ids
 
 
-def test_custom_template_replaces_the_own_one(tmp_path: Path) -> None:
+def test_custom_chat_template_replaces_the_default(tmp_path: Path) -> None:
     save_tokenizer(build_tokenizer(), tmp_path)
     loaded = load_tokenizer(tmp_path, custom_chat_template="{{ messages[0]['content'] }} !")
     messages = [{"role": "user", "content": "1"}]
     assert loaded.apply_chat_template(messages, tokenize=False) == "1 !"
 
 
-def test_bad_tokenizers_are_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_invalid_tokenizers_are_refused_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"does not exist: set actor_rollout_ref\.model\.path"):
         load_tokenizer(tmp_path / "nothing")
     with pytest.raises(DataError, match="does not exist"):

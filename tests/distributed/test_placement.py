@@ -1,3 +1,5 @@
+"""Two processes on one machine: collective calls, failures, and one engine over both."""
+
 from __future__ import annotations
 
 import contextlib
@@ -9,6 +11,7 @@ from typing import Any
 import anyio
 import pytest
 
+from slipstream.config.engines import FAKE
 from slipstream.distributed.engines import EngineTeam, OwnEngine, RemoteEngine
 from slipstream.distributed.host import HOST, Host
 from slipstream.distributed.placement import Cluster
@@ -21,8 +24,8 @@ from tests.inference.helpers import make_request
 from tests.inference.test_contract import fake, slow_down
 
 
-class Notebook:
-    """A part that writes down what it is told."""
+class Recorder:
+    """A part that records the values that it is called with."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -54,7 +57,7 @@ class Gate:
 def parts(ranks: Ranks) -> Mapping[str, Any]:
     engine = fake()
     own = OwnEngine(engine, None)  # type: ignore[arg-type]
-    return {"notes": Notebook(ranks), "engine": own, "gate": Gate(slow_down(engine))}
+    return {"notes": Recorder(ranks), "engine": own, "gate": Gate(slow_down(engine))}
 
 
 @pytest.fixture
@@ -69,8 +72,8 @@ def team(failures: list[BaseException]) -> Iterator[Team]:
 
 
 @pytest.fixture(scope="module")
-def several() -> Iterator[Team]:
-    """For tests that leave its processes as they were."""
+def shared_team() -> Iterator[Team]:
+    """A team that tests share if they do not break its processes."""
     with two_processes(lambda error: None) as team:
         yield team
 
@@ -79,75 +82,79 @@ def several() -> Iterator[Team]:
 def two_processes(on_failure: Callable[[BaseException], None]) -> Iterator[Team]:
     cluster = Cluster(2, device="cpu", timeout_s=60, threads=1, on_failure=on_failure)
     try:
-        with cluster.team.together(HOST, "make_parts", parts) as all_of_us:
-            all_of_us.wait()
+        with cluster.team.collective(HOST, "make_parts", parts) as call:
+            call.wait()
         yield cluster.team
     finally:
         cluster.close()
 
 
-def test_orders_are_carried_out_in_their_order_and_failures_come_back(team: Team) -> None:
-    own = Notebook(team.ranks)
-    with team.together("notes", "slowly", "first") as first:
+def test_commands_run_in_order_and_failures_are_raised_here(team: Team) -> None:
+    own = Recorder(team.ranks)
+    with team.collective("notes", "slowly", "first") as first:
         own.seen.append("first")
-    with team.together("notes", "note", "second") as second:
+    with team.collective("notes", "note", "second") as second:
         future = second.joined(own.note("second"))
     assert future.wait() is None
     first.wait()
-    with team.together("notes", "compare") as all_of_us:
+    with team.collective("notes", "compare") as call:
         found = own.compare()
-        all_of_us.wait()
+        call.wait()
     assert found == [["first", "second"]] * 2
-    # Two orders that arrive the wrong way round.
-    (late,) = team._tell(team._next + 1, "notes", "note", ("fourth",))
+    # Two commands that arrive in the wrong order.
+    (late,) = team._send(team._next + 1, "notes", "note", ("fourth",))
     assert not wait([late], timeout=0.3).done
-    (early,) = team._tell(team._next, "notes", "note", ("third",))
+    (early,) = team._send(team._next, "notes", "note", ("third",))
     early.result()
     late.result()
     team._next += 2
     with (
         pytest.raises(DataError, match="no good"),
-        team.together("notes", "fail", DataError("no good")) as all_of_us,
+        team.collective("notes", "fail", DataError("no good")) as call,
     ):
-        all_of_us.wait()
+        call.wait()
 
 
-def test_a_process_that_dies_is_named(team: Team, failures: list[BaseException]) -> None:
+def test_dead_process_is_reported(team: Team, failures: list[BaseException]) -> None:
     with (
         pytest.raises(TrainingError, match="another process of the run has died"),
-        team.together("notes", "die"),
+        team.collective("notes", "die"),
     ):
         raise RuntimeError("connection closed by peer")
     with pytest.raises(TrainingError, match="has died"):
-        anyio.run(RemoteEngine(team.members[0]).generate, make_request("a", max_tokens=4))
+        anyio.run(RemoteEngine(team.members[0], FAKE).generate, make_request("a", max_tokens=4))
     assert not failures
 
 
-INSIDE = {
+BREAK_THE_CORE = {
     "a_failing_step_reaches_every_caller",
     "a_core_that_cannot_give_up_reaches_every_caller",
     "lost_requests_are_errors",
     "a_closed_engine_says_so",
 }
-"""Cases that break an engine's core from the inside."""
+"""Cases that patch the core of an engine, which is in the other process here."""
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if case.__name__ not in INSIDE], ids=lambda case: case.__name__
+    "case",
+    [case for case in CASES if case.__name__ not in BREAK_THE_CORE],
+    ids=lambda case: case.__name__,
 )
-def test_contract(several: Team, case: Case) -> None:
-    """Of two engines as one."""
-    with several.together(HOST, "make_parts", parts) as made:
+def test_contract(shared_team: Team, case: Case) -> None:
+    """`EngineTeam` over two engines fulfils the contract of an engine."""
+    with shared_team.collective(HOST, "make_parts", parts) as made:
         made.wait()
     own = fake()
     slow_own = slow_down(own)
 
     def gate(seconds: float) -> None:
         slow_own(seconds)
-        with several.together("gate", "set", seconds) as all_of_us:
-            all_of_us.wait()
+        with shared_team.collective("gate", "set", seconds) as call:
+            call.wait()
 
-    team: Any = EngineTeam(own, several)
+    team: Any = EngineTeam(own, shared_team)
+    assert team.capabilities == FAKE
+    assert [engine.capabilities for engine in team._engines] == [FAKE, FAKE]
 
     async def bounded() -> None:
         with anyio.fail_after(20):
@@ -157,11 +164,11 @@ def test_contract(several: Team, case: Case) -> None:
     team.close()
 
 
-def test_calls_are_begun_in_their_order_and_each_is_answered() -> None:
+def test_engine_calls_start_in_order_and_each_gets_an_answer() -> None:
     host = Host(os.getcwd(), [], None)
     engine = fake()
     host.make_parts(lambda ranks: {"engine": OwnEngine(engine, None)})  # type: ignore[arg-type]
-    # All tokens would take eight seconds: what is asked for is not done before it is aborted.
+    # All tokens would take eight seconds, so the request still runs when it is aborted.
     slow_down(engine)(0.1)
     request = make_request("a", max_tokens=80, ignore_eos=True)
     host.engine(1, "abort", "abort", (None,))

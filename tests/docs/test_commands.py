@@ -21,7 +21,7 @@ import pytest
 from slipstream import cli, main_fastrl, main_ppo
 from slipstream.config import CONFIG_FILE, Config, load_config, sources, to_yaml
 from tests.docs.pages import LOG, ROOT, Shown, commands, commands_in, markdown, sentences
-from tests.report.made import make_run
+from tests.report.run_folders import make_run
 
 SHOWN = [shown for page in markdown() for shown in commands(page)]
 # The log gives commands as they were run on their day.

@@ -1,4 +1,4 @@
-"""Responses of a tiny policy, with the features that its engine hands over."""
+"""Responses of a tiny policy with features, and other helpers for tests of draft heads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from slipstream.drafter.acceptance import HeldOut
-from slipstream.drafter.sequences import DraftSequence, PolicyEnds, policy_features
+from slipstream.drafter.sequences import DraftSequence, VocabLayers, policy_features
 from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings
 from slipstream.models import Decoder
 from slipstream.models.draft.eagle1 import DraftHead
@@ -71,8 +71,8 @@ def sequences(
     return [s for s in found if s.slots]
 
 
-def ends_of(decoder: Decoder) -> PolicyEnds:
-    return PolicyEnds.of(decoder, torch.float32)
+def vocab_of(decoder: Decoder) -> VocabLayers:
+    return VocabLayers.of(decoder, torch.float32)
 
 
 def trainer(head: DraftModel, lr: float = 3e-3, **settings: Any) -> DraftTrainer:
@@ -82,8 +82,8 @@ def trainer(head: DraftModel, lr: float = 3e-3, **settings: Any) -> DraftTrainer
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Orphans become this process's children, as those of a login manager do: it shares their
-    session, so that Linux does not wake those that are stopped."""
+    """Make this process adopt orphans, like a login manager. It is in their session, so Linux does
+    not resume suspended orphans."""
     prctl, set_child_subreaper = ctypes.CDLL(None).prctl, 36
     assert prctl(set_child_subreaper, 1, 0, 0, 0) == 0
     try:
@@ -93,12 +93,11 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def wait_for_end(orphan: int, seconds: float = 120.0) -> None:
-    """Until the process, which is now a child of this one, has ended; it is killed after a while,
-    which fails."""
+    """Wait until an adopted process has ended. After `seconds`, kill it and fail."""
     deadline = time.monotonic() + seconds
     while os.waitpid(orphan, os.WNOHANG) == (0, 0):
         if time.monotonic() > deadline:
             os.kill(orphan, 9)
             os.waitpid(orphan, 0)
-            raise AssertionError("it is left behind")
+            raise AssertionError("the orphaned process did not end")
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Features of the trainer's own pass: which rows, and that they are the engine's to the bit."""
+"""The feature collector: which rows it selects, and features bitwise equal to the engine's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from slipstream.drafter.buffer import BufferSettings, DraftBuffer
 from slipstream.drafter.collector import CollectorSettings, FeatureCollector
 from slipstream.errors import ConfigError
 from slipstream.models import Decoder
+from slipstream.training.columns import train_batch
 from slipstream.training.optim import OptimSettings
 from slipstream.training.single import SingleProcessBackend
 from slipstream.types import SamplingParams, TrainBatch, TrainRow
@@ -38,7 +39,7 @@ def batch_of(decoder: Decoder, count: int) -> TrainBatch:
         )
         for r in responses(decoder, requests(count))
     ]
-    return TrainBatch(rows=rows)
+    return train_batch(rows)
 
 
 def collected(sink: FeatureCollector, batch: TrainBatch) -> None:
@@ -49,7 +50,7 @@ def collected(sink: FeatureCollector, batch: TrainBatch) -> None:
     backend.close()
 
 
-def test_they_are_what_the_engine_hands_over() -> None:
+def test_trainer_features_equal_the_engine_features() -> None:
     decoder = shared_decoder()
     sink = collector()
     sink.begin_step(3, 0, wanted=True)
@@ -63,11 +64,11 @@ def test_they_are_what_the_engine_hands_over() -> None:
         assert ours["tokens"] == list(sequence.tokens)
         assert ours["loss_mask"] == list(sequence.loss_mask)
         assert ours["step"] == 3
-        # The engine stops before the last token's.
+        # The engine has no features of the last token.
         assert torch.equal(ours["features"][: len(sequence.features_TF)], sequence.features_TF)
 
 
-def test_nothing_is_kept_of_steps_that_are_not_wanted() -> None:
+def test_selects_nothing_in_unwanted_steps() -> None:
     sink = collector()
     batch = batch_of(shared_decoder(), 6)
     assert sink.select(batch) == set()
@@ -77,7 +78,7 @@ def test_nothing_is_kept_of_steps_that_are_not_wanted() -> None:
     assert sink.select(batch)
 
 
-def test_rows_without_noise_or_without_a_token_to_draft_are_left_out() -> None:
+def test_skips_rows_without_noise_key_or_without_a_token_to_draft() -> None:
     sink = collector(max_length=8)
     sink.begin_step(1, 0, wanted=True)
     key = requests(1)[0].key
@@ -87,10 +88,10 @@ def test_rows_without_noise_or_without_a_token_to_draft_are_left_out() -> None:
         TrainRow(tokens=[1, 2], loss_mask=[0.0, 1.0], key=key),
         TrainRow(tokens=[1] * 12, loss_mask=[0.0] * 9 + [1.0] * 3, key=key),
     ]
-    assert sink.select(TrainBatch(rows=rows)) == {0}
+    assert sink.select(train_batch(rows)) == {0}
 
 
-def test_all_responses_to_a_held_out_prompt_are_kept_apart() -> None:
+def test_all_responses_to_a_held_out_prompt_are_held_out() -> None:
     sink = collector(held_out_every=3, held_out=5, max_length=6)
     sink.begin_step(1, 0, wanted=True)
     batch = batch_of(shared_decoder(), 24)
@@ -111,6 +112,6 @@ def test_all_responses_to_a_held_out_prompt_are_kept_apart() -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("max_length", 1), ("held_out", 0), ("held_out_every", 1)]
 )
-def test_impossible_settings_are_refused(name: str, value: int) -> None:
+def test_rejects_impossible_settings(name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"collector of the draft head: {name}={value}"):
         collector(**{name: value})

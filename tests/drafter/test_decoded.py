@@ -1,4 +1,4 @@
-"""Hidden states from an engine: whose are kept, how many, and when they are forgotten."""
+"""Hidden states from decoding: which responses are kept, the limit in bytes, and when they drop."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from slipstream.drafter.buffer import BufferedSequence
 from slipstream.drafter.collector import CollectorSettings, FeatureForwarder
 from slipstream.drafter.decoded import DecodedFeatures
+from slipstream.training.columns import train_batch
 from slipstream.types import (
     GenerateRequest,
     Generation,
     SamplingParams,
-    TrainBatch,
     TrainRow,
     VersionSpan,
 )
@@ -55,7 +55,7 @@ def filled(
     return decoded
 
 
-def test_they_are_asked_for_only_where_a_step_is_wanted(
+def test_hidden_states_are_wanted_only_in_wanted_steps(
     asked: list[GenerateRequest], answers: list[Generation]
 ) -> None:
     decoded = DecodedFeatures(1 << 20)
@@ -65,47 +65,49 @@ def test_they_are_asked_for_only_where_a_step_is_wanted(
     decoded.receive(asked[0], answers[0])
     row = rows(asked, answers)[0]
     # Another response to the prompt, of a step before.
-    assert decoded.take(replace(row, tokens=[*row.tokens, 1])) is None
-    assert decoded.take(replace(row, key=None)) is None
-    found = decoded.take(row)
+    assert decoded.take(row.key, [*row.tokens, 1]) is None
+    assert decoded.take(None, row.tokens) is None
+    found = decoded.take(row.key, row.tokens)
     assert found is not None
     assert found.shape == (len(row.tokens) - 1, 32)
     assert (decoded.taken, decoded.nbytes) == (1, 0)
-    assert decoded.take(row) is None
+    assert decoded.take(row.key, row.tokens) is None
     decoded.receive(asked[0], answers[0])
     decoded.begin(wanted=False)
     assert (decoded.taken, decoded.nbytes) == (0, 0)
-    assert decoded.take(row) is None
+    assert decoded.take(row.key, row.tokens) is None
     assert not decoded.wants(asked[0])
 
 
-def test_a_mixture_of_two_policies_is_left_to_the_trainer(
+def test_drops_responses_of_two_policy_versions(
     asked: list[GenerateRequest], answers: list[Generation]
 ) -> None:
     count = len(answers[0].token_ids)
     spans = [VersionSpan(1, 0, 1), VersionSpan(2, 1, count)]
     mixed = [replace(answers[0], spans=spans), *answers[1:]]
     decoded = filled(asked, mixed)
-    found = [decoded.take(row) is not None for row in rows(asked, answers)]
+    found = [decoded.take(row.key, row.tokens) is not None for row in rows(asked, answers)]
     assert found == [False, *[True] * (COUNT - 1)]
 
 
-def test_no_more_are_kept_than_fit(asked: list[GenerateRequest], answers: list[Generation]) -> None:
+def test_keeps_no_more_than_max_bytes(
+    asked: list[GenerateRequest], answers: list[Generation]
+) -> None:
     sizes = [4 * 32 * (len(row.tokens) - 1) for row in rows(asked, answers)]
     decoded = filled(asked, answers, max_bytes=sum(sizes[:3]))
     assert decoded.nbytes == sum(sizes[:3])
     assert not decoded.wants(asked[0])
-    found = [decoded.take(row) is not None for row in rows(asked, answers)]
+    found = [decoded.take(row.key, row.tokens) is not None for row in rows(asked, answers)]
     assert found == [True] * 3 + [False] * (COUNT - 3)
 
 
-def test_the_trainer_is_asked_for_the_others_alone(
+def test_selects_only_rows_without_decoded_features(
     asked: list[GenerateRequest], answers: list[Generation]
 ) -> None:
     settings = CollectorSettings(
         params=SamplingParams(max_tokens=24), max_length=9, held_out=1, held_out_every=2
     )
-    batch = TrainBatch(rows=rows(asked, answers))
+    batch = train_batch(rows(asked, answers))
     plain = FeatureForwarder(settings)
     plain.begin_step(3, 2)
     wanted = plain.select(batch)

@@ -1,4 +1,4 @@
-"""The draft head's loss against a loop in plain numbers, and what it does not depend on."""
+"""The draft head's losses against plain loops, finite differences and closed forms."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def random_batch(seed: int = 0) -> DraftSamples:
     )
 
 
-def passing_on() -> DraftHead:
-    """A head whose prediction is the feature that it is given."""
+def identity_head() -> DraftHead:
+    """A head that predicts its input feature."""
     head = DraftHead(config("qwen3", hidden_size=D, vocab_size=V))
     head.init_weights(0)
     with torch.no_grad():
@@ -51,9 +51,9 @@ def passing_on() -> DraftHead:
     return head
 
 
-def test_the_loss_is_that_of_a_loop() -> None:
+def test_loss_equals_a_plain_loop() -> None:
     batch = random_batch()
-    loss = draft_loss(passing_on().pack(torch.float32), batch, value_weight=0.7, soft_weight=0.2)
+    loss = draft_loss(identity_head().pack(torch.float32), batch, value_weight=0.7, soft_weight=0.2)
     value, soft, hits = [], [], []
     for b in range(B):
         for t in range(T - 2):
@@ -74,7 +74,7 @@ def test_the_loss_is_that_of_a_loop() -> None:
     assert float(loss.total.detach()) == pytest.approx(expected, rel=1e-6)
 
 
-def test_padding_on_the_right_does_not_matter() -> None:
+def test_padding_does_not_change_the_loss() -> None:
     head = DraftHead(config("qwen2", hidden_size=D, vocab_size=V))
     head.init_weights(3)
     batch = random_batch()
@@ -94,7 +94,7 @@ def test_no_gradient_reaches_the_policy() -> None:
     batch = random_batch()
     features = batch.features_BTF.clone().requires_grad_()
     embedding = batch.embedding_VD.clone().requires_grad_()
-    head = passing_on()
+    head = identity_head()
     batch = replace(batch, features_BTF=features, embedding_VD=embedding)
     draft_loss(head.pack(torch.float32), batch).total.backward()  # type: ignore[no-untyped-call]
     assert features.grad is None
@@ -102,13 +102,13 @@ def test_no_gradient_reaches_the_policy() -> None:
     assert all(p.grad is not None for p in head.parameters())
 
 
-def test_a_batch_without_a_slot_is_refused() -> None:
+def test_rejects_a_batch_without_slots() -> None:
     batch = replace(random_batch(), loss_mask_BT=torch.zeros(B, T))
     with pytest.raises(DataError, match="no token of the batch can be drafted"):
-        draft_loss(passing_on().pack(torch.float32), batch)
+        draft_loss(identity_head().pack(torch.float32), batch)
 
 
-def test_deeper_losses_are_those_of_the_unrolled_predictions() -> None:
+def test_deeper_losses_equal_a_loop_over_unrolled_predictions() -> None:
     head = DraftHead(config("qwen3", hidden_size=D, vocab_size=V))
     head.init_weights(3)
     batch, packed = random_batch(), head.pack(torch.float32)
@@ -129,19 +129,18 @@ def test_deeper_losses_are_those_of_the_unrolled_predictions() -> None:
                     soft.append(-float((p * log_q).sum()))
         total += weight * (0.7 * sum(value) / len(value) + 0.2 * sum(soft) / len(soft))
         weight /= 2
-    assert len(loss.depth_accuracy) == 3
     assert float(loss.total.detach()) == pytest.approx(total / 1.75, rel=1e-5)
 
 
-def test_the_acceptance_loss_is_the_logarithm_of_what_two_laws_share() -> None:
+def test_acceptance_loss_is_minus_log_of_the_overlap() -> None:
     p = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]], dtype=torch.float64)
     q = torch.tensor([[0.2, 0.2, 0.6], [0.1, 0.2, 0.7]], dtype=torch.float64)
-    # 0.2 + 0.2 + 0.2 are shared in the first row, all of it in the second one.
+    # The overlap is 0.2 + 0.2 + 0.2 in the first row and 1 in the second.
     expected = -(math.log(0.6) + math.log(1.0)) / 2
     assert float(acceptance_loss(p.log(), q.log())) == pytest.approx(expected)
 
 
-def test_the_acceptance_loss_has_a_gradient_where_nothing_is_shared() -> None:
+def test_acceptance_loss_has_a_gradient_without_overlap() -> None:
     logits = torch.tensor([[200.0, 0.0]], requires_grad=True)
     log_p = torch.log_softmax(torch.tensor([[0.0, 200.0]]), -1)
     loss = acceptance_loss(log_p, torch.log_softmax(logits, -1))
@@ -151,7 +150,7 @@ def test_the_acceptance_loss_has_a_gradient_where_nothing_is_shared() -> None:
     assert logits.grad[0].tolist() == pytest.approx([0.5, -0.5], rel=1e-4)
 
 
-def test_the_gradient_of_the_acceptance_loss_is_that_of_finite_differences() -> None:
+def test_acceptance_loss_gradient_equals_finite_differences() -> None:
     generator = torch.Generator().manual_seed(0)
     log_p, logits = (
         torch.randn(5, 11, dtype=torch.float64, generator=generator).mul_(2) for _ in range(2)
@@ -163,8 +162,8 @@ def test_the_gradient_of_the_acceptance_loss_is_that_of_finite_differences() -> 
     )
 
 
-def among(q: list[float], k: int) -> list[float]:
-    """How likely each token is among `k` candidates, in plain numbers."""
+def membership(q: list[float], k: int) -> list[float]:
+    """Probability of each token to be membership the `k` candidates, by plain bisection."""
     low, high = 1e-9, 1.0
     for _ in range(200):
         level = (low * high) ** 0.5
@@ -173,7 +172,7 @@ def among(q: list[float], k: int) -> list[float]:
     return [1 - math.exp(-one / low) for one in q]
 
 
-def test_the_top_k_mass_loss_is_that_of_a_loop() -> None:
+def test_top_k_mass_loss_equals_a_plain_loop() -> None:
     generator = torch.Generator().manual_seed(1)
     log_p, log_q = (
         torch.log_softmax(torch.randn(7, 13, dtype=torch.float64, generator=generator) * 2, -1)
@@ -182,19 +181,19 @@ def test_the_top_k_mass_loss_is_that_of_a_loop() -> None:
     for k in (1, 2, 4, 12):
         expected = []
         for p, q in zip(log_p.exp().tolist(), log_q.exp().tolist(), strict=True):
-            members = among(q, k)
+            members = membership(q, k)
             assert sum(members) == pytest.approx(k)
             expected.append(-math.log(sum(a * b for a, b in zip(p, members, strict=True))))
         found = float(topk_mass_loss(log_p, log_q, k))
         assert found == pytest.approx(sum(expected) / len(expected), rel=1e-9)
-    # A head that knows nothing has chosen k of V tokens at random.
+    # A uniform head chooses k of V tokens at random.
     flat = torch.full((7, 13), -math.log(13))
     assert float(topk_mass_loss(log_p.float(), flat, 4)) == pytest.approx(math.log(13 / 4))
 
 
-def test_candidates_are_as_likely_as_drawing_them_says() -> None:
-    """Shares among the best of log q + G over many draws: the law is one given the level, so not
-    exactly theirs."""
+def test_membership_probabilities_match_sampling() -> None:
+    """Against frequencies among the best of log q + G over many draws. The formula is conditional
+    on the threshold, so it is only close to the frequencies."""
     generator = torch.Generator().manual_seed(2)
     log_q = torch.log_softmax(torch.tensor([2.0, 1.0, 0.0, 0.0, -1.0, -2.0, -3.0, -9.0]), -1)
     noise = -torch.log(-torch.log(torch.rand(40_000, 8, generator=generator)))
@@ -207,7 +206,7 @@ def test_candidates_are_as_likely_as_drawing_them_says() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_of_a_sure_head_the_top_k_mass_is_the_policys_on_its_best_tokens(
+def test_top_k_mass_of_a_confident_head_is_the_mass_on_its_best_tokens(
     dtype: torch.dtype,
 ) -> None:
     p = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=dtype)
@@ -220,7 +219,7 @@ def test_of_a_sure_head_the_top_k_mass_is_the_policys_on_its_best_tokens(
         assert logits.grad.isfinite().all()
 
 
-def test_the_gradient_of_the_top_k_mass_loss_is_that_of_finite_differences() -> None:
+def test_top_k_mass_loss_gradient_equals_finite_differences() -> None:
     generator = torch.Generator().manual_seed(0)
     log_p, logits = (
         torch.randn(5, 11, dtype=torch.float64, generator=generator).mul_(2) for _ in range(2)
@@ -234,13 +233,13 @@ def test_the_gradient_of_the_top_k_mass_loss_is_that_of_finite_differences() -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_top_k_mass_loss_lifts_a_token_that_is_far_from_the_candidates(
+def test_top_k_mass_loss_has_a_gradient_for_a_token_far_from_the_candidates(
     dtype: torch.dtype,
 ) -> None:
     log_p = torch.log_softmax(torch.tensor([[0.0, 0.0, 0.0, 200.0]], dtype=dtype), -1)
     logits = torch.tensor([[90.0, 60.0, 30.0, 0.0]], dtype=dtype, requires_grad=True)
     loss = topk_mass_loss(log_p, torch.log_softmax(logits, -1), 2)
-    # The level lies between 60 and 30: it depends on the numbers' precision where.
+    # The threshold is between 60 and 30; the exact value depends on the precision.
     assert 30 < float(loss.detach()) < 60
     loss.backward()  # type: ignore[no-untyped-call]
     assert logits.grad is not None
@@ -248,14 +247,14 @@ def test_the_top_k_mass_loss_lifts_a_token_that_is_far_from_the_candidates(
     assert float(logits.grad.sum()) == pytest.approx(0.0, abs=1e-3)
 
 
-def test_as_many_candidates_as_tokens_are_refused() -> None:
-    batch, packed = random_batch(), passing_on().pack(torch.float32)
+def test_rejects_topk_not_below_the_vocabulary() -> None:
+    batch, packed = random_batch(), identity_head().pack(torch.float32)
     draft_loss(packed, batch, topk_mass_weight=0.1, topk=V - 1)
-    with pytest.raises(ValueError, match=f"{V} candidates of {V} tokens leave none out"):
+    with pytest.raises(ValueError, match=f"topk={V} must be below the vocabulary's {V} tokens"):
         draft_loss(packed, batch, topk_mass_weight=0.1, topk=V)
 
 
-def test_top_k_mass_counts_at_every_depth_and_only_with_a_weight() -> None:
+def test_top_k_mass_loss_counts_at_every_depth_if_weighted() -> None:
     head = DraftHead(config("qwen3", hidden_size=D, vocab_size=V))
     head.init_weights(3)
     batch, packed = random_batch(), head.pack(torch.float32)
@@ -286,7 +285,7 @@ def test_top_k_mass_counts_at_every_depth_and_only_with_a_weight() -> None:
     assert float((loss.total - plain.total).detach()) == pytest.approx(more, rel=1e-4)
 
 
-def test_acceptance_counts_at_every_depth_and_only_with_a_weight() -> None:
+def test_acceptance_loss_counts_at_every_depth_if_weighted() -> None:
     head = DraftHead(config("qwen3", hidden_size=D, vocab_size=V))
     head.init_weights(3)
     batch, packed = random_batch(), head.pack(torch.float32)
@@ -315,7 +314,7 @@ def test_acceptance_counts_at_every_depth_and_only_with_a_weight() -> None:
     assert float((loss.total - plain.total).detach()) == pytest.approx(more, rel=1e-4)
 
 
-def test_a_draft_vocabulary_learns_the_laws_among_its_tokens() -> None:
+def test_loss_of_a_draft_vocabulary_equals_a_plain_loop() -> None:
     """The loss of an EAGLE-3 head with some of the tokens, against a loop over slots."""
     tokens, steps = [*range(0, V, 3)], 2
     head = Eagle3Head(config("qwen3", hidden_size=D, vocab_size=V), (0, 1, 2), tokens)
@@ -327,12 +326,14 @@ def test_a_draft_vocabulary_learns_the_laws_among_its_tokens() -> None:
     weights |= {"topk_mass_weight": 0.4, "topk": 3}
     loss = draft_loss(packed, batch, depth=steps, depth_decay=0.5, **weights)
     assert loss.value is None
-    assert torch.equal(batch.given, wide[..., : 3 * D])
+    assert torch.equal(batch.head_inputs, wide[..., : 3 * D])
     assert torch.equal(batch.final, wide[..., 3 * D :])
     total = outside = 0.0
     with torch.no_grad():
         unrolled = list(
-            packed.unroll(batch.tokens_BT.roll(-1, -1), batch.given, batch.embedding_VD, steps)
+            packed.unroll(
+                batch.tokens_BT.roll(-1, -1), batch.head_inputs, batch.embedding_VD, steps
+            )
         )
         for k, states in enumerate(unrolled):
             soft, accepted, held, hits = [], [], [], []
@@ -349,14 +350,14 @@ def test_a_draft_vocabulary_learns_the_laws_among_its_tokens() -> None:
                     mass = torch.softmax(logits, -1)[tokens]
                     accepted.append(-float(torch.minimum(mass, q).sum().log()))
                     held.append(
-                        -math.log(float(mass @ torch.tensor(among(q.tolist(), 3)).double()))
+                        -math.log(float(mass @ torch.tensor(membership(q.tolist(), 3)).double()))
                     )
                     hits.append(tokens[int(mine.argmax())] == int(logits.argmax()))
             mean = 0.2 * sum(soft) / len(soft) + 0.3 * sum(accepted) / len(accepted)
             mean += 0.4 * sum(held) / len(held)
             total += 0.5**k * mean
-            assert float(loss.depth_accuracy[k]) == pytest.approx(sum(hits) / len(hits))
             if k == 0:
+                assert float(loss.accuracy) == pytest.approx(sum(hits) / len(hits))
                 assert float(loss.soft) == pytest.approx(sum(soft) / len(soft), rel=1e-5)
                 assert loss.acceptance is not None
                 assert float(loss.acceptance) == pytest.approx(

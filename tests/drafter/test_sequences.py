@@ -1,4 +1,4 @@
-"""Batches of sequences: padding, buckets, features, and a copy of the policy's ends."""
+"""Training sequences: padding, batches, features, and the copy of embedding and LM head."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 from slipstream.drafter.sequences import (
     DraftSequence,
-    PolicyEnds,
+    VocabLayers,
     collate,
     length_buckets,
     passes,
     policy_features,
 )
 from slipstream.errors import DataError
-from tests.drafter.helpers import ends_of, requests, responses
+from tests.drafter.helpers import requests, responses, vocab_of
 from tests.inference.helpers import make_decoder, shared_decoder
 
 
@@ -28,44 +28,44 @@ def sequence(length: int, *, rows: int | None = None, start: int = 1) -> DraftSe
     )
 
 
-def test_lengths_that_disagree_are_refused() -> None:
+def test_rejects_lengths_that_disagree() -> None:
     with pytest.raises(DataError, match="5 tokens has 3 features"):
         sequence(5, rows=3)
     with pytest.raises(DataError, match="a loss mask of 1"):
         DraftSequence(tokens=[1, 2], features_TF=torch.zeros(2, 4), loss_mask=[1.0])
 
 
-def test_slots_are_counted_from_the_third_token_on() -> None:
+def test_slots_start_at_the_third_token() -> None:
     assert [sequence(n).slots for n in (2, 3, 7)] == [0, 1, 5]
     assert sequence(7, start=4).slots == 3
 
 
-def test_a_batch_is_padded_on_the_right() -> None:
-    batch = collate([sequence(5, rows=4), sequence(18)], ends_of(shared_decoder()))
+def test_batch_is_padded_on_the_right() -> None:
+    batch = collate([sequence(5, rows=4), sequence(18)], vocab_of(shared_decoder()))
     assert batch.tokens_BT.shape == (2, 32)
     assert batch.tokens_BT[0].tolist() == [3, 4, 5, 6, 7] + [0] * 27
     assert batch.loss_mask_BT[0].tolist() == [0.0] + [1.0] * 4 + [0.0] * 27
     assert batch.features_BTF[0, :, 0].tolist() == [2.0] * 4 + [0.0] * 28
-    assert batch.drafted(4).tolist() == [0, *range(32, 46)]
+    assert batch.slots(4).tolist() == [0, *range(32, 46)]
 
 
-def test_a_batch_without_padding_has_one_sequence_after_another() -> None:
+def test_batch_without_padding_concatenates_sequences() -> None:
     made = [sequence(5, rows=4), sequence(3, rows=2)]
-    batch = collate(made, ends_of(shared_decoder()), padded=False)
+    batch = collate(made, vocab_of(shared_decoder()), padded=False)
     assert batch.lengths == [5, 3]
     assert batch.tokens_BT.tolist() == [[3, 4, 5, 6, 7, 3, 4, 5]]
     assert batch.loss_mask_BT.tolist() == [[0.0] + [1.0] * 4 + [0.0] + [1.0] * 2]
     assert batch.features_BTF[0, :, 0].tolist() == [2.0] * 4 + [0.0] + [2.0] * 2 + [0.0]
-    sequence_M, place_M, left_M = batch.places()
+    sequence_M, position_M, left_M = batch.positions()
     assert sequence_M.tolist() == [0] * 5 + [1] * 3
-    assert place_M.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert position_M.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
     assert left_M.tolist() == [4, 3, 2, 1, 0, 2, 1, 0]
-    # None that goes from one sequence into the next.
-    assert batch.drafted(2).tolist() == [0, 1, 2, 5]
-    assert batch.drafted(3).tolist() == [0, 1]
+    # No slot drafts a token of the next sequence.
+    assert batch.slots(2).tolist() == [0, 1, 2, 5]
+    assert batch.slots(3).tolist() == [0, 1]
 
 
-def test_buckets_hold_each_sequence_once_and_similar_lengths() -> None:
+def test_buckets_have_each_sequence_once_and_similar_lengths() -> None:
     lengths = [(7 * i) % 50 + 3 for i in range(45)]
     batches = length_buckets(lengths, 8, "a")
     assert sorted(itertools.chain(*batches)) == list(range(45))
@@ -76,14 +76,14 @@ def test_buckets_hold_each_sequence_once_and_similar_lengths() -> None:
     assert length_buckets(lengths, 8, "b") != batches
 
 
-def test_passes_go_on_with_another_order() -> None:
+def test_each_pass_has_another_order() -> None:
     made = [sequence(n) for n in (3, 4, 5, 6)]
     numbers = [len(s.tokens) for b in itertools.islice(passes(made, 1, "x"), 12) for s in b]
     assert [sorted(numbers[i : i + 4]) for i in (0, 4, 8)] == [[3, 4, 5, 6]] * 3
     assert len({tuple(numbers[i : i + 4]) for i in (0, 4, 8)}) > 1
 
 
-def test_features_of_the_forward_pass_are_those_of_the_engine() -> None:
+def test_policy_features_equal_the_engine_features() -> None:
     decoder = shared_decoder()
     made = responses(decoder, requests(9, seed=2))
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_features_of_the_forward_pass_are_those_of_the_engine() -> None:
         assert torch.equal(features[:-1], held_out.sequence.features_TF)
 
 
-def test_a_text_beyond_the_limit_is_refused() -> None:
+def test_rejects_texts_beyond_the_limits() -> None:
     with torch.no_grad():
         policy = shared_decoder().pack(torch.float32)
     with pytest.raises(DataError, match="budget of 16"):
@@ -103,12 +103,12 @@ def test_a_text_beyond_the_limit_is_refused() -> None:
         policy_features(policy, [[1] * (limit + 1)])
 
 
-def test_the_ends_stay_while_the_policy_learns() -> None:
+def test_copy_does_not_change_with_the_policy() -> None:
     decoder = make_decoder()
-    ends = PolicyEnds.of(decoder, torch.float32)
-    embedding, head = ends.embedding_VD.clone(), ends.lm_head.weight.clone()
+    vocab = VocabLayers.of(decoder, torch.float32)
+    embedding, head = vocab.embedding_VD.clone(), vocab.lm_head.weight.clone()
     with torch.no_grad():
         for parameter in decoder.parameters():
             parameter.add_(1.0)
-    assert torch.equal(ends.embedding_VD, embedding)
-    assert torch.equal(ends.lm_head.weight, head)
+    assert torch.equal(vocab.embedding_VD, embedding)
+    assert torch.equal(vocab.lm_head.weight, head)

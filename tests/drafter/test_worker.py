@@ -1,4 +1,4 @@
-"""A process that trains a head beside the run: what it learns, that it stops and may die."""
+"""The worker process of opportunistic training: training, stopping, suspending and ending."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from slipstream.drafter.buffer import BufferedSequence, BufferSettings, DraftBuf
 from slipstream.drafter.collector import CollectorSettings, FeatureCollector
 from slipstream.drafter.cotraining import CoTrainSettings
 from slipstream.drafter.trainer import DraftTrainSettings
-from slipstream.drafter.worker import DraftWorker, Learned, WorkerSetup
+from slipstream.drafter.worker import DraftWorker, SliceResult, WorkerSetup
 from slipstream.errors import TrainingError
 from slipstream.metrics.names import check_names
 from slipstream.training.optim import OptimSettings
 from slipstream.types import SamplingParams
 from tests.drafter.helpers import (
     adopting_orphans,
-    ends_of,
     new_head,
     requests,
     responses,
+    vocab_of,
     wait_for_end,
 )
 from tests.inference.helpers import shared_decoder
 
-PATIENCE = 120.0
+TIMEOUT = 120.0
 COLLECTOR = CollectorSettings(
     params=SamplingParams(max_tokens=24), max_length=64, held_out=24, held_out_every=3
 )
@@ -74,9 +74,9 @@ def rows(count: int = 64) -> list[BufferedSequence]:
     ]
 
 
-def until(worker: DraftWorker, done: Callable[[list[Learned]], bool]) -> list[Learned]:
-    found: list[Learned] = []
-    deadline = time.monotonic() + PATIENCE
+def until(worker: DraftWorker, done: Callable[[list[SliceResult]], bool]) -> list[SliceResult]:
+    found: list[SliceResult] = []
+    deadline = time.monotonic() + TIMEOUT
     while not done(found):
         assert time.monotonic() < deadline, "the worker does not answer"
         time.sleep(0.01)
@@ -84,8 +84,8 @@ def until(worker: DraftWorker, done: Callable[[list[Learned]], bool]) -> list[Le
     return found
 
 
-def test_it_learns_until_nothing_is_left(worker: DraftWorker) -> None:
-    worker.learn(rows(), ends_of(shared_decoder()), step=1)
+def test_worker_trains_until_the_rows_are_used_up(worker: DraftWorker) -> None:
+    worker.learn(rows(), vocab_of(shared_decoder()), step=1)
     found = until(worker, lambda seen: any("drafter/loss" not in one.metrics for one in seen))
     adopted = [one for one in found if one.weights is not None]
     assert [one.version for one in adopted] == list(range(5, 5 + len(adopted)))
@@ -104,28 +104,28 @@ def test_it_learns_until_nothing_is_left(worker: DraftWorker) -> None:
     assert worker.results() == []
 
 
-def test_a_slice_that_is_stopped_ends_early(worker: DraftWorker) -> None:
-    # The order to stop is there before the first optimizer step is over.
-    worker.learn(rows(), ends_of(shared_decoder()), step=1)
+def test_stopped_slice_ends_early(worker: DraftWorker) -> None:
+    # The stop command arrives before the first optimizer step ends.
+    worker.learn(rows(), vocab_of(shared_decoder()), step=1)
     worker.stop()
-    worker.learn(rows(8), ends_of(shared_decoder()), step=2)
+    worker.learn(rows(8), vocab_of(shared_decoder()), step=2)
     found = until(worker, lambda seen: any("drafter/loss" not in one.metrics for one in seen))
-    # It went on with the newest rows, and with those it had.
+    # It continued with the new rows and with the buffered ones.
     assert found[-1].step == 2
     assert found[-1].metrics["drafter/buffer_samples"] > 8
 
 
-def test_rows_do_not_pile_up_where_it_has_no_time(worker: DraftWorker) -> None:
+def test_unread_row_files_do_not_accumulate(worker: DraftWorker) -> None:
     os.kill(worker.pid, signal.SIGSTOP)
-    given = rows(24)
+    entries = rows(24)
     for step in (1, 2, 3):
-        part = [replace(one, step=step) for one in given[step::3]]
-        worker.learn(part, ends_of(shared_decoder()), step)
+        part = [replace(one, step=step) for one in entries[step::3]]
+        worker.learn(part, vocab_of(shared_decoder()), step)
     assert {path.name for path in worker._path.glob("rows-*")} == {"rows-1.pickle", "rows-2.pickle"}
     os.kill(worker.pid, signal.SIGCONT)
     found = until(worker, lambda seen: any("drafter/loss" not in one.metrics for one in seen))
-    # Those of the last two steps: as many as are looked back to.
-    expected = [one for step in (2, 3) for one in given[step::3]]
+    # The rows of the last two steps (lookback_steps=2).
+    expected = [one for step in (2, 3) for one in entries[step::3]]
     collector = FeatureCollector(DraftBuffer(BufferSettings()), COLLECTOR)
     for one in expected:
         collector.keep(one)
@@ -133,7 +133,7 @@ def test_rows_do_not_pile_up_where_it_has_no_time(worker: DraftWorker) -> None:
     assert list(worker._path.glob("rows-*")) == []
 
 
-def test_one_that_was_killed_is_noticed(worker: DraftWorker) -> None:
+def test_killed_worker_is_reported(worker: DraftWorker) -> None:
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(TrainingError, match="trains the draft head ended with status -9"):
         until(worker, lambda _: False)
@@ -142,7 +142,7 @@ def test_one_that_was_killed_is_noticed(worker: DraftWorker) -> None:
 
 
 def _state(pid: int) -> str:
-    """Of a process, as Linux calls it: T for one that stands still."""
+    """State of a process in Linux's letters: T is stopped, S is sleeping."""
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
@@ -151,58 +151,58 @@ def _wait_for(state: str, pid: int) -> None:
 
 
 def _wait(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def test_it_stands_still_until_it_may_go_on(
+def test_suspended_worker_waits_until_set_running(
     setup: WorkerSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # How it ends, not how soon.
-    monkeypatch.setattr("slipstream.drafter.worker._CLOSING_SECONDS", PATIENCE)
-    worker = DraftWorker(replace(setup, stands_still=True))
+    # The test is about how the process ends, not how fast.
+    monkeypatch.setattr("slipstream.drafter.worker._CLOSING_SECONDS", TIMEOUT)
+    worker = DraftWorker(replace(setup, start_stopped=True))
     try:
-        worker.learn(rows(), ends_of(shared_decoder()), step=1)
+        worker.learn(rows(), vocab_of(shared_decoder()), step=1)
         worker.wait_until_ready(60)
         assert (worker._path / "ready").exists()
         assert worker.results() == []
         assert list(worker._path.glob("rows-*"))
-        worker.go_on(True)
+        worker.set_running(True)
         until(worker, lambda seen: bool(seen))
-        # Wherever it is, at once.
-        worker.go_on(False)
+        # Suspends at once, at any point of its work.
+        worker.set_running(False)
         _wait_for("T", worker.pid)
-        worker.go_on(True)
+        worker.set_running(True)
         until(worker, lambda seen: any("drafter/loss" not in one.metrics for one in seen))
-        worker.go_on(False)
+        worker.set_running(False)
     finally:
         worker.close()
     assert worker._process.returncode == 0
 
 
-def test_a_word_to_go_on_that_comes_too_early_is_kept(setup: WorkerSetup) -> None:
-    worker = DraftWorker(replace(setup, stands_still=True))
+def test_early_set_running_is_not_lost(setup: WorkerSetup) -> None:
+    worker = DraftWorker(replace(setup, start_stopped=True))
     try:
-        worker.go_on(True)
-        worker.learn(rows(8), ends_of(shared_decoder()), step=1)
+        worker.set_running(True)
+        worker.learn(rows(8), vocab_of(shared_decoder()), step=1)
         until(worker, lambda seen: bool(seen))
     finally:
         worker.close()
 
 
-def test_orders_that_it_has_no_time_to_read_do_not_hold_the_run_up(worker: DraftWorker) -> None:
-    worker.go_on(False)
-    # More than a pipe holds.
+def test_full_command_pipe_does_not_block_the_run(worker: DraftWorker) -> None:
+    worker.set_running(False)
+    # More than fits into a pipe.
     for _ in range(10_000):
         worker.stop()
-    worker.go_on(True)
-    # Orders that find no room are lost; a later one has their rows.
-    deadline, step = time.monotonic() + PATIENCE, 1
+    worker.set_running(True)
+    # Commands that do not fit are lost; a later command names their rows.
+    deadline, step = time.monotonic() + TIMEOUT, 1
     while not any("drafter/loss" in one.metrics for one in worker.results()):
         assert time.monotonic() < deadline
-        worker.learn(rows(8), ends_of(shared_decoder()), step=step)
+        worker.learn(rows(8), vocab_of(shared_decoder()), step=step)
         time.sleep(0.2)
         step += 1
 
@@ -214,15 +214,15 @@ worker = DraftWorker(pickle.loads(sys.stdin.buffer.read()))
 while sys.argv[1] == "T" and not (worker._path / "ready").exists():
     time.sleep(0.01)
 if sys.argv[1] == "T":
-    worker.go_on(False)
+    worker.set_running(False)
 print(worker.pid, worker._path, flush=True)
 signal.pause()
 """
 
 
 @pytest.mark.parametrize("state", ["T", "S"])
-def test_one_that_stands_still_does_not_outlive_its_parent(setup: WorkerSetup, state: str) -> None:
-    """Neither stopped nor waiting to go on, the parent having ended while it began."""
+def test_suspended_worker_does_not_outlive_its_parent(setup: WorkerSetup, state: str) -> None:
+    """T: suspended by SIGSTOP. S: still waiting for its first `set_running`."""
     with (
         adopting_orphans(),
         subprocess.Popen(
@@ -231,7 +231,7 @@ def test_one_that_stands_still_does_not_outlive_its_parent(setup: WorkerSetup, s
     ):
         assert parent.stdin is not None
         assert parent.stdout is not None
-        parent.stdin.write(pickle.dumps(replace(setup, stands_still=True)))
+        parent.stdin.write(pickle.dumps(replace(setup, start_stopped=True)))
         parent.stdin.close()
         number, folder = parent.stdout.readline().decode().split()
         pid = int(number)
@@ -243,15 +243,15 @@ def test_one_that_stands_still_does_not_outlive_its_parent(setup: WorkerSetup, s
     assert not Path(folder).exists()
 
 
-def test_it_ends_with_its_parent(worker: DraftWorker) -> None:
-    worker.learn(rows(8), ends_of(shared_decoder()), step=1)
+def test_close_ends_the_worker_and_removes_its_folder(worker: DraftWorker) -> None:
+    worker.learn(rows(8), vocab_of(shared_decoder()), step=1)
     folder = worker._path
     worker.close()
     assert worker._process.returncode is not None
     assert not folder.exists()
 
 
-def test_it_runs_when_nobody_else_wants_to(worker: DraftWorker) -> None:
-    worker.learn(rows(8), ends_of(shared_decoder()), step=1)
+def test_worker_has_idle_priority(worker: DraftWorker) -> None:
+    worker.learn(rows(8), vocab_of(shared_decoder()), step=1)
     until(worker, lambda seen: bool(seen))
     assert os.sched_getscheduler(worker.pid) == os.SCHED_IDLE

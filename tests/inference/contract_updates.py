@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from slipstream.types import (
     Generation,
     KVPolicy,
     StopReason,
+    Transport,
     UpdateKind,
     VersionSpan,
     WeightUpdate,
@@ -98,6 +100,48 @@ async def updates_from_a_checkpoint(h: Harness) -> None:
     assert [record["success"] for record in refused] == [False]
     assert "missing does not exist" in refused[0]["error"]
     assert engine.stats().version == 3
+
+
+@case
+async def weights_come_by_the_transports_of_the_capabilities(h: Harness) -> None:
+    engine = h.protocol
+    tensors = list(make_decoder(1).named_parameters())
+    known = engine.capabilities.transports
+    for version, transport in enumerate(Transport, start=1):
+        update = WeightUpdate(version=version, buckets=[tensors], transport=transport)
+        before = engine.stats().version
+        if transport in known:
+            await engine.update_weights(update)
+            assert engine.stats().version == version
+        else:
+            with pytest.raises(EngineError, match=f"takes weights by .*, got {transport.value}"):
+                await engine.update_weights(update)
+            assert engine.stats().version == before
+    assert known == {Transport.REFERENCE}
+
+
+@case
+async def hidden_states_come_if_the_capabilities_say_so(h: Harness) -> None:
+    request = make_request("h", max_tokens=4, ignore_eos=True, hidden=True)
+    if not h.protocol.capabilities.hidden_states:
+        with pytest.raises(RequestError, match="hidden states"):
+            await h.protocol.generate(request)
+        return
+    generation = await h.protocol.generate(request)
+    assert generation.hidden_states is not None
+    assert tuple(generation.hidden_states.shape) == (4, 32)
+
+
+@case
+async def tokens_depend_on_the_noise_key_if_the_capabilities_say_so(h: Harness) -> None:
+    if not h.protocol.capabilities.keyed_noise:
+        return
+    first = endless("k", 20)
+    other = replace(first, request_id="other")
+    another = replace(first, key=replace(first.key, index=first.key.index + 1))
+    tokens = [(await h.protocol.generate(each)).token_ids for each in (first, other, another)]
+    assert tokens[0] == tokens[1]
+    assert tokens[0] != tokens[2]
 
 
 BAD: list[tuple[str, dict[str, Any]]] = [

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tests.inference.contract_updates  # noqa: F401 (adds its cases to CASES)
+from slipstream.config.engines import engine_entry, engine_names
 from slipstream.errors import EngineError
 from slipstream.inference.driver import AsyncEngine
 from slipstream.inference.embedded import EmbeddedEngine
@@ -21,7 +22,7 @@ from slipstream.inference.hf import HFCore, HFEngine
 from slipstream.models import Decoder, save_checkpoint
 from slipstream.types import GenerateRequest, Generation
 from tests.inference.contract import CASES, Case, Harness
-from tests.inference.helpers import EOS, VOCAB, decode, make_decoder
+from tests.inference.helpers import EOS, VOCAB, decode, make_decoder, make_request
 
 
 def embedded() -> AsyncEngine:
@@ -93,7 +94,34 @@ def test_a_checkpoint_of_another_architecture_is_refused(tmp_path: Path) -> None
     engine.close()
 
 
-@pytest.fixture(params=[embedded, hf, fake], ids=lambda make: make.__name__)
+ENGINES: dict[str, Callable[[], AsyncEngine]] = {"embedded": embedded, "hf": hf, "fake": fake}
+
+
+def test_every_engine_has_the_capabilities_that_are_registered() -> None:
+    """And every registered engine is in the contract suite."""
+    assert engine_names() == tuple(ENGINES)
+    for name, make in ENGINES.items():
+        engine = make()
+        assert engine.capabilities == engine_entry(name).capabilities, name
+        engine.close()
+
+
+@pytest.mark.parametrize(("name", "lends"), [("embedded", True), ("hf", False), ("fake", False)])
+def test_an_engine_lends_cores_if_its_capabilities_say_so(name: str, lends: bool) -> None:
+    engine = ENGINES[name]()
+    if isinstance(engine, EmbeddedEngine):
+        engine.close()
+        settings = EngineSettings(max_model_len=96, dtype=torch.float32, one_thread_below=4)
+        engine = EmbeddedEngine(make_decoder(0, eos=EOS), settings, decode=decode)
+    assert engine.capabilities.one_thread_tail == lends
+    told: list[bool] = []
+    engine.lend_to(told.append)
+    anyio.run(engine.generate, make_request("a", max_tokens=4, ignore_eos=True))
+    assert told == ([True, False] if lends else [])
+    engine.close()
+
+
+@pytest.fixture(params=ENGINES.values(), ids=list(ENGINES))
 def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
     engine = request.param()
     yield Harness(engine, slow_down(engine))

@@ -1,4 +1,4 @@
-"""Gradients of causal attention against autograd in fp64."""
+"""Gradients of causal attention, compared with autograd in fp64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.kernels.attend_backward import attend_backward
 
 
 def sample(B: int, T: int, Q: int, H: int, K: int) -> dict[str, Tensor]:
-    """Scaled queries, keys, values and the gradient of the result, in fp64."""
+    """Return scaled queries, keys, values and the gradient of the result, in fp64."""
     generator = torch.Generator().manual_seed(T)
 
     def draw(*shape: int) -> Tensor:
@@ -25,7 +25,7 @@ def sample(B: int, T: int, Q: int, H: int, K: int) -> dict[str, Tensor]:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The result (B, T, Q, K) and the logarithms of the denominators (B, T, Q)."""
+    """Return the result (B, T, Q, K) and the logarithms of the denominators (B, T, Q)."""
     T, G = q.shape[1], q.shape[2] // k.shape[1]
     scores = q.transpose(1, 2) @ k.repeat_interleave(G, 1).transpose(2, 3)
     scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), float("-inf"))
@@ -33,20 +33,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out.transpose(1, 2), scores.logsumexp(-1).transpose(1, 2)
 
 
-def by_kernel(given: dict[str, Tensor], *, narrow: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients as the kernel gives them: (B, T, Q, K), twice (B, T, H, K)."""
+def by_kernel(given: dict[str, Tensor], *, bf16: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the kernel's gradients: dq (B, T, Q, K), dk and dv (B, T, H, K)."""
     (B, T, Q, K), H = given["q"].shape, given["k"].shape[1]
     out, logs = attention(given["q"], given["k"], given["v"])
     q, k, v, grad, out, logs = (
         x.float().contiguous()
         for x in (given["q"], given["k"], given["v"], given["grad"], out, logs)
     )
-    # Sequences one after another, the last one first, and a key between two of them.
+    # Keys of the sequences in reverse order, with an unused slot between two sequences.
     k, v = (_in_a_row(x) for x in (k, v))
     starts, slots = torch.arange(B + 1) * T, torch.arange(B).flip(0) * (T + 1)
     dq = torch.full((B, T, Q, K), float("nan"))
     dk = torch.full((B, T, H, K), float("nan"))
-    # Gradients of values go beside something else, which stays.
+    # Gradients of values are written next to other data, which must not change.
     dv = torch.full((B, T, H * K + 3), 7.0)
     attend_backward(
         q.data_ptr(),
@@ -68,14 +68,14 @@ def by_kernel(given: dict[str, Tensor], *, narrow: bool = False) -> tuple[Tensor
         H,
         K,
         work=1 << 20,
-        narrow=narrow,
+        bf16=bf16,
     )
     assert bool((dv[..., :3] == 7).all())
     return dq, dk, dv[..., 3:].reshape(B, T, H, K)
 
 
 def _in_a_row(x: Tensor) -> Tensor:
-    """(B, H, T, K) as the kernel takes it, (H, S, K)."""
+    """Return keys or values (B, H, T, K) in the kernel's layout (H, S, K)."""
     spread = torch.nn.functional.pad(x.flip(0), (0, 0, 0, 1), value=float("nan"))
     return spread.transpose(0, 1).flatten(1, 2).contiguous()
 
@@ -91,13 +91,13 @@ def _in_a_row(x: Tensor) -> Tensor:
         (3, 145, 4, 2, 64),
     ],
 )
-def test_gradients_are_those_of_autograd(B: int, T: int, Q: int, H: int, K: int) -> None:
+def test_gradients_match_autograd(B: int, T: int, Q: int, H: int, K: int) -> None:
     given = sample(B, T, Q, H, K)
     inputs = [given[name].clone().requires_grad_() for name in ("q", "k", "v")]
     out, _ = attention(*inputs)
     dq, dk, dv = torch.autograd.grad(out, inputs, given["grad"])
-    wanted = (dq, dk.transpose(1, 2), dv.transpose(1, 2))
-    for found, exact in zip(by_kernel(given), wanted, strict=True):
+    expected = (dq, dk.transpose(1, 2), dv.transpose(1, 2))
+    for found, exact in zip(by_kernel(given), expected, strict=True):
         torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4)
 
 
@@ -110,41 +110,45 @@ def test_gradients_are_those_of_autograd(B: int, T: int, Q: int, H: int, K: int)
         (3, 47, 4, 2, 64),
         (2, 145, 3, 1, 32),
         (1, 130, 2, 1, 96),
-        # Heads that the matrix unit does not take.
+        # A head width that the AMX kernel does not support.
         (2, 20, 2, 2, 48),
     ],
 )
-def test_gradients_of_what_may_be_rounded_to_bf16(B: int, T: int, Q: int, H: int, K: int) -> None:
+def test_gradients_with_bf16_rounding_match_autograd(
+    B: int, T: int, Q: int, H: int, K: int
+) -> None:
     given = {name: x.bfloat16().double() for name, x in sample(B, T, Q, H, K).items()}
     inputs = [given[name].clone().requires_grad_() for name in ("q", "k", "v")]
     out, _ = attention(*inputs)
     dq, dk, dv = torch.autograd.grad(out, inputs, given["grad"])
-    wanted = (dq, dk.transpose(1, 2), dv.transpose(1, 2))
-    for found, exact in zip(by_kernel(given, narrow=True), wanted, strict=True):
+    expected = (dq, dk.transpose(1, 2), dv.transpose(1, 2))
+    for found, exact in zip(by_kernel(given, bf16=True), expected, strict=True):
         error = (found.double() - exact).norm() / exact.norm().clamp(min=1e-9)
-        # A single token's queries and keys have none.
+        # The query and key of a single token have no gradient.
         assert error < 2**-7 or exact.norm() < 1e-9
         torch.testing.assert_close(found.double(), exact, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-def test_gradients_are_the_same_for_any_number_of_threads(narrow: bool) -> None:
+@pytest.mark.parametrize("bf16", [False, True])
+def test_gradients_do_not_depend_on_the_number_of_threads(bf16: bool) -> None:
     given = sample(5, 130, 4, 2, 32)
     threads = torch.get_num_threads()
-    shared = by_kernel(given, narrow=narrow)
+    shared = by_kernel(given, bf16=bf16)
     torch.set_num_threads(1)
     try:
-        alone = by_kernel(given, narrow=narrow)
+        alone = by_kernel(given, bf16=bf16)
     finally:
         torch.set_num_threads(threads)
     for one, other in zip(shared, alone, strict=True):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("lengths", [[3, 90, 17], [90, 3, 33, 32, 1]])
-def test_lengths_differ_and_each_sequence_is_as_by_itself(lengths: list[int], narrow: bool) -> None:
-    """Long before short: what is left of the one must not get into the other."""
+def test_sequences_of_different_lengths_do_not_affect_each_other(
+    lengths: list[int], bf16: bool
+) -> None:
+    """Buffers still hold data of a longer sequence when a shorter one follows."""
     Q, H, K, M = 4, 2, 32, sum(lengths)
     each = [sample(1, length, Q, H, K) for length in lengths]
     floats = []
@@ -175,33 +179,33 @@ def test_lengths_differ_and_each_sequence_is_as_by_itself(lengths: list[int], na
         H,
         K,
         work=1 << 20,
-        narrow=narrow,
+        bf16=bf16,
     )
-    alone_of = [by_kernel(given, narrow=narrow) for given in each]
-    wanted = [torch.cat(parts, 1)[0] for parts in zip(*alone_of, strict=True)]
-    for found, alone in zip((dq, dk, dv), wanted, strict=True):
+    alone_of = [by_kernel(given, bf16=bf16) for given in each]
+    expected = [torch.cat(parts, 1)[0] for parts in zip(*alone_of, strict=True)]
+    for found, alone in zip((dq, dk, dv), expected, strict=True):
         assert torch.equal(found, alone)
 
 
-@pytest.mark.parametrize(("K", "narrow"), [(16, False), (32, True)])
-def test_what_comes_later_gets_and_gives_no_gradient(K: int, narrow: bool) -> None:
+@pytest.mark.parametrize(("K", "bf16"), [(16, False), (32, True)])
+def test_later_tokens_get_and_give_no_gradient(K: int, bf16: bool) -> None:
     given = sample(1, 60, 2, 1, K)
     given["grad"][:, 20:] = 0
-    dq, dk, dv = by_kernel(given, narrow=narrow)
+    dq, dk, dv = by_kernel(given, bf16=bf16)
     assert not dq[:, 20:].any()
     assert not dk[:, 20:].any()
     assert not dv[:, 20:].any()
     given["k"][:, :, 20:] *= 3
     given["v"][:, :, 20:] += 1
-    for again, before in zip(by_kernel(given, narrow=narrow), (dq, dk, dv), strict=True):
+    for again, before in zip(by_kernel(given, bf16=bf16), (dq, dk, dv), strict=True):
         assert torch.equal(again, before)
 
 
-@pytest.mark.parametrize(("K", "narrow"), [(16, False), (32, True)])
-def test_nan_in_a_gradient_stays_in_sight(K: int, narrow: bool) -> None:
+@pytest.mark.parametrize(("K", "bf16"), [(16, False), (32, True)])
+def test_nan_in_a_gradient_propagates(K: int, bf16: bool) -> None:
     given = sample(1, 20, 2, 1, K)
     given["grad"][0, 10, 0, 3] = float("nan")
-    dq, dk, dv = by_kernel(given, narrow=narrow)
+    dq, dk, dv = by_kernel(given, bf16=bf16)
     assert dq[0, 10, 0].isnan().all()
     assert dk[0, :11].isnan().any()
     assert dv[0, :11, 0, 3].isnan().all()

@@ -1,5 +1,7 @@
-"""Attention over bf16: tokens of a draft beside each other have the bits of each alone, though
-tiles of several rows may be computed by other instructions."""
+"""Attention over bf16: several rows give the bits of single rows.
+
+This must hold although tiles of several rows may use other instructions.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ SLOTS = 5 * BLOCK
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, seen: list[int]) -> tuple[Tensor, Tensor]:
-    """Results (M, H * G * K) and logarithms of `q` (H, M, G, K), for rows of one sequence."""
+    """Return results (M, H * G * K) and log denominators of `q` (H, M, G, K) of one sequence."""
     H, M, G, K = q.shape
     first, count = torch.zeros(M, dtype=torch.int64), torch.tensor(seen)
     out, logs = torch.empty(M, H * G * K), torch.empty(M, H * G)
@@ -26,10 +28,10 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, seen: list[int]) -> tuple[Te
 @pytest.mark.parametrize("head_dim", [16, 32, 64])
 @pytest.mark.parametrize("group", [1, 2, 3])
 @pytest.mark.parametrize("scale", [1.0, 40.0])
-def test_rows_together_have_the_bits_of_rows_alone(head_dim: int, group: int, scale: float) -> None:
+def test_several_rows_have_the_bits_of_single_rows(head_dim: int, group: int, scale: float) -> None:
     generator = torch.Generator().manual_seed(head_dim + group)
     keys, values = torch.randn(2, 2, SLOTS, head_dim, generator=generator).bfloat16().unbind()
-    # Large scores: all but a few weights are next to nothing.
+    # With large scores, all but a few weights are almost zero.
     q = (scale * torch.randn(2, 7, group, head_dim, generator=generator) / 8).bfloat16()
     seen = [60, 61, 62, 100, 127, 128, 129]
     out, logs = attend(q, keys, values, seen)
@@ -40,13 +42,13 @@ def test_rows_together_have_the_bits_of_rows_alone(head_dim: int, group: int, sc
 
 
 @pytest.mark.parametrize("rows", [1, 7])
-def test_attention_is_that_of_float64_up_to_rounding(rows: int) -> None:
+def test_attention_matches_float64_up_to_rounding(rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     keys, values = torch.randn(2, 1, SLOTS, 32, generator=generator).bfloat16().unbind()
     q = (torch.randn(1, rows, 2, 32, generator=generator) / 4).bfloat16()
     seen = list(range(90, 90 + rows))
     out, logs = attend(q, keys, values, seen)
-    # As they lie: keys in blocks of 16 slots, pair by pair; values in pairs of slots.
+    # Undo the layout: keys in blocks of 16 slots, pair by pair; values in pairs of slots.
     k = keys[0].view(SLOTS // 16, 16, 16, 2).permute(0, 2, 1, 3).reshape(SLOTS, 32).double()
     v = values[0].view(SLOTS // 2, 32, 2).permute(0, 2, 1).reshape(SLOTS, 32).double()
     for m, n in enumerate(seen):

@@ -1,4 +1,4 @@
-"""Vectors of sixteen numbers: what they come to, against torch in fp64."""
+"""AVX-512 intrinsics of 16 lanes, compared with torch in fp64."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.avx512 import gate_panel, gate_row, softmax_row, turn_row
+from slipstream.kernels.avx512 import gate_panel, gate_row, rotate_row, softmax_row
 from slipstream.kernels.compiling import kernel
-from slipstream.kernels.processor import has_matrix_unit
+from slipstream.kernels.processor import has_amx
 
-pytestmark = pytest.mark.skipif(not has_matrix_unit(), reason="no matrix unit")
+pytestmark = pytest.mark.skipif(not has_amx(), reason="no AMX")
 
 
 @kernel
@@ -22,10 +22,10 @@ def _softmax(scores: int, weights: int, sees: int, width: int) -> tuple[float, f
 
 
 @kernel
-def _turn(
+def _rotate(
     x: int, norm: int, eps: int, cos: int, sin: int, times: float, out: int, half: int
 ) -> None:
-    turn_row(x, norm, eps, cos, sin, times, out, half)
+    rotate_row(x, norm, eps, cos, sin, times, out, half)
 
 
 @kernel
@@ -34,12 +34,12 @@ def _gate(gates: int, ups: int, out: int, count: int) -> None:
 
 
 @kernel
-def _panel(gates: int, ups: int, start: int, beside: int, out: int, step: int, rows: int) -> None:
-    gate_panel(gates, ups, start, beside, out, step, rows)
+def _panel(gates: int, ups: int, bias: int, up_bias: int, out: int, step: int, rows: int) -> None:
+    gate_panel(gates, ups, bias, up_bias, out, step, rows)
 
 
 def softmax(scores: Tensor, sees: int, width: int) -> tuple[float, float, Tensor]:
-    """Largest, sum and weights; what lies beyond `width` stays."""
+    """Return largest score, sum and weights. Weights beyond `width` are not written."""
     weights = torch.full((len(scores),), 7.0, dtype=torch.bfloat16)
     top, mass = _softmax(scores.data_ptr(), weights.data_ptr(), sees, width)
     return top, mass, weights
@@ -50,9 +50,9 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("sees", [1, 15, 16, 17, 31, 32, 33, 64])
-def test_weights_of_a_row_are_those_of_a_softmax(sees: int) -> None:
+def test_softmax_row_matches_a_softmax(sees: int) -> None:
     scores = 5 * draw(96, seed=sees)
-    scores[sees:] = 1000.0  # seen by nobody
+    scores[sees:] = 1000.0  # not seen
     top, mass, weights = softmax(scores, sees, 64)
     seen = scores[:sees].double()
     assert top == float(seen.max())
@@ -63,15 +63,15 @@ def test_weights_of_a_row_are_those_of_a_softmax(sees: int) -> None:
     assert bool((weights[64:] == 7).all())
 
 
-def test_how_wide_the_row_is_does_not_matter() -> None:
+def test_softmax_row_does_not_depend_on_the_width() -> None:
     scores = draw(96)
-    wide, narrow = softmax(scores, 21, 96), softmax(scores, 21, 32)
-    assert wide[:2] == narrow[:2]
-    assert torch.equal(wide[2][:32], narrow[2][:32])
+    long, short = softmax(scores, 21, 96), softmax(scores, 21, 32)
+    assert long[:2] == short[:2]
+    assert torch.equal(long[2][:32], short[2][:32])
 
 
 @pytest.mark.parametrize("place", [3, 20])
-def test_a_row_with_nan_says_so(place: int) -> None:
+def test_softmax_row_of_nan_has_the_sum_nan(place: int) -> None:
     scores = draw(32)
     scores[place] = math.nan
     assert math.isnan(softmax(scores, 21, 32)[1])
@@ -79,11 +79,11 @@ def test_a_row_with_nan_says_so(place: int) -> None:
 
 @pytest.mark.parametrize("half", [16, 32])
 @pytest.mark.parametrize("normed", [True, False])
-def test_a_head_is_normed_and_turned(half: int, normed: bool) -> None:
+def test_rotate_row_norms_and_rotates_a_head(half: int, normed: bool) -> None:
     x, norm, cos, sin = draw(4, 2 * half).unbind()
     eps, out = torch.tensor(1e-2), torch.empty(2 * half, dtype=torch.bfloat16)
     at = (x.data_ptr(), norm.data_ptr() if normed else 0, eps.data_ptr())
-    _turn(*at, cos.data_ptr(), sin.data_ptr(), 0.25, out.data_ptr(), half)
+    _rotate(*at, cos.data_ptr(), sin.data_ptr(), 0.25, out.data_ptr(), half)
     wide = x.double()
     if normed:
         wide = wide / (wide.square().mean() + float(eps)).sqrt() * norm.double()
@@ -93,7 +93,7 @@ def test_a_head_is_normed_and_turned(half: int, normed: bool) -> None:
     torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-6)
 
 
-def test_gates_are_silu_times_the_others() -> None:
+def test_gate_row_is_silu_of_the_gates_times_ups() -> None:
     gates, ups = 8 * draw(64, seed=1), draw(64, seed=2)
     gates[:4] = torch.tensor([-90.0, 90.0, 0.0, -0.0])
     out = torch.empty(64)
@@ -102,13 +102,13 @@ def test_gates_are_silu_times_the_others() -> None:
     torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=1e-30)
 
 
-def test_a_panel_of_gates_has_the_bits_of_single_rows() -> None:
-    gates, ups, start, beside = draw(5, 16, seed=1), draw(5, 16, seed=2), draw(16), draw(16, seed=3)
+def test_gate_panel_gives_the_bits_of_gate_row() -> None:
+    gates, ups, bias, up_bias = draw(5, 16, seed=1), draw(5, 16, seed=2), draw(16), draw(16, seed=3)
     out = torch.zeros(5, 48, dtype=torch.bfloat16)
-    begins = (start.data_ptr(), beside.data_ptr())
-    _panel(gates.data_ptr(), ups.data_ptr(), *begins, out.data_ptr(), 96, 5)
+    biases = (bias.data_ptr(), up_bias.data_ptr())
+    _panel(gates.data_ptr(), ups.data_ptr(), *biases, out.data_ptr(), 96, 5)
     single = torch.empty(5, 16)
-    added, more = (gates + start).contiguous(), (ups + beside).contiguous()
-    _gate(added.data_ptr(), more.data_ptr(), single.data_ptr(), 80)
+    all_gates, all_ups = (gates + bias).contiguous(), (ups + up_bias).contiguous()
+    _gate(all_gates.data_ptr(), all_ups.data_ptr(), single.data_ptr(), 80)
     assert torch.equal(out[:, :16], single.bfloat16())
     assert not out[:, 16:].any()

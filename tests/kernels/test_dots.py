@@ -1,4 +1,4 @@
-"""Products of one vector with several."""
+"""Dot products of one vector with several others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def products(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("n", [1, 16, 40, 48, 100])
 @pytest.mark.parametrize("count", [1, 3, 4, 7, 12])
-def test_dots_are_products_of_a_matrix_and_a_vector(n: int, count: int) -> None:
+def test_dots_match_a_matrix_vector_product(n: int, count: int) -> None:
     generator = torch.Generator().manual_seed(count)
     x, rows = torch.randn(n, generator=generator), torch.randn(count, n, generator=generator)
     exact = (rows.double() @ x.double()).float()
@@ -24,8 +24,8 @@ def test_dots_are_products_of_a_matrix_and_a_vector(n: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("n", [16, 32, 48, 64, 72, 128])
-def test_a_sum_does_not_depend_on_what_is_multiplied_beside_it(n: int) -> None:
-    """A node of a draft tree has its keys one by one, a token of a row four at a time."""
+def test_a_dot_product_does_not_depend_on_the_number_of_vectors(n: int) -> None:
+    """Attention on a tree path multiplies keys one by one, other attention four at a time."""
     generator = torch.Generator().manual_seed(n)
     x, rows = torch.randn(n, generator=generator), torch.randn(11, n, generator=generator)
     whole = products(x, rows)
@@ -34,8 +34,8 @@ def test_a_sum_does_not_depend_on_what_is_multiplied_beside_it(n: int) -> None:
             assert torch.equal(products(x, rows[begin:end].contiguous()), whole[begin:end])
 
 
-def test_sums_are_taken_in_the_order_that_is_written_down() -> None:
-    """Lanes are products and fused additions of every sixteenth number, added by halves."""
+def test_lanes_are_added_in_the_documented_order() -> None:
+    """Each lane sums every 16th product by fused multiply-adds; lanes are added by halves."""
     generator = torch.Generator().manual_seed(0)
     x, row = torch.randn(16, generator=generator), torch.randn(16, generator=generator)
     parts = list(x * row)

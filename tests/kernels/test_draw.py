@@ -1,4 +1,7 @@
-"""Its hash is that of `sampling.noise`; its choice is tested in `tests/sampling/test_choose.py`."""
+"""The kernel's noise equals that of `sampling.noise`.
+
+`tests/sampling/test_choose.py` tests the choice of tokens.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from slipstream.kernels.draw import draw
 from slipstream.sampling.noise import gumbel_noise
 
 
-def test_the_noise_is_that_of_the_sampling_module_at_every_position() -> None:
-    # Equal scores: the noise alone decides.
+def test_the_noise_equals_the_sampling_modules_at_every_position() -> None:
+    # With equal scores the noise alone decides.
     N, V = 300, 77
     generator = torch.Generator().manual_seed(0)
     keys = torch.randint(-(2**31), 2**31 - 1, (N, 2), generator=generator).to(torch.int32)

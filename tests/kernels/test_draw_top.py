@@ -1,4 +1,4 @@
-"""The best tokens of a row under their noise, against all scores in order."""
+"""The best tokens of a row with noise, compared with a full sort."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def top(
 
 @pytest.mark.parametrize("vocab", [5, 300, 5000])
 @pytest.mark.parametrize("spread", [0.1, 3.0, 20.0])
-def test_they_are_the_first_of_all_in_order(vocab: int, spread: float) -> None:
+def test_draw_top_equals_the_first_entries_of_a_full_sort(vocab: int, spread: float) -> None:
     generator = torch.Generator().manual_seed(vocab)
     row = spread * torch.randn(vocab, generator=generator)
     key = torch.tensor([[12345, -678]], dtype=torch.int32)
@@ -48,7 +48,7 @@ def test_they_are_the_first_of_all_in_order(vocab: int, spread: float) -> None:
     assert top(row, key, 0.0, 4)[0] == greedy[:4].tolist()
 
 
-def test_equals_come_in_the_order_of_their_ids_and_nan_means_none() -> None:
+def test_equal_scores_come_in_the_order_of_ids_and_nan_gives_no_tokens() -> None:
     key = torch.tensor([[1, 2]], dtype=torch.int32)
     row = torch.tensor([1.0, 3.0, 3.0, 0.0, 3.0])
     assert top(row, key, 0.0, 4)[1] == [1, 2, 4, 0]

@@ -1,4 +1,4 @@
-"""Memory of arrays of which compiled code uses only the address."""
+"""Arrays of which compiled code uses only the address must be kept alive."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from slipstream.kernels.memory import hold
 
 
 @kernel
-def _met_again(size: int, held: bool) -> int:
-    """How often one of five arrays gets the memory of the first."""
+def _reuses(size: int, held: bool) -> int:
+    """Return how many of five new arrays reuse the memory of the first array."""
     first = np.empty(size, np.float32)
     at = first.ctypes.data
-    met = 0
+    count = 0
     for _ in range(5):
-        met += np.empty(size, np.float32).ctypes.data == at
+        count += np.empty(size, np.float32).ctypes.data == at
     if held:
         hold(first)
-    return met
+    return count
 
 
 @kernel
-def _met_again_unheld(size: int) -> int:
+def _reuses_without_hold(size: int) -> int:
     at = np.empty(size, np.float32).ctypes.data
-    met = 0
+    count = 0
     for _ in range(5):
-        met += np.empty(size, np.float32).ctypes.data == at
-    return met
+        count += np.empty(size, np.float32).ctypes.data == at
+    return count
 
 
-def test_memory_that_is_held_is_not_given_to_others() -> None:
-    assert _met_again(100, True) == 0
-    # What it is for: without, the memory goes to whoever asks next.
-    assert _met_again_unheld(100) > 0
+def test_hold_keeps_the_memory_of_an_array() -> None:
+    assert _reuses(100, True) == 0
+    # Without `hold`, new arrays reuse the memory.
+    assert _reuses_without_hold(100) > 0
 
 
 def test_every_array_whose_address_a_kernel_uses_is_held() -> None:

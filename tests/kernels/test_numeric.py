@@ -1,4 +1,4 @@
-"""The exponential and the sums, against float64."""
+"""Exponential, sums and maximum, compared with float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def exps(x: np.ndarray, out: np.ndarray) -> None:
         out[i] = exp(x[i])
 
 
-def test_exponentials_are_right_to_two_units_in_the_last_place() -> None:
+def test_exp_is_exact_to_two_units_in_the_last_place() -> None:
     x = np.linspace(-86.9, 87.9, 400_001).astype(np.float32)
     out = np.empty_like(x)
     exps(x, out)
@@ -26,7 +26,7 @@ def test_exponentials_are_right_to_two_units_in_the_last_place() -> None:
     assert float(np.max(np.abs(out - exact) / exact)) < 2 * 2**-23
 
 
-def test_exponentials_at_the_ends() -> None:
+def test_exp_is_clamped_at_the_ends_of_its_range() -> None:
     x = np.array([0.0, -0.0, -1e9, -np.inf, 1e9, np.nan], dtype=np.float32)
     out = np.empty_like(x)
     exps(x, out)
@@ -37,7 +37,7 @@ def test_exponentials_at_the_ends() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 5, 16, 64, 100])
-def test_sums_are_sums(n: int) -> None:
+def test_sums_match_float64(n: int) -> None:
     generator = torch.Generator().manual_seed(n)
     x, y, z = torch.randn(3, n, generator=generator).unbind()
     at = [t.data_ptr() for t in (x, y, z)]
@@ -55,7 +55,7 @@ def largest_of(x: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 224])
-def test_the_largest_of_numbers_of_either_sign(n: int) -> None:
+def test_largest_is_the_maximum_of_numbers_of_either_sign(n: int) -> None:
     rng = np.random.default_rng(n)
     for shift in (-1e30, -1.0, 0.0, 1e-42):
         x = (rng.standard_normal(n) * 10.0 ** rng.uniform(-44, 38, n) + shift).astype(np.float32)
@@ -67,7 +67,7 @@ def test_the_largest_of_numbers_of_either_sign(n: int) -> None:
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_the_largest_of_numbers_with_nan_is_nan(sign: float) -> None:
+def test_largest_of_numbers_with_nan_is_nan(sign: float) -> None:
     x = np.ones(40, np.float32)
     x[7] = np.copysign(np.float32(np.nan), np.float32(sign))
     assert math.isnan(largest_of(x))

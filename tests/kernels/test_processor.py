@@ -1,4 +1,4 @@
-"""What the kernels may use of a processor."""
+"""Detection of CPU features, and kernels without AMX."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from slipstream.kernels import processor
 ROOT = Path(__file__).parents[2]
 
 
-def matrix_unit(monkeypatch: pytest.MonkeyPatch, **features: bool) -> bool:
+def amx_with(monkeypatch: pytest.MonkeyPatch, **features: bool) -> bool:
+    """Return `has_amx` for a CPU with these features."""
     names = {name.replace("_", "-"): there for name, there in features.items()}
     monkeypatch.setattr(binding, "get_host_cpu_features", lambda: names)
-    return processor.has_matrix_unit.__wrapped__()
+    return processor.has_amx.__wrapped__()
 
 
-def test_the_matrix_unit_is_used_where_it_is_and_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = {"amx_tile": True, "amx_bf16": True, "avx512bf16": True}
-    for missing in there:
-        assert not matrix_unit(monkeypatch, **(there | {missing: False}))
+def test_amx_is_used_if_the_cpu_has_it_and_it_is_permitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    all_features = {"amx_tile": True, "amx_bf16": True, "avx512bf16": True}
+    for missing in all_features:
+        assert not amx_with(monkeypatch, **(all_features | {missing: False}))
     monkeypatch.setenv(processor.NO_AMX, "1")
-    assert not matrix_unit(monkeypatch, **there)
+    assert not amx_with(monkeypatch, **all_features)
     monkeypatch.setenv(processor.NO_AMX, "0")
-    # Whether the system gives it; here it does, or there is none.
-    assert matrix_unit(monkeypatch, **there) is ("amx_bf16" in processor.words())
+    # The system permits AMX if the CPU really has it.
+    assert amx_with(monkeypatch, **all_features) is ("amx_bf16" in processor.cpu_flags())
 
 
-@pytest.mark.skipif(not processor.has_matrix_unit(), reason="no matrix unit: these are the kernels")
-def test_kernels_without_the_matrix_unit() -> None:
+@pytest.mark.skipif(not processor.has_amx(), reason="without AMX, all tests use these kernels")
+def test_kernels_work_without_amx() -> None:
     files = [
         *("tests/kernels/test_attend_bf16.py", "tests/kernels/test_team.py"),
         *("tests/models/test_linear.py", "tests/inference/speculation/test_eagle.py"),
         *("-k", "not test_eagle or threads_draft"),
     ]
-    # Nor may its instructions be compiled: a processor that has no such unit knows none of them.
+    # AMX instructions must not be compiled either, because other CPUs do not know them.
     known = binding.get_host_cpu_features()
     features = ",".join(
         f"{'+' if there and not name.startswith('amx') else '-'}{name}"

@@ -1,4 +1,4 @@
-"""Products by the matrix unit: what is done in one go has the bits of what is done in steps."""
+"""Products by AMX: fused kernels give the bits of separate steps."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.compiling import kernel
-from slipstream.kernels.processor import has_matrix_unit
+from slipstream.kernels.processor import has_amx
 from slipstream.kernels.product import BF16, pack, product
 from slipstream.kernels.product_amx import (
     ROWS_BEYOND,
+    bf16_rows_product_part,
     gated_product_part,
-    narrow_product_part,
 )
 from slipstream.kernels.rows import gate
 
-pytestmark = pytest.mark.skipif(not has_matrix_unit(), reason="no matrix unit")
+pytestmark = pytest.mark.skipif(not has_amx(), reason="no AMX")
 
 
 @kernel
@@ -27,7 +27,7 @@ def in_parts(
         if gated:
             gated_product_part(x, panels, bias, out, M, N, K, part, parts)
         else:
-            narrow_product_part(x, panels, bias, out, M, N, K, part, parts)
+            bf16_rows_product_part(x, panels, bias, out, M, N, K, part, parts)
 
 
 def packed(weight: Tensor) -> Tensor:
@@ -51,7 +51,9 @@ def plain(x: Tensor, panels: Tensor, bias: Tensor) -> Tensor:
 @pytest.mark.parametrize("rows", [1, 16, 33, 300])
 @pytest.mark.parametrize(("width", "ins"), [(16, 48), (48, 64), (256, 32)])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_gates_beside_their_product(rows: int, width: int, ins: int, parts: int) -> None:
+def test_a_product_fused_with_the_gate_equals_separate_steps(
+    rows: int, width: int, ins: int, parts: int
+) -> None:
     x, bias = random(rows, ins), random(2 * width)
     panels = packed(random(2 * width, ins).bfloat16())
     both, expected = plain(x, panels, bias), torch.empty(rows, width)
@@ -65,13 +67,15 @@ def test_gates_beside_their_product(rows: int, width: int, ins: int, parts: int)
 @pytest.mark.parametrize("rows", [1, 16, 33, 300])
 @pytest.mark.parametrize(("outs", "ins"), [(16, 48), (48, 64), (256, 32)])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_rows_that_are_bf16_already(rows: int, outs: int, ins: int, parts: int) -> None:
+def test_a_product_of_bf16_rows_equals_that_of_rounded_rows(
+    rows: int, outs: int, ins: int, parts: int
+) -> None:
     x, bias = random(rows, ins).bfloat16(), random(outs)
     panels = packed(random(outs, ins).bfloat16())
-    # Rows beyond the last one mean nothing.
-    given = torch.full((rows + ROWS_BEYOND, ins), torch.nan, dtype=torch.bfloat16)
-    given[:rows] = x
+    # Rows past the last one are read, but their contents do not matter.
+    padded = torch.full((rows + ROWS_BEYOND, ins), torch.nan, dtype=torch.bfloat16)
+    padded[:rows] = x
     out = torch.empty(rows, outs)
-    addresses = [t.data_ptr() for t in (given, panels, bias, out)]
+    addresses = [t.data_ptr() for t in (padded, panels, bias, out)]
     in_parts(False, *addresses, rows, outs, ins, parts)
     assert torch.equal(out, plain(x.float(), panels, bias))

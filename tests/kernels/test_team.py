@@ -1,4 +1,4 @@
-"""Work shared out among threads: the same numbers as by one."""
+"""Kernels shared among threads give the same results as on one thread."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ def forward(decoder: Decoder) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_parts_add_up_to_the_whole(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_the_number_of_threads(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder = make_decoder("qwen3")
-    # What it says is kept: without a team it would say no from here on.
-    assert team.suited()
+    # Call it now, because the result is cached and would be False without a team.
+    assert team.kernels_supported()
     monkeypatch.setattr(team, "_gomp", None)
     alone = forward(decoder)
     monkeypatch.undo()
@@ -38,10 +40,10 @@ def test_parts_add_up_to_the_whole(threads: int, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("lengths", [[60] * 4, [40, 80, 60, 60, 3], [200, 20, 10]])
 @pytest.mark.parametrize("intermediate", [80, 72])
-def test_sequences_of_their_own_have_the_bits_of_all_together(
+def test_threads_with_their_own_sequences_give_the_same_bits(
     lengths: list[int], intermediate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # In bf16 threads share out the sequences where they can be shared evenly.
+    # In bf16 each thread runs its own sequences if they divide evenly.
     decoder, before = make_decoder("qwen3", intermediate_size=intermediate), torch.get_num_threads()
     monkeypatch.setattr(team, "SHARED_FROM", 1)
     ids = random_ids(1, sum(lengths))
@@ -59,15 +61,15 @@ def test_sequences_of_their_own_have_the_bits_of_all_together(
     assert torch.equal(results[0], results[2])
 
 
-def test_the_team_is_the_one_of_torch() -> None:
-    # Otherwise kernels would run on one thread, and nothing would say so.
+def test_kernels_use_the_thread_team_of_torch() -> None:
+    # Otherwise kernels would silently run on one thread.
     assert team._gomp is not None
     maps = Path("/proc/self/maps").read_text().splitlines()
     loaded = {line.split()[-1] for line in maps if "libgomp" in line}
     assert len(loaded) == 1
 
 
-def test_by_itself_a_thread_computes_the_same_and_leaves_the_others_alone(
+def test_single_threaded_gives_the_same_results_on_one_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     decoder, before = make_decoder("qwen3"), torch.get_num_threads()
@@ -92,12 +94,12 @@ def test_by_itself_a_thread_computes_the_same_and_leaves_the_others_alone(
         assert shared
         assert set(shared) == {2}
         shared.clear()
-        with team.by_itself(True):
+        with team.single_threaded(True):
             assert torch.get_num_threads() == 1
             assert torch.equal(forward(decoder), expected)
         assert set(shared) == {1}
         assert torch.get_num_threads() == 2
-        with team.by_itself(False):
+        with team.single_threaded(False):
             assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""Products in the matrix unit: the order of sums, and rows of any number."""
+"""AMX tiles: the order of sums, any number of rows, and rounding."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.compiling import kernel
-from slipstream.kernels.processor import has_matrix_unit
+from slipstream.kernels.processor import has_amx
 from slipstream.kernels.tile_amx import (
     MOST_ROWS,
     configure,
     release,
-    round_in_sixteens,
+    round_16_lanes,
     two_panels_amx,
 )
 
-pytestmark = pytest.mark.skipif(not has_matrix_unit(), reason="no matrix unit")
+pytestmark = pytest.mark.skipif(not has_amx(), reason="no AMX")
 
 
 @kernel
@@ -27,11 +27,11 @@ def run(rows: int, x: int, weights: int, pairs: int, out: int, ahead: int) -> No
 
 
 def product(x: Tensor, weight: Tensor, ahead: int = 0) -> Tensor:
-    """Rows times two panels."""
+    """Return the product of rows and two panels."""
     rows, width = x.shape
     room = torch.zeros(rows + MOST_ROWS, width, dtype=torch.bfloat16)
     room[:rows] = x
-    # What lies beyond the rows does not matter.
+    # The contents of rows past the last one do not matter.
     room[rows:] = torch.nan
     panels = weight.view(2, 16, width // 2, 2).transpose(1, 2).contiguous()
     out = torch.empty(rows + MOST_ROWS, 32)
@@ -40,7 +40,7 @@ def product(x: Tensor, weight: Tensor, ahead: int = 0) -> Tensor:
 
 
 def in_order(x: Tensor, weight: Tensor) -> Tensor:
-    """The same by sums as they are documented; exact where fp64 holds a product and a sum."""
+    """Return the product with sums in the documented order; fp64 makes each step exact."""
     total = torch.zeros(len(x), len(weight))
     for block in range(0, x.shape[1], 32):
         halves = []
@@ -64,20 +64,20 @@ def test_sums_are_in_the_documented_order(width: int, rows: int) -> None:
     assert torch.equal(product(x, weight, ahead=4096), expected)
 
 
-def test_numbers_too_small_for_full_precision_are_zero() -> None:
+def test_subnormal_numbers_count_as_zero() -> None:
     x, weight = torch.ones(3, 32).bfloat16(), torch.zeros(32, 32).bfloat16()
     weight[:, 0] = 2.0**-130
     assert torch.equal(product(x, weight), torch.zeros(3, 32))
-    # Normal numbers whose product is not.
+    # Normal numbers with a subnormal product.
     weight[:, 0] = 2.0**-100
     assert torch.equal(product(x * 2.0**-40, weight), torch.zeros(3, 32))
 
 
-def test_rounding_is_to_the_nearest_even() -> None:
+def test_rounding_is_to_nearest_even_with_subnormals_as_zero() -> None:
     x = torch.randn(64, generator=torch.Generator().manual_seed(1))
     x[:6] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, torch.inf, torch.nan, 1e-39])
     out = torch.empty(64, dtype=torch.bfloat16)
-    round_in_sixteens(x.data_ptr(), out.data_ptr(), 64)
+    round_16_lanes(x.data_ptr(), out.data_ptr(), 64)
     expected = x.bfloat16()
     expected[5] = 0
     assert bool(out[4].isnan())

@@ -1,5 +1,7 @@
-"""Attention along the paths of a draft tree: a node has the bits that it would have if the tokens
-on its path had been written one after another."""
+"""Attention along the paths of a draft tree.
+
+A node must have the bits that it would have if the tokens on its path were a plain sequence.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,12 @@ from slipstream.kernels.attend_bf16 import attend_bf16
 
 SLOTS = 160
 PARENTS = (-1, 0, 0, 1, 1, 2, 3, 3, 5, 8, 6, 10, 11)
-"""Of the nodes of a tree; the main line 0, 1, 3, 6, 10, 11, 12 is not where its positions are."""
+"""Parents of the nodes of a tree. The nodes of the longest path, 0, 1, 3, 6, 10, 11, 12, are not in
+the slots of their positions."""
 
 
 def path_to(node: int) -> list[int]:
-    """Nodes after the root, from the first on."""
+    """Return the nodes on the path to a node, without the root."""
     found = []
     while node > 0:
         found.append(node)
@@ -27,7 +30,7 @@ def path_to(node: int) -> list[int]:
 
 
 def packed(keys_HSK: Tensor, values_HSK: Tensor) -> tuple[Tensor, Tensor]:
-    """In bf16, as `attend_bf16` has them."""
+    """Return keys and values in bf16, in the layout of `attend_bf16`."""
     H, S, K = keys_HSK.shape
     keys = keys_HSK.view(H, S // 16, 16, K // 2, 2).transpose(2, 3)
     values = values_HSK.view(H, S // 2, 2, K).transpose(2, 3)
@@ -39,11 +42,11 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     M, H, G, K = q_MHGK.shape
     keys, values = kv
-    narrow = keys.dtype == torch.bfloat16
-    q = q_MHGK.transpose(0, 1).bfloat16().contiguous() if narrow else q_MHGK.contiguous()
+    bf16 = keys.dtype == torch.bfloat16
+    q = q_MHGK.transpose(0, 1).bfloat16().contiguous() if bf16 else q_MHGK.contiguous()
     out, logs = torch.empty(M, H * G * K), torch.empty(M, H * G)
     first, count = torch.zeros(M, dtype=torch.int64), torch.tensor(seen)
-    which: Callable[..., None] = attend_bf16 if narrow else attend
+    which: Callable[..., None] = attend_bf16 if bf16 else attend
     path = (0, 0) if paths is None else (paths.data_ptr(), paths.shape[1])
     addresses = [t.data_ptr() for t in (q, keys, values, first, count)]
     results = (out.data_ptr(), logs.data_ptr())
@@ -51,17 +54,17 @@ def run(
     return out, logs
 
 
-@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("stem", [1, 20, 31, 32, 33, 63, 64, 127])
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 16), (2, 64), (3, 32), (4, 48), (20, 32)])
-def test_a_node_has_the_bits_of_its_path_in_a_row(
-    narrow: bool, stem: int, group: int, head_dim: int
+def test_a_node_has_the_bits_of_its_path_as_a_sequence(
+    bf16: bool, stem: int, group: int, head_dim: int
 ) -> None:
     generator = torch.Generator().manual_seed(stem + group)
     H, M = 2, len(PARENTS)
     keys, values = torch.randn(2, H, SLOTS, head_dim, generator=generator)
     q = torch.randn(M, H, group, head_dim, generator=generator) / 4
-    # The root is the last one of the stem.
+    # The root is the last token of the stem.
     slots = torch.arange(M) + stem - 1
     longest = max(len(path_to(node)) for node in range(M))
     paths = torch.zeros(M, 1 + longest, dtype=torch.int64)
@@ -69,14 +72,14 @@ def test_a_node_has_the_bits_of_its_path_in_a_row(
         own = slots[path_to(node)]
         paths[node, 0], paths[node, 1 : 1 + len(own)] = stem, own
     seen = [stem + len(path_to(node)) for node in range(M)]
-    kept = packed(keys, values) if narrow else (keys, values)
-    out, logs = run(q, kept, seen, paths)
+    cache = packed(keys, values) if bf16 else (keys, values)
+    out, logs = run(q, cache, seen, paths)
     for node in range(M):
-        in_a_row = torch.arange(SLOTS)
+        order = torch.arange(SLOTS)
         own = slots[path_to(node)]
-        in_a_row[stem : stem + len(own)] = own
-        moved = keys[:, in_a_row].contiguous(), values[:, in_a_row].contiguous()
-        there = packed(*moved) if narrow else moved
-        alone, log = run(q[node, None], there, seen[node : node + 1], None)
+        order[stem : stem + len(own)] = own
+        moved = keys[:, order].contiguous(), values[:, order].contiguous()
+        sequence = packed(*moved) if bf16 else moved
+        alone, log = run(q[node, None], sequence, seen[node : node + 1], None)
         assert torch.equal(out[node], alone[0]), node
         assert torch.equal(logs[node], log[0])

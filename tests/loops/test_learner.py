@@ -30,7 +30,6 @@ from slipstream.models.value_model import ValueModel
 from slipstream.rewards.protocol import Score
 from slipstream.rollout.filters import check_spread
 from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings
-from slipstream.rollout.train_rows import targets_of
 from slipstream.training.critic import Critic
 from slipstream.training.losses import policy_loss_fn
 from slipstream.training.optim import OptimSettings
@@ -38,7 +37,7 @@ from slipstream.training.protocol import ImmediateTrainFuture
 from slipstream.training.single import SingleProcessBackend
 from slipstream.types import Sample, SamplingParams, TrainBatch
 from tests.loops.test_rl import Log, buffer, config, engine
-from tests.training.helpers import observe, rows_of, tiny_backend, tiny_decoder, weights
+from tests.training.helpers import as_rows, observe, rows_of, tiny_backend, tiny_decoder, weights
 
 PARTS = AdvantageConfig(gdpo_reward_keys=["even", "short"])
 
@@ -161,7 +160,7 @@ def test_tokens_are_selected_over_the_mini_batch_whatever_the_micro_batches() ->
     shares = []
     for rows in (1, 12):
         backend = tiny_backend(max_rows_per_micro_batch=rows)
-        found = observe(backend, lambda batch: [row.selected for row in batch.rows])
+        found = observe(backend, lambda batch: [row.selected for row in as_rows(batch)])
         select = policy_loss_selection("kl_cov")
         assert select is not None
         history = train(
@@ -233,7 +232,7 @@ def test_weights_against_the_rollouts_law_reach_the_loss() -> None:
 
 def test_each_mini_batch_has_the_truncated_weights_of_the_policy_that_starts_the_update() -> None:
     backend = tiny_backend()
-    seen = observe(backend, lambda batch: batch.rows)
+    seen = observe(backend, as_rows)
     train(
         backend,
         correction=RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=1.01),
@@ -245,18 +244,19 @@ def test_each_mini_batch_has_the_truncated_weights_of_the_policy_that_starts_the
         assert row.old_log_probs is not None
         assert row.rollout_log_probs is not None
         assert row.rollout_is_weights is not None
-        for t, target in enumerate(targets_of(row.loss_mask)):
+        for t, target in enumerate(row.loss_mask):
             ratio = math.exp(row.old_log_probs[t] - row.rollout_log_probs[t])
+            target = bool(t and target)
             weight = min(ratio, 1.01) if target else 0.0
             assert row.rollout_is_weights[t] == pytest.approx(weight, rel=1e-5)
-            cut += bool(target) and ratio > 1.01
+            cut += target and ratio > 1.01
     assert cut
 
 
 def test_in_bypass_mode_the_rollouts_policy_is_the_old_one() -> None:
     correction = RolloutCorrectionConfig.preset("bypass_ppo_clip")
     backend = tiny_backend()
-    seen = observe(backend, lambda batch: batch.rows)
+    seen = observe(backend, as_rows)
     train(backend, correction=correction, loss=policy_loss_fn(loss_mode="bypass_mode"))
     for row in (row for rows in seen for row in rows):
         assert row.old_log_probs == row.rollout_log_probs
@@ -343,17 +343,14 @@ class UnlikelyEnds(SingleProcessBackend):
     """Tokens of the batch for which they are not that far off; 0: all but the last."""
 
     def compute_log_probs(self, batch: TrainBatch, **more: Any) -> Any:
-        values = [list(row.rollout_log_probs or []) for row in batch.rows]
-        for own in values:
-            own[-1] -= 5.0
-        left = self.kept
-        if left:
-            for row, own in zip(batch.rows, values, strict=True):
-                for t in range(1, len(own)):
-                    if row.loss_mask[t] and left:
-                        own[t], left = (row.rollout_log_probs or [])[t], left - 1
-                    else:
-                        own[t] -= 5.0
+        assert batch.rollout_log_probs is not None
+        values = batch.rollout_log_probs.clone()
+        if self.kept:
+            values -= 5.0
+            kept = batch.targets.nonzero()[: self.kept]
+            values[kept] = batch.rollout_log_probs[kept]
+        else:
+            values[[end - 1 for end in batch.starts[1:]]] -= 5.0
         return ImmediateTrainFuture(values)
 
 
@@ -369,7 +366,7 @@ def test_a_response_whose_end_is_rejected_has_its_reward(name: str) -> None:
         seen = observe(
             backend,
             lambda batch: [
-                list(zip(r.loss_mask, r.advantages or [], strict=True)) for r in batch.rows
+                list(zip(r.loss_mask, r.advantages or [], strict=True)) for r in as_rows(batch)
             ],
         )
         train(backend, adv_estimator=name, greedy=name == "remax", correction=correction)
@@ -402,10 +399,10 @@ def test_a_mini_batch_that_is_rejected_whole_is_left_out_before_tokens_are_selec
         """Whose log-probs are those of the rollout for the first two groups alone."""
 
         def compute_log_probs(self, batch: TrainBatch, **more: Any) -> Any:
-            values = [list(row.rollout_log_probs or []) for row in batch.rows]
-            if len(batch.rows) == 12:
-                for row in values[6:]:
-                    row[:] = [value - 5.0 for value in row]
+            assert batch.rollout_log_probs is not None
+            values = batch.rollout_log_probs.clone()
+            if len(batch) == 12:
+                values[batch.starts[6] :] -= 5.0
             return ImmediateTrainFuture(values)
 
     backend = tiny_backend()
@@ -440,7 +437,7 @@ def test_a_failed_score_that_counts_as_zero_has_parts_of_zero() -> None:
 
 def test_pf_ppo_trains_on_as_many_rows_and_on_some_twice() -> None:
     backend = tiny_backend()
-    seen = observe(backend, lambda batch: [tuple(row.tokens) for row in batch.rows])
+    seen = observe(backend, lambda batch: [tuple(row.tokens) for row in as_rows(batch)])
     train(backend, pf_ppo=PFPPOConfig(reweight_method="max_min"))
     assert [len(rows) for rows in seen] == [12, 12]
     assert all(len(set(rows)) < 12 for rows in seen)

@@ -173,9 +173,10 @@ def test_mini_batches_epochs_and_rare_publishing() -> None:
 
     def uids(batch: TrainBatch) -> list[str]:
         # Rare publishing: the policy that sampled is some updates behind, and the old one.
-        assert all(row.old_log_probs == row.rollout_log_probs for row in batch.rows)
-        assert all(row.old_log_probs is not None for row in batch.rows)
-        return [row.uid for row in batch.rows]
+        assert batch.old_log_probs is not None
+        assert batch.rollout_log_probs is not None
+        assert torch.equal(batch.old_log_probs, batch.rollout_log_probs)
+        return batch.uids
 
     steps = observe(backend, uids)
     settings = config(mini_batch_size=2, ppo_epochs=2, sync_every=2, shuffle="seed")

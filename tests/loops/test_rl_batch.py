@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor
 
 from slipstream.algorithms import AdaptiveKLController, FixedKLController
 from slipstream.loops.rl_batch import (
@@ -13,6 +15,7 @@ from slipstream.loops.rl_batch import (
     usable_samples,
 )
 from slipstream.rollout.train_rows import placed_rewards, prepare_grpo_batch
+from slipstream.training.columns import train_batch
 from slipstream.types import (
     Group,
     Prompt,
@@ -23,6 +26,7 @@ from slipstream.types import (
     TrainRow,
     VersionSpan,
 )
+from tests.training.helpers import as_rows, by_row
 
 
 def sample(group: int, index: int, reward: float, *, failed: bool = False) -> Sample:
@@ -67,11 +71,11 @@ def batch(sizes: list[int]) -> TrainBatch:
         for g, size in enumerate(sizes)
         for i in range(size)
     ]
-    return TrainBatch(rows=rows, temperature=0.7)
+    return train_batch(rows, temperature=0.7)
 
 
 def first_tokens(parts: list[TrainBatch]) -> list[list[int]]:
-    return [[row.tokens[0] for row in part.rows] for part in parts]
+    return [[row.tokens[0] for row in as_rows(part)] for part in parts]
 
 
 def test_mini_batches_count_groups_of_any_size_also_of_one_prompt() -> None:
@@ -82,7 +86,7 @@ def test_mini_batches_count_groups_of_any_size_also_of_one_prompt() -> None:
         [4],
     ]
     (whole,) = mini_batches(batch(sizes), sizes, None, shuffle=None)
-    assert len(whole.rows) == 9
+    assert len(whole) == 9
     assert whole.temperature == 0.7
 
 
@@ -101,22 +105,20 @@ def test_shuffled_mini_batches_are_a_function_of_the_seed() -> None:
     assert sorted(order("a")) == list(range(12))
 
 
-def rows_with_log_probs() -> tuple[list[list[float]], list[TrainRow]]:
-    """Rewards per token, and rows."""
+def batch_with_log_probs() -> tuple[Tensor, TrainBatch]:
+    """Rewards per token, and a batch."""
     samples = [sample(0, 0, 1.0), sample(0, 1, 2.0)]
     made = prepare_grpo_batch(samples, norm_adv_by_std_in_grpo=False)
-    made.rows[0].old_log_probs = [0.0, 0.0, -1.0, -2.0]
-    made.rows[0].ref_log_probs = [0.0, 0.0, -1.5, -3.0]
-    made.rows[1].old_log_probs = [9.0, 9.0, -1.0, -1.0]
-    made.rows[1].ref_log_probs = [0.0, 0.0, -1.0, -1.0]
-    return placed_rewards(made.rows, [1.0, 2.0]), made.rows
+    made.old_log_probs = torch.tensor([0.0, 0.0, -1.0, -2.0, 9.0, 9.0, -1.0, -1.0])
+    made.ref_log_probs = torch.tensor([0.0, 0.0, -1.5, -3.0, 0.0, 0.0, -1.0, -1.0])
+    return placed_rewards(made, [1.0, 2.0]), made
 
 
 def test_the_kl_penalty_is_subtracted_token_by_token() -> None:
-    placed, rows = rows_with_log_probs()
-    rewards, metrics = KLInReward(FixedKLController(0.2), "kl").rewards(placed, rows)
+    placed, made = batch_with_log_probs()
+    rewards_T, metrics = KLInReward(FixedKLController(0.2), "kl").rewards(placed, made)
     # Row 0: k1 is 0.5 and 1.0; row 1: none on its targets.
-    assert [len(row) for row in rewards] == [len(row.tokens) for row in rows]
+    rewards = by_row(made, rewards_T)
     assert [sum(row) for row in rewards] == pytest.approx([1.0 - 0.2 * 1.5, 2.0])
     assert rewards[0][-2:] == pytest.approx([-0.1, 1.0 - 0.2])
     assert metrics == {
@@ -126,13 +128,13 @@ def test_the_kl_penalty_is_subtracted_token_by_token() -> None:
 
 
 def test_the_whole_vocabularys_kl_is_subtracted_without_log_probs() -> None:
-    placed, rows = rows_with_log_probs()
-    for row in rows:
-        row.old_log_probs = row.ref_log_probs = None
+    placed, made = batch_with_log_probs()
+    made.old_log_probs = made.ref_log_probs = None
     penalty = KLInReward(FixedKLController(0.2), "full_forward")
     assert penalty.direction == "forward"
-    full_kl = [[9.0, 9.0, 0.5, 1.0], [9.0, 9.0, 0.0, 2.0]]
-    rewards, metrics = penalty.rewards(placed, rows, full_kl)
+    full_kl = torch.tensor([9.0, 9.0, 0.5, 1.0, 9.0, 9.0, 0.0, 2.0])
+    rewards_T, metrics = penalty.rewards(placed, made, full_kl)
+    rewards = by_row(made, rewards_T)
     assert rewards[0][-2:] == pytest.approx([-0.1, 1.0 - 0.2])
     assert [sum(row) for row in rewards] == pytest.approx([1.0 - 0.3, 2.0 - 0.4])
     assert metrics["actor/reward_kl_penalty"] == pytest.approx((0.75 + 1.0) / 2)
@@ -143,11 +145,14 @@ def test_the_steered_coefficient_survives_a_restart() -> None:
         return KLInReward(AdaptiveKLController(0.2, target_kl=0.1, horizon=10), "kl")
 
     one, other = penalty(), penalty()
-    one.rewards(*rows_with_log_probs())
+    one.rewards(*batch_with_log_probs())
     # KL 0.375 is far above the target: * (1 + 0.2 * 2 / 10).
     assert one.state_dict() == {"kl_coef": pytest.approx(0.208)}
     other.load_state_dict(one.state_dict())
-    assert other.rewards(*rows_with_log_probs()) == one.rewards(*rows_with_log_probs())
+    theirs, their_metrics = other.rewards(*batch_with_log_probs())
+    ours, our_metrics = one.rewards(*batch_with_log_probs())
+    assert torch.equal(theirs, ours)
+    assert their_metrics == our_metrics
 
 
 def test_a_fixed_coefficient_is_that_of_the_settings_after_a_restart() -> None:

@@ -176,7 +176,7 @@ def test_no_data_and_data_without_targets_are_errors_not_endless_loops() -> None
     with pytest.raises(DataError, match=r"no token to train on .*'mute'"):
         next_batch(mute, tokens=10)
     some = ShuffledSamples([demonstration("mute", loss=0.0), demonstration("s")], seed=1)
-    assert {row.uid for row in next_batch(some, tokens=30).rows} == {"s"}
+    assert set(next_batch(some, tokens=30).uids) == {"s"}
 
 
 def test_a_position_in_other_samples_is_refused() -> None:

@@ -1,3 +1,5 @@
+"""`AllocationTrace` reports held and peak memory at named points."""
+
 from __future__ import annotations
 
 import torch
@@ -7,7 +9,7 @@ from slipstream.metrics.allocations import AllocationTrace
 MB = 1_000_000
 
 
-def test_what_is_held_at_a_moment_and_the_most_before_it() -> None:
+def test_held_and_peak_bytes_at_each_mark() -> None:
     before = torch.ones(MB // 4)
     trace = AllocationTrace(torch.device("cpu"))
     trace.start()
@@ -19,14 +21,14 @@ def test_what_is_held_at_a_moment_and_the_most_before_it() -> None:
     trace.mark("two")
     del first, before
     trace.mark("three")
-    held, most = trace.stop()
+    held, peak = trace.stop()
     del third
-    # What there was before the start, and is freed after it, never counts.
+    # Memory allocated before the start is not counted, even when it is freed later.
     assert held == {"one": MB, "two": 2 * MB, "three": MB}
-    assert most == {"one": 3 * MB, "two": 2 * MB, "three": 2 * MB}
+    assert peak == {"one": 3 * MB, "two": 2 * MB, "three": 2 * MB}
 
 
-def test_of_moments_of_one_name_the_last_counts_and_a_trace_begins_anew() -> None:
+def test_the_last_mark_of_a_name_counts_and_traces_are_independent() -> None:
     for size in (MB, 3 * MB):
         trace = AllocationTrace(torch.device("cpu"))
         trace.start()

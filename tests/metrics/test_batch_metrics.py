@@ -1,4 +1,4 @@
-"""Statistics against numbers worked out by hand."""
+"""Batch statistics match numbers calculated by hand."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def group(index: int, *samples: Sample, source: str = "countdown") -> Group:
     return Group(index=index, prompt=prompt, samples=list(samples))
 
 
-def test_rollout_metrics_by_hand() -> None:
+def test_rollout_metrics_match_hand_calculated_values() -> None:
     groups = [
         group(0, sample(2, 1.0), sample(4, 0.0), sample(12, 0.5, Status.TRUNCATED)),
         group(1, sample(6, 1.0, prompt=5), sample(6, 1.0, Status.ABORTED, prompt=5)),
@@ -75,17 +75,17 @@ def test_rollout_metrics_by_hand() -> None:
     }
 
 
-def test_all_failed_has_no_score_and_nothing_at_all_is_an_error() -> None:
+def test_failed_samples_have_no_score_and_no_samples_raise() -> None:
     metrics = rollout_metrics(
         [group(0, sample(1, 0.0, Status.FAILED))], max_prompt_length=9, max_response_length=9
     )
     assert "critic/score/mean" not in metrics
     assert metrics["training/num_failed_rewards"] == 1.0
-    with pytest.raises(DataError, match="no sample in 1 groups"):
+    with pytest.raises(DataError, match="no sample in 1 group"):
         rollout_metrics([group(0)], max_prompt_length=9, max_response_length=9)
 
 
-def test_reward_parts_and_failures_that_count_as_zero() -> None:
+def test_reward_parts_and_zero_scored_failures_are_counted() -> None:
     first, second = sample(1, 1.0), sample(1, 0.0)
     first.reward_parts = {"format": 1.0, "score": 1.0}
     second.reward_parts = {"score": 0.0}
@@ -98,7 +98,7 @@ def test_reward_parts_and_failures_that_count_as_zero() -> None:
     assert metrics["training/num_failed_rewards"] == 1.0
 
 
-def test_turns_merge_segments_of_one_role() -> None:
+def test_consecutive_segments_of_one_role_are_one_turn() -> None:
     many = sample(2, 0.0)
     for role in ("assistant", "tool", "tool", "assistant"):
         many.append(Segment.given(role, [1]))
@@ -106,7 +106,7 @@ def test_turns_merge_segments_of_one_role() -> None:
     assert metrics["num_turns/max"] == 4.0
 
 
-def test_summary_of_nothing_is_nothing() -> None:
+def test_summary_of_no_values_is_empty() -> None:
     assert summary("x", []) == {}
     assert summary("x", [1, 3]) == {"x/mean": 2.0, "x/max": 3.0, "x/min": 1.0}
 
@@ -120,7 +120,7 @@ def test_summary_of_nothing_is_nothing() -> None:
         (263, 400, 0.6097, 0.7024),
     ],
 )
-def test_wilson_interval(right: int, n: int, low: float, high: float) -> None:
+def test_accuracy_interval_is_wilsons(right: int, n: int, low: float, high: float) -> None:
     p, found_low, found_high = accuracy_interval([True] * right + [False] * (n - right))
     assert p == right / n
     assert found_low == pytest.approx(low, abs=1e-4)
@@ -128,14 +128,14 @@ def test_wilson_interval(right: int, n: int, low: float, high: float) -> None:
     assert 0.0 <= found_low <= p <= found_high <= 1.0
 
 
-def test_interval_refuses_nothing_and_non_shares() -> None:
-    with pytest.raises(DataError, match="no answers"):
+def test_accuracy_interval_refuses_empty_and_out_of_range_input() -> None:
+    with pytest.raises(DataError, match="evaluate"):
         accuracy_interval([])
     with pytest.raises(DataError, match=r"got \[-1.0, 1.0\]"):
         accuracy_interval([-1.0, 1.0])
 
 
-def test_paired_difference() -> None:
+def test_paired_difference_and_its_interval() -> None:
     a = [True] * 40 + [False] * 60
     b = [True] * 30 + [False] * 10 + [True] * 30 + [False] * 30
     difference, low, high = paired_difference(a, b)
@@ -150,7 +150,7 @@ def test_paired_difference() -> None:
         paired_difference([True, False], [True])
 
 
-def test_paired_difference_equals_drawing_prompts_one_by_one() -> None:
+def test_paired_difference_matches_resampling_prompts_one_by_one() -> None:
     a = [i % 3 == 0 for i in range(60)]
     b = [i % 2 == 0 for i in range(60)]
     rng = random.Random(0)
@@ -163,7 +163,7 @@ def test_paired_difference_equals_drawing_prompts_one_by_one() -> None:
     assert high == pytest.approx(draws[3900], abs=0.02)
 
 
-def test_validation_of_one_response_per_prompt() -> None:
+def test_validation_metrics_with_one_response_per_prompt() -> None:
     groups = [group(i, sample(i, float(i < 8))) for i in range(10)]
     groups += [group(9, sample(4, 1.0, Status.FAILED), source="other/set")]
     metrics = validation_metrics(groups, max_response_length=9)
@@ -188,7 +188,7 @@ def test_validation_of_one_response_per_prompt() -> None:
     }
 
 
-def test_pass_at_k_is_the_mean_over_all_subsets() -> None:
+def test_pass_at_k_is_the_mean_of_best_over_all_subsets() -> None:
     rewards = [[1.0, 0.0, 0.0, 0.0, 0.0], [0.0] * 5, [1.0, 1.0, 0.0, 1.0, 0.0]]
     groups = [group(i, *(sample(1, r) for r in row)) for i, row in enumerate(rewards)]
     metrics = validation_metrics(groups)
@@ -204,7 +204,7 @@ def test_pass_at_k_is_the_mean_over_all_subsets() -> None:
     assert metrics["val-core/countdown/acc/mean@5"] == pytest.approx(4 / 15)
     deviations = [statistics.pstdev(row) for row in rewards]
     assert metrics["val-aux/countdown/acc/std@5"] == pytest.approx(sum(deviations) / 3)
-    # VERL's, which draw with replacement.
+    # verl's metrics draw with replacement.
     resampled = {k: best_and_worst(rewards, k) for k in (2, 4, 5)}
     assert metrics["val-core/countdown/acc/best@5/mean"] == resampled[5]["best@5/mean"]
     assert metrics["val-aux/countdown/acc/best@5/std"] == resampled[5]["best@5/std"]
@@ -213,12 +213,12 @@ def test_pass_at_k_is_the_mean_over_all_subsets() -> None:
     assert not any("maj@" in name for name in metrics)
 
 
-def test_the_majority_of_answers_that_were_told() -> None:
+def test_validation_metrics_have_majority_of_parsed_answers() -> None:
     rewards = [[1.0, 0.0, 0.0, 1.0, 0.0], [0.0] * 5]
     answers = [["7", "8", "9", "7", ""], ["1", "2", "1", "1", "3"]]
     groups = [group(i, *(sample(1, r) for r in row)) for i, row in enumerate(rewards)]
-    for one, said in zip(groups, answers, strict=True):
-        for member, answer in zip(one.samples, said, strict=True):
+    for one, row in zip(groups, answers, strict=True):
+        for member, answer in zip(one.samples, row, strict=True):
             if answer:
                 member.metadata["pred"] = answer
     metrics = validation_metrics(groups)
@@ -231,7 +231,7 @@ def test_the_majority_of_answers_that_were_told() -> None:
     )
 
 
-def test_accuracy_comes_from_the_part_acc_and_rewards_outside_shares_have_no_interval() -> None:
+def test_accuracy_uses_part_acc_and_has_no_interval_outside_0_to_1() -> None:
     shaped = sample(1, -0.5)
     shaped.reward_parts = {"acc": 1.0}
     assert validation_metrics([group(0, shaped)])["val-core/countdown/acc/mean@1"] == 1.0
@@ -240,7 +240,7 @@ def test_accuracy_comes_from_the_part_acc_and_rewards_outside_shares_have_no_int
     assert not any("ci_" in name for name in metrics)
 
 
-def test_uneven_validation_is_refused() -> None:
+def test_unequal_numbers_of_responses_are_refused() -> None:
     with pytest.raises(DataError, match=r"same number of responses .* got \[1, 2\]"):
         validation_metrics([group(0, sample(1, 1.0)), group(1, sample(1, 1.0), sample(1, 0.0))])
 
@@ -256,12 +256,12 @@ def test_uneven_validation_is_refused() -> None:
         ("404", "no_reason_given"),
     ],
 )
-def test_reasons_as_names(text: str, name: str) -> None:
+def test_reason_name(text: str, name: str) -> None:
     assert reason_name(text) == name
     check_names({f"training/num_failed_rewards/{name}": 1.0})
 
 
-def test_failures_are_counted_by_reason_and_rare_ones_together() -> None:
+def test_failures_are_counted_by_reason_and_rare_ones_as_other() -> None:
     def failed(text: str) -> Sample:
         return Sample(status=Status.FAILED, failure=text)
 
@@ -273,18 +273,18 @@ def test_failures_are_counted_by_reason_and_rare_ones_together() -> None:
     assert (found["aaa"], found["other"], found.total()) == (2, 2, 11)
 
 
-def test_the_interval_of_a_mean_is_students() -> None:
+def test_mean_interval_is_students() -> None:
     # Fisher, Statistical Methods for Research Workers, section 24: ten patients' hours of sleep.
     hours = [1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4]
     mean, low, high = mean_interval(hours)
     assert mean == pytest.approx(1.58)
     assert (high - low) / 2 == pytest.approx(2.262 * 0.3890, rel=1e-3)
     assert mean_interval([0.5, 0.5]) == (0.5, 0.5, 0.5)
-    # Of many the normal distribution's: that of 0 and 1, a hundred times.
+    # For many values the interval is that of the normal distribution.
     _, low, high = mean_interval([0.0, 1.0] * 100)
     assert high - low == pytest.approx(2 * 1.96 * 0.5 / 200**0.5, rel=0.01)
 
 
-def test_one_value_has_no_interval() -> None:
-    with pytest.raises(DataError, match="a mean of 1 has no interval"):
+def test_mean_interval_needs_two_values() -> None:
+    with pytest.raises(DataError, match="two or more values"):
         mean_interval([0.5])

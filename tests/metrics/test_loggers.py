@@ -1,4 +1,4 @@
-"""Records survive crashes and resumes, and a broken logger does not stop a run."""
+"""Metric files survive crashes and resumes; a failing logger does not stop a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from slipstream.metrics.loggers import (
 )
 
 
-def test_one_line_a_step_as_verl_writes_it(tmp_path: Path) -> None:
+def test_jsonl_logger_writes_one_line_per_step(tmp_path: Path) -> None:
     path = tmp_path / "run" / "m.jsonl"
     logger = JSONLLogger(path, clock=lambda: 7.25)
     logger.log(1, {"a": 0.1, "b": 2})
@@ -38,7 +38,7 @@ def test_one_line_a_step_as_verl_writes_it(tmp_path: Path) -> None:
     assert read_jsonl(path) == [(1, {"a": 0.1, "b": 2.0}), (2, {})]
 
 
-def test_non_finite_values_stay_json_and_come_back(tmp_path: Path) -> None:
+def test_non_finite_values_are_written_as_json_strings_and_read_back(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     with closing(JSONLLogger(path)) as logger:
         logger.log(1, {"a": math.inf, "b": -math.inf, "c": math.nan})
@@ -51,7 +51,7 @@ def test_non_finite_values_stay_json_and_come_back(tmp_path: Path) -> None:
     assert (data["a"], data["b"], math.isnan(data["c"])) == (math.inf, -math.inf, True)
 
 
-def test_resume_drops_later_steps_and_a_torn_line(tmp_path: Path) -> None:
+def test_resume_drops_later_steps_and_an_incomplete_line(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     logger = JSONLLogger(path)
     for step in (0, 1, 2, 2, 3):
@@ -70,7 +70,7 @@ def test_resume_drops_later_steps_and_a_torn_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", ["x", "y" * 5000])
-def test_opening_removes_a_torn_line_of_any_length(tmp_path: Path, torn: str) -> None:
+def test_opening_removes_an_incomplete_last_line(tmp_path: Path, torn: str) -> None:
     path = tmp_path / "m.jsonl"
     whole = '{"step": 1, "data": {}}\n'
     for text in (whole + torn, torn):
@@ -79,7 +79,7 @@ def test_opening_removes_a_torn_line_of_any_length(tmp_path: Path, torn: str) ->
         assert path.read_text() == text.removesuffix(torn)
 
 
-def test_reading_leaves_a_torn_line_alone(tmp_path: Path) -> None:
+def test_read_jsonl_ignores_an_incomplete_last_line(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1, "data": {}}\n{"step"')
     assert read_jsonl(path) == [(1, {})]
@@ -87,10 +87,10 @@ def test_reading_leaves_a_torn_line_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["nonsense", '{"step": 1}', '{"step": 1, "data": 3}', "[]"])
-def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
+def test_a_damaged_line_raises_with_its_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1, "data": {}}\n' + line + "\n")
-    with pytest.raises(CheckpointError, match=r"m\.jsonl, line 2, is no record of metrics"):
+    with pytest.raises(CheckpointError, match=r"m\.jsonl, line 2, .*remove the line"):
         read_jsonl(path)
     logger = JSONLLogger(path, clock=lambda: 7.25)
     with pytest.raises(CheckpointError, match="line 2"):
@@ -100,7 +100,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
     assert path.read_text().splitlines()[1:] == [line, '{"step": 5, "time": 7.25, "data": {}}']
 
 
-def test_console_shows_headlines_or_everything() -> None:
+def test_console_logger_prints_headline_metrics_or_all() -> None:
     metrics = {
         "critic/score/mean": 0.51234,
         "critic/score/max": 1.0,
@@ -126,10 +126,10 @@ class Broken:
         raise OSError("disk full")
 
     def close(self) -> None:
-        raise AssertionError("was dropped")
+        raise AssertionError("close was called on a removed logger")
 
 
-def test_a_failing_logger_is_reported_once_and_dropped(
+def test_a_failing_logger_is_reported_once_and_removed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = Broken()
@@ -140,13 +140,13 @@ def test_a_failing_logger_is_reported_once_and_dropped(
         tee.close()
     assert broken.calls == 1
     assert [record.message for record in caplog.records] == [
-        "Broken failed and gets no more metrics: OSError: disk full"
+        "Broken failed and receives no more metrics: OSError: disk full"
     ]
     assert tee.failures == {"Broken": "OSError: disk full"}
     assert [step for step, _ in read_jsonl(tmp_path / "m.jsonl")] == [1, 2]
 
 
-def test_strict_refuses_unknown_names_before_anything_is_written(tmp_path: Path) -> None:
+def test_strict_mode_raises_for_unknown_names_before_writing(tmp_path: Path) -> None:
     tee = build_loggers(["file"], tmp_path, "p", "e", strict=True)
     with pytest.raises(ValueError, match="unknown metric names: my/own"):
         tee.log(1, {"my/own": 1.0})
@@ -155,7 +155,7 @@ def test_strict_refuses_unknown_names_before_anything_is_written(tmp_path: Path)
     assert read_jsonl(tmp_path / "metrics.jsonl") == [(1, {"actor/lr": 1.0})]
 
 
-def test_build_keeps_the_record_of_an_earlier_run(tmp_path: Path) -> None:
+def test_build_loggers_renames_the_file_of_an_earlier_run(tmp_path: Path) -> None:
     for number in range(3):
         with closing(build_loggers(["file", "file"], tmp_path, "p", "e")) as tee:
             tee.log(number, {})
@@ -163,7 +163,7 @@ def test_build_keeps_the_record_of_an_earlier_run(tmp_path: Path) -> None:
     assert found == {"metrics.1.jsonl": [0], "metrics.2.jsonl": [1], "metrics.jsonl": [2]}
 
 
-def test_build_for_a_resumed_run_truncates(tmp_path: Path) -> None:
+def test_build_loggers_truncates_the_file_of_a_resumed_run(tmp_path: Path) -> None:
     tee = build_loggers(["file"], tmp_path, "p", "e", file_name="sft.jsonl")
     for step in range(4):
         tee.log(step, {})
@@ -175,7 +175,7 @@ def test_build_for_a_resumed_run_truncates(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["sft.jsonl"]
 
 
-def test_unknown_and_registered_loggers(tmp_path: Path) -> None:
+def test_register_logger_and_unknown_names(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'tensorbord'; did you mean tensorboard\?"):
         build_loggers(["console", "tensorbord"], tmp_path, "p", "e")
     seen: list[str] = []
@@ -194,10 +194,10 @@ def test_unknown_and_registered_loggers(tmp_path: Path) -> None:
         del LOGGERS["mine"]
 
 
-def test_tensorboard_missing_names_the_extra(
+def test_missing_tensorboard_names_the_extra_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Another test may have imported it already: every loaded part of it must be gone.
+    # Another test may have imported it, so hide all loaded modules of it.
     for name in [*sys.modules, "tensorboard", "tensorboard.compat.proto.event_pb2"]:
         if name.partition(".")[0] == "tensorboard":
             monkeypatch.setitem(sys.modules, name, None)
@@ -206,7 +206,7 @@ def test_tensorboard_missing_names_the_extra(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_scalars_and_purge(tmp_path: Path) -> None:
+def test_tensorboard_scalars_are_purged_after_a_resume(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is an optional extra")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -225,7 +225,7 @@ def test_tensorboard_scalars_and_purge(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_tables(tmp_path: Path) -> None:
+def test_tensorboard_tables_are_text_summaries(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is an optional extra")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray

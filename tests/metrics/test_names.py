@@ -1,4 +1,4 @@
-"""The table of metrics covers the names, and the documentation is printed from it."""
+"""The table of metrics covers all names, and the documentation page is generated from it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
         "training/rollout_log_probs_bitwise_equal",
     ],
 )
-def test_known_names(name: str) -> None:
+def test_known_names_are_accepted(name: str) -> None:
     check_names({name: 0.0})
 
 
@@ -45,17 +45,17 @@ def test_known_names(name: str) -> None:
         "timing_s/",
     ],
 )
-def test_unknown_names(name: str) -> None:
+def test_unknown_names_raise(name: str) -> None:
     with pytest.raises(ValueError, match=f"unknown metric names: {name}"):
         check_names({"actor/lr": 0.0, name: 0.0})
 
 
-def test_a_typo_is_answered_with_the_near_name() -> None:
+def test_a_typo_suggests_the_closest_name() -> None:
     with pytest.raises(ValueError, match=r"near actor/pg_los: actor/pg_loss"):
         check_names({"actor/pg_los": 0.0})
 
 
-def test_every_row_is_complete_and_no_two_rows_share_a_name() -> None:
+def test_rows_have_meanings_and_unique_names() -> None:
     assert all(metric.meaning for metric in METRICS)
     plain = [metric.name for metric in METRICS if "{" not in metric.name and "<" not in metric.name]
     assert len(plain) > 20
@@ -63,7 +63,7 @@ def test_every_row_is_complete_and_no_two_rows_share_a_name() -> None:
         assert [metric.name for metric in METRICS if metric.pattern.fullmatch(name)] == [name]
 
 
-def test_deterministic_leaves_out_wall_time_only() -> None:
+def test_deterministic_removes_wall_time_metrics_only() -> None:
     metrics = {
         "critic/score/mean": 0.5,
         "timing_s/gen": 1.0,
@@ -86,7 +86,7 @@ def test_deterministic_leaves_out_wall_time_only() -> None:
     }
 
 
-def test_every_timing_depends_on_wall_time() -> None:
+def test_timings_are_marked_as_wall_time() -> None:
     for metric in METRICS:
         if metric.name.startswith("timing") or "per_second" in metric.name:
             assert metric.wall_time, metric.name
@@ -95,12 +95,12 @@ def test_every_timing_depends_on_wall_time() -> None:
     assert row.unit == "s"
 
 
-def test_documentation_is_current() -> None:
+def test_documentation_page_is_up_to_date() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert text == markdown(), "run: python -m slipstream.metrics.names > docs/metrics.md"
 
 
-def test_importing_the_folder_brings_no_heavy_package() -> None:
+def test_importing_metrics_imports_no_heavy_package() -> None:
     program = (
         "import sys\n"
         "import slipstream.metrics.names, slipstream.metrics.loggers, slipstream.metrics.timers\n"

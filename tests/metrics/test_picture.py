@@ -1,4 +1,4 @@
-"""The picture holds the numbers of the files, panel by panel."""
+"""The plot of a run shows the numbers of its metrics files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write(path: Path, *lines: tuple[int, dict[str, float]]) -> Path:
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every figure that is drawn."""
+    """Collects every figure that is saved."""
     from matplotlib.figure import Figure
 
     drawn: list[Any] = []
@@ -42,7 +42,7 @@ def titles(figure: Any) -> list[str]:
     return [axes.get_title(loc="left") for axes in figure.axes]
 
 
-def test_all_panels_with_their_data(tmp_path: Path, figures: list[Any]) -> None:
+def test_each_panel_shows_its_data(tmp_path: Path, figures: list[Any]) -> None:
     sft = write(
         tmp_path / "sft.jsonl",
         (1, {"sft/loss": 2.0}),
@@ -80,7 +80,7 @@ def test_all_panels_with_their_data(tmp_path: Path, figures: list[Any]) -> None:
     assert figure.get_facecolor() == (1.0, 1.0, 1.0, 1.0)
 
 
-def test_the_state_that_pyplot_keeps_is_not_touched(tmp_path: Path) -> None:
+def test_pyplot_is_not_imported(tmp_path: Path) -> None:
     path = write(tmp_path / "log.jsonl", (1, {"critic/score/mean": 0.5}))
     code = (
         "import sys\n"
@@ -94,7 +94,7 @@ def test_the_state_that_pyplot_keeps_is_not_touched(tmp_path: Path) -> None:
     assert (tmp_path / "run.png").exists()
 
 
-def test_panels_without_data_are_left_out(tmp_path: Path, figures: list[Any]) -> None:
+def test_panels_without_data_are_omitted(tmp_path: Path, figures: list[Any]) -> None:
     path = write(
         tmp_path / "sft.jsonl", (1, {"sft/loss": 2.0}), (1, {"val-core/a/b/acc/mean@4": 0.5})
     )
@@ -105,7 +105,7 @@ def test_panels_without_data_are_left_out(tmp_path: Path, figures: list[Any]) ->
     assert titles(figures[1]) == ["Reward"]
 
 
-def test_what_drafts_gain_is_drawn_beside_the_reward(tmp_path: Path, figures: list[Any]) -> None:
+def test_accepted_lengths_have_a_panel(tmp_path: Path, figures: list[Any]) -> None:
     before, after = "drafter/accept_length/before", "drafter/accept_length/after"
     lines = [
         (step, {"critic/score/mean": 0.1, "spec/accept_length": 2.0 + step / 4})
@@ -123,7 +123,7 @@ def test_what_drafts_gain_is_drawn_beside_the_reward(tmp_path: Path, figures: li
     assert (rollouts.get_marker(), used.get_marker()) == ("None", "o")
 
 
-def test_an_odd_panel_spans_its_row(tmp_path: Path, figures: list[Any]) -> None:
+def test_the_last_of_three_panels_spans_the_row(tmp_path: Path, figures: list[Any]) -> None:
     sft = write(tmp_path / "sft.jsonl", (1, {"sft/loss": 2.0}))
     rl = write(tmp_path / "m.jsonl", (1, {"critic/score/mean": 0.1, "response_length/max": 5.0}))
     plot_run([sft, rl], tmp_path / "a.png")
@@ -132,7 +132,7 @@ def test_an_odd_panel_spans_its_row(tmp_path: Path, figures: list[Any]) -> None:
     assert widths[2] > 2 * widths[0]
 
 
-def test_long_series_get_a_smoothed_course(tmp_path: Path, figures: list[Any]) -> None:
+def test_long_series_have_a_moving_mean(tmp_path: Path, figures: list[Any]) -> None:
     lines = [(i, {"critic/score/mean": float(i % 2)}) for i in range(48)]
     plot_run(write(tmp_path / "m.jsonl", *lines), tmp_path / "a.png")
     raw, smoothed = figures[0].axes[0].lines
@@ -141,13 +141,13 @@ def test_long_series_get_a_smoothed_course(tmp_path: Path, figures: list[Any]) -
     assert smoothed.get_ydata()[10] == 0.4
 
 
-def test_smooth() -> None:
+def test_smooth_is_a_centered_moving_mean() -> None:
     assert smooth([1.0, 2.0, 6.0, 3.0], 3) == [1.5, 3.0, 11 / 3, 4.5]
     assert smooth([1.0, 5.0], 1) == [1.0, 5.0]
     assert smooth([], 3) == []
 
 
-def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
+def test_plot_run_raises_without_data(tmp_path: Path) -> None:
     path = write(tmp_path / "m.jsonl", (1, {"actor/lr": 1.0}))
     with pytest.raises(DataError, match=r"nothing to draw in .*m\.jsonl"):
         plot_run(path, tmp_path / "a.png")

@@ -1,4 +1,4 @@
-"""Plain lines where there is no terminal, a bar of any width where there is one."""
+"""Progress is shown as a bar on a terminal of any width, and as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def plain(clock: Clock, every: float = 10.0) -> tuple[Progress, io.StringIO]:
         (False, {"TERM": "xterm"}, False),
     ],
 )
-def test_when_a_bar_makes_sense(terminal: bool, environ: dict[str, str], expected: bool) -> None:
+def test_is_interactive(terminal: bool, environ: dict[str, str], expected: bool) -> None:
     console = Console(file=io.StringIO(), force_terminal=terminal)
     assert is_interactive(console, environ) is expected
 
 
-def test_plain_lines_first_last_and_every_few_seconds() -> None:
+def test_plain_lines_at_first_and_last_step_and_at_intervals() -> None:
     clock = Clock()
     progress, stream = plain(clock)
     with progress:
@@ -61,7 +61,7 @@ def test_plain_lines_first_last_and_every_few_seconds() -> None:
     ]
 
 
-def test_remaining_time_follows_recent_steps_and_a_resumed_phase() -> None:
+def test_remaining_time_uses_recent_steps_of_a_resumed_phase() -> None:
     clock = Clock()
     progress, stream = plain(clock)
     with progress:
@@ -69,7 +69,7 @@ def test_remaining_time_follows_recent_steps_and_a_resumed_phase() -> None:
         assert progress.remaining() is None
         clock.now += 1000.0
         progress.step()
-        # The first step compiles.
+        # The first step includes compilation, so there is no estimate.
         assert progress.remaining() is None
         for _ in range(20):
             clock.now += 300.0
@@ -81,7 +81,7 @@ def test_remaining_time_follows_recent_steps_and_a_resumed_phase() -> None:
     assert stream.getvalue().endswith("RL 121/130  45m00s left\n")
 
 
-def test_remaining_time_where_steps_become_slower() -> None:
+def test_remaining_time_adapts_when_steps_become_slower() -> None:
     clock = Clock()
     progress, _ = plain(clock)
     with progress:
@@ -89,11 +89,11 @@ def test_remaining_time_where_steps_become_slower() -> None:
         for seconds in (*[1.0] * 60, *[3.0] * 40):
             clock.now += seconds
             progress.step()
-        # And a third of the steps so far took longer than most.
+        # The estimate may include extra time, since a third of the steps were slower than usual.
         assert 3.0 * 100 <= progress.remaining() <= 4.0 * 100  # type: ignore[operator]
 
 
-def test_a_validation_now_and_then_is_spread_over_all_steps() -> None:
+def test_remaining_time_includes_occasional_validation() -> None:
     clock = Clock()
     progress, _ = plain(clock)
     with progress:
@@ -102,12 +102,12 @@ def test_a_validation_now_and_then_is_spread_over_all_steps() -> None:
             clock.now += 0.1 + (15.0 if step % 50 == 0 else 0.0)
             progress.step()
             if step >= 150:
-                # 0.4 seconds a step, validations among them.
+                # 0.4 seconds per step, including validation.
                 assert progress.remaining() == pytest.approx(0.4 * (500 - step), rel=0.25)
 
 
 @pytest.mark.parametrize("width", [1, 2, 5, 10, 20, 40, 200])
-def test_any_width_of_terminal(width: int) -> None:
+def test_the_bar_works_at_any_terminal_width(width: int) -> None:
     stream = io.StringIO()
     console = SteadyConsole(file=stream, force_terminal=True, width=width, height=5)
     with Progress(console=console, plain=False) as progress:
@@ -122,7 +122,7 @@ def test_any_width_of_terminal(width: int) -> None:
         assert "a note" in stream.getvalue()
 
 
-class Gone(io.StringIO):
+class ClosedStream(io.StringIO):
     def __init__(self, error: OSError) -> None:
         super().__init__()
         self.error = error
@@ -133,23 +133,23 @@ class Gone(io.StringIO):
 
 @pytest.mark.parametrize("error", [BrokenPipeError(), OSError(errno.EIO, "session is gone")])
 @pytest.mark.parametrize("as_lines", [True, False])
-def test_a_terminal_that_is_gone_does_not_stop_a_run(as_lines: bool, error: OSError) -> None:
-    console = SteadyConsole(file=Gone(error), force_terminal=not as_lines)
+def test_a_closed_terminal_does_not_stop_a_run(as_lines: bool, error: OSError) -> None:
+    console = SteadyConsole(file=ClosedStream(error), force_terminal=not as_lines)
     with Progress(console=console, plain=as_lines) as progress:
         progress.phase("RL", 2)
         progress.step(reward=1.0)
-        progress.note("unheard")
+        progress.note("not shown")
 
 
-def test_nothing_is_drawn_outside_of_the_context() -> None:
+def test_nothing_is_printed_outside_of_the_context() -> None:
     progress, stream = plain(Clock())
     progress.phase("RL", 1)
     progress.step(reward=1.0)
-    progress.note("unheard")
+    progress.note("not shown")
     assert stream.getvalue() == ""
 
 
-def test_below_the_bar_are_the_engine_and_a_sample_with_its_drafts_marked() -> None:
+def test_status_and_sample_with_marked_drafts_are_shown_below_the_bar() -> None:
     stream = io.StringIO()
     console = SteadyConsole(file=stream, force_terminal=True, width=60, height=20)
     with Progress(console=console, plain=False) as progress:
@@ -159,12 +159,12 @@ def test_below_the_bar_are_the_engine_and_a_sample_with_its_drafts_marked() -> N
         progress.step(reward=1.0)
     shown = stream.getvalue()
     assert "engine: 3 running, drafts 4_1_5" in shown
-    # 4 and 32: underlined, and green. The text before and after is neither.
+    # Codes 4 and 32 are underlined and green; the text before and after has neither.
     assert "\x1b[2mreward 1: \x1b[0m2\x1b[4;32m + \x1b[0m 3" in shown
 
 
 @pytest.mark.parametrize("width", [20, 40, 80])
-def test_of_a_long_sample_the_end_is_shown(width: int) -> None:
+def test_a_long_sample_is_cut_at_its_start(width: int) -> None:
     stream = io.StringIO()
     console = SteadyConsole(file=stream, force_terminal=True, width=width, height=20)
     with Progress(console=console, plain=False) as progress:
@@ -178,10 +178,10 @@ def test_of_a_long_sample_the_end_is_shown(width: int) -> None:
 
 @pytest.mark.parametrize("errors", ["strict", "backslashreplace"])
 @pytest.mark.parametrize("width", [20, 40, 60])
-def test_a_terminal_without_unicode_that_is_too_narrow(width: int, errors: str) -> None:
-    """What does not fit is shortened, for which ASCII has no character."""
+def test_a_narrow_ascii_terminal(width: int, errors: str) -> None:
+    """Rich shortens lines with an ellipsis, which ASCII lacks."""
     raw = io.BytesIO()
-    # Commands escape what they print; a bar has no room for that.
+    # With backslashreplace an escaped character would need more room than the bar has.
     stream = io.TextIOWrapper(raw, encoding="ascii", errors=errors, write_through=True)
     console = SteadyConsole(file=stream, force_terminal=True, width=width, height=20)
     with Progress(console=console, plain=False) as progress:
@@ -192,12 +192,12 @@ def test_a_terminal_without_unicode_that_is_too_narrow(width: int, errors: str) 
                 progress.step(reward=1.0, loss=1.25, mean_length=120.4, tokens_per_second=3456.7)
     shown = raw.getvalue().decode("ascii")
     assert "3/3" in shown
-    # Not the one of escape sequences: `...` in one character, as what ASCII has for it.
+    # A `?` after text, not one of an escape sequence: it replaces the ellipsis.
     assert re.search(r"[\w ]\?", shown)
     assert "\\u" not in shown
 
 
-def test_a_terminal_without_colours_and_one_without_unicode(
+def test_a_terminal_without_colors_and_unicode(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
@@ -211,12 +211,12 @@ def test_a_terminal_without_colours_and_one_without_unicode(
         progress.step(reward=1.0)
     shown = raw.getvalue().decode("ascii")
     assert "caf?" in shown
-    # Drafted ones are underlined still.
+    # Drafted tokens are still underlined.
     assert "?\x1b[4m2\x1b[0m" in shown
     assert "32m" not in shown
 
 
-def test_piped_output_has_neither_engine_nor_sample() -> None:
+def test_plain_output_has_no_status_and_no_sample() -> None:
     progress, stream = plain(Clock())
     with progress:
         progress.phase("RL", 1)
@@ -226,7 +226,7 @@ def test_piped_output_has_neither_engine_nor_sample() -> None:
     assert stream.getvalue() == "RL: 1 steps\nRL 1/1  reward 1\n"
 
 
-def test_what_is_only_shown_ends_nothing_and_cannot_talk_to_the_terminal() -> None:
+def test_status_errors_are_ignored_and_control_characters_replaced() -> None:
     stream = io.StringIO()
     console = SteadyConsole(file=stream, force_terminal=True, width=60, height=20)
 
@@ -236,7 +236,7 @@ def test_what_is_only_shown_ends_nothing_and_cannot_talk_to_the_terminal() -> No
     with Progress(console=console, plain=False) as progress:
         progress.phase("RL", 3)
         progress.status(fail)
-        # What would set the window's title, and a bell.
+        # Control sequences that would set the window title and ring the bell.
         progress.sample("reward 1:", ["\x1b]0;title\x07", "2"], "00")
         progress.note("a \x1b[31mnote\x9b")
         progress.step(reward=1.0)

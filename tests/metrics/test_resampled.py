@@ -1,4 +1,4 @@
-"""The best of k as VERL draws it."""
+"""best@k, worst@k and maj@k match verl's estimates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.metrics.resampled import best_and_worst, majority, subset_sizes
 
 
 def verls(values: Sequence[float], k: int) -> list[tuple[float, float]]:
-    """Of one prompt, as its formula says: seeded, then resample by resample."""
+    """Reference for one prompt: seed, then draw one resample after the other."""
     np.random.seed(42)
     best, worst = [], []
     for _ in range(1000):
@@ -24,11 +24,11 @@ def verls(values: Sequence[float], k: int) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(("count", "k"), [(2, 2), (5, 2), (5, 4), (5, 5), (16, 8)])
-def test_verls_numbers(count: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_best_and_worst_match_verl(count: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(count)
     rows = [list(rng.integers(0, 2, count) * 1.0) for _ in range(3)] + [list(rng.random(count))]
     expected = np.mean([verls(row, k) for row in rows], axis=0)
-    # Whatever is drawn at once.
+    # The result must not depend on how many values are drawn at once.
     for at_once in (1 << 22, 1, 2 * 1000 * k):
         monkeypatch.setattr(resampled, "_AT_ONCE", at_once)
         found = best_and_worst(rows, k)
@@ -38,7 +38,7 @@ def test_verls_numbers(count: int, k: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def verls_majority(values: Sequence[float], answers: Sequence[str], k: int) -> tuple[float, float]:
-    """Likewise: the first value of the answer that most of a resample have."""
+    """Reference for one prompt: the first value of the most frequent answer of each resample."""
     np.random.seed(42)
     won = []
     for _ in range(1000):
@@ -50,19 +50,19 @@ def verls_majority(values: Sequence[float], answers: Sequence[str], k: int) -> t
 
 
 @pytest.mark.parametrize(("count", "k"), [(2, 2), (5, 2), (5, 4), (5, 5), (16, 8)])
-def test_verls_majority(count: int, k: int) -> None:
+def test_majority_matches_verl(count: int, k: int) -> None:
     rng = np.random.default_rng(count)
     rows = [list(rng.random(count)) for _ in range(3)]
     answers = [[str(a) for a in rng.integers(0, 3, count)] for _ in range(3)]
     expected = np.mean(
-        [verls_majority(row, said, k) for row, said in zip(rows, answers, strict=True)], axis=0
+        [verls_majority(row, texts, k) for row, texts in zip(rows, answers, strict=True)], axis=0
     )
     found = majority(rows, answers, k)
     assert list(found) == [f"maj@{k}/mean", f"maj@{k}/std"]
     assert list(found.values()) == pytest.approx(expected.tolist(), rel=1e-12)
 
 
-def test_a_majority_is_right_more_often_than_one() -> None:
+def test_majority_is_higher_if_wrong_answers_differ() -> None:
     right = [[1.0] * 6 + [0.0] * 4]
     together = [["7"] * 6 + ["8"] * 4]
     apart = [["7"] * 6 + ["1", "2", "3", "4"]]
@@ -70,12 +70,12 @@ def test_a_majority_is_right_more_often_than_one() -> None:
     assert majority(right, apart, 10)["maj@10/mean"] > 0.9
 
 
-def test_it_is_an_estimate_with_replacement() -> None:
+def test_best_of_k_estimates_drawing_with_replacement() -> None:
     values = [1.0, 0.0, 0.0, 0.0]
     with_replacement = [max(c) for c in itertools.product(values, repeat=4)]
     exact = sum(with_replacement) / len(with_replacement)
     assert best_and_worst([values], 4)["best@4/mean"] == pytest.approx(exact, abs=0.05)
-    # One of the four is right, whichever four they are.
+    # Without replacement the best of these four would always be 1.
     assert exact < 0.7
 
 

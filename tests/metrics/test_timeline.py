@@ -1,4 +1,4 @@
-"""The record of what a run did when."""
+"""The timeline of a run is written as events and read back as nested spans."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 
 from slipstream.metrics.timeline import (
     Timeline,
-    command_began,
-    command_begins,
-    heard_of,
+    extend_to,
+    mark_command_start,
     read_timeline,
+    take_command_start,
 )
 
 
 class Clock:
-    """Seconds that only tests let pass."""
+    """A clock that tests set."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -27,14 +27,14 @@ class Clock:
         return self.now
 
 
-def made(path: Path) -> tuple[Timeline, Clock]:
+def timeline_at(path: Path) -> tuple[Timeline, Clock]:
     clock = Clock()
     return Timeline(path, clock=clock, now=clock), clock
 
 
 def test_spans_nest_and_processes_follow_each_other(tmp_path: Path) -> None:
     path = tmp_path / "run" / "events.jsonl"
-    timeline, clock = made(path)
+    timeline, clock = timeline_at(path)
     timeline.start(95.0, mode="rl")
     with timeline.span("rl"):
         clock.now = 103.0
@@ -58,8 +58,8 @@ def test_spans_nest_and_processes_follow_each_other(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_a_span_ends_where_its_body_raises(tmp_path: Path) -> None:
-    timeline, clock = made(tmp_path / "events.jsonl")
+def test_a_span_ends_if_its_body_raises(tmp_path: Path) -> None:
+    timeline, clock = timeline_at(tmp_path / "events.jsonl")
     timeline.start()
 
     def fail() -> None:
@@ -73,7 +73,7 @@ def test_a_span_ends_where_its_body_raises(tmp_path: Path) -> None:
     assert (process.spans[0].seconds, process.status) == (4.0, None)
 
 
-def test_what_a_killed_process_left_open_lasts_until_it_was_last_heard_of(tmp_path: Path) -> None:
+def test_open_spans_of_a_killed_process_last_until_its_last_activity(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     lines = [
         {"time": 10.0, "event": "start"},
@@ -83,19 +83,19 @@ def test_what_a_killed_process_left_open_lasts_until_it_was_last_heard_of(tmp_pa
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"time": 19.0, "ev')
     ((process,), problems) = read_timeline(path)
-    assert problems == ["events.jsonl, line 5 is no event"]
+    assert problems == ["events.jsonl, line 5 is not an event"]
     (rl,) = process.spans
     assert (rl.end, rl.seconds, process.last) == (None, 7.0, 18.0)
-    heard_of(process, 30.0)
+    extend_to(process, 30.0)
     assert (rl.seconds, process.seconds, process.status) == (19.0, 20.0, None)
-    # A second process begins: the first one's span stays as long as it was.
+    # The start of a second process does not change the spans of the first one.
     lines.append({"time": 40.0, "event": "start"})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (process, second), problems = read_timeline(path)
     assert (process.spans[0].seconds, second.spans, problems) == (7.0, [], [])
 
 
-def test_an_inner_span_that_was_never_ended_ends_with_its_outer_one(tmp_path: Path) -> None:
+def test_an_unfinished_inner_span_ends_with_its_outer_span(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     lines = [
         {"time": 0.0, "event": "start"},
@@ -112,49 +112,49 @@ def test_an_inner_span_that_was_never_ended_ends_with_its_outer_one(tmp_path: Pa
 
 
 @pytest.mark.parametrize("line", ["x", "[]", "3", '{"time": 1}', '{"time": "a", "event": "stop"}'])
-def test_a_damaged_line_is_passed_over_and_told(tmp_path: Path, line: str) -> None:
+def test_a_damaged_line_is_skipped_and_reported(tmp_path: Path, line: str) -> None:
     path = tmp_path / "events.jsonl"
     end = '{"time": 9, "event": "stop", "status": "finished"}'
     path.write_text(f'{{"time": 1, "event": "start"}}\n{line}\n{end}\n')
     ((process,), problems) = read_timeline(path)
     assert (process.seconds, process.status) == (8.0, "finished")
-    assert problems == ["events.jsonl, line 2 is no event"]
+    assert problems == ["events.jsonl, line 2 is not an event"]
 
 
-def test_no_file_is_no_process(tmp_path: Path) -> None:
+def test_a_missing_file_has_no_processes(tmp_path: Path) -> None:
     assert read_timeline(tmp_path / "events.jsonl") == ([], [])
 
 
-def test_a_disk_that_is_full_is_said_once_and_ends_nothing(
+def test_a_write_error_is_logged_once_and_not_raised(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    timeline, _ = made(tmp_path / "file" / "events.jsonl")
+    timeline, _ = timeline_at(tmp_path / "file" / "events.jsonl")
     with caplog.at_level(logging.WARNING):
         timeline.start()
         with timeline.span("rl"):
             pass
         timeline.stop("finished")
     (record,) = caplog.records
-    assert "cannot be written, and the report will lack it" in record.getMessage()
+    assert "cannot be written" in record.getMessage()
 
 
-def test_what_a_command_imports_before_its_first_run_is_of_that_run() -> None:
-    command_began()
-    assert command_began() is None
-    command_begins()
-    began = command_began()
+def test_the_command_start_is_returned_once() -> None:
+    take_command_start()
+    assert take_command_start() is None
+    mark_command_start()
+    began = take_command_start()
     assert began is not None
-    assert command_began() is None
+    assert take_command_start() is None
 
 
-def test_a_line_that_a_full_disk_tore_does_not_swallow_the_next_process(tmp_path: Path) -> None:
+def test_events_after_an_incomplete_line_start_on_a_new_line(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"time": 1.0, "event": "start"}\n{"time": 2.0, "ev')
-    timeline, _ = made(path)
+    timeline, _ = timeline_at(path)
     timeline.start()
     timeline.stop("finished")
     processes, problems = read_timeline(path)
     assert [process.begin for process in processes] == [1.0, 100.0]
-    assert problems == ["events.jsonl, line 2 is no event"]
+    assert problems == ["events.jsonl, line 2 is not an event"]
     assert path.read_text().count("\n") == 4

@@ -1,4 +1,4 @@
-"""Seconds add up by name, on a clock of our own."""
+"""Timers accumulate seconds by name, measured with a fake clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Clock:
         return self.now
 
 
-def test_spans_accumulate_nest_and_start_anew() -> None:
+def test_spans_accumulate_nest_and_reset_on_collect() -> None:
     clock = Clock()
     timers = Timers(clock)
     with timers.span("step"):
@@ -28,7 +28,7 @@ def test_spans_accumulate_nest_and_start_anew() -> None:
     assert timers.collect() == {}
 
 
-def test_a_span_that_raises_still_counts() -> None:
+def test_a_span_counts_if_its_body_raises() -> None:
     clock = Clock()
     timers = Timers(clock)
 
@@ -41,7 +41,7 @@ def test_a_span_that_raises_still_counts() -> None:
     assert timers.collect() == {"timing_s/gen": 2.0}
 
 
-def test_the_stages_of_a_step_and_the_rest_add_up_to_it() -> None:
+def test_step_split_adds_up_to_the_step() -> None:
     timers = Timers(lambda: 0.0)
     seconds = {"step": 10.0, "gen": 6.0, "update_actor": 1.5, "drafter": 0.5, "testing": 30.0}
     for name, value in seconds.items():
@@ -59,19 +59,19 @@ def test_the_stages_of_a_step_and_the_rest_add_up_to_it() -> None:
     }
 
 
-def test_milliseconds_per_token() -> None:
+def test_timing_per_token_is_in_milliseconds() -> None:
     timings = {"timing_s/gen": 3.0, "timing_s/reward": 1.0}
     tokens = {"gen": 1500, "update_actor": 10, "reward": 0}
     assert timing_per_token(timings, tokens) == {"timing_per_token_ms/gen": 2.0}
 
 
-def test_cores_that_are_left_unused() -> None:
+def test_idle_cores_measures_unused_core_seconds() -> None:
     times, used = iter([10.0, 14.0, 20.0, 21.0]), iter([1.0, 6.0, 6.0, 9.0])
     idle = IdleCores(2, lambda: next(times), lambda: next(used))
     with idle.watched():
         pass
     assert idle.seconds == 3.0
-    # Clocks of unlike kinds may disagree: never less than nothing.
+    # The two clocks may disagree, but the result is never negative.
     with idle.watched():
         pass
     assert idle.seconds == 0.0

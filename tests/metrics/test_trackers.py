@@ -1,4 +1,4 @@
-"""W&B, MLflow and Trackio, with the real libraries and without a network."""
+"""Tracker loggers with the real W&B, MLflow and Trackio libraries, without a network."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from tests.metrics.trackers import (
     imported_trackio,
     mlflow_client,
     mlflow_history,
-    nobodys_account,
     run_id,
     trackio_rows,
     wandb_run,
     wandb_table,
+    without_user_account,
 )
 from tests.metrics.wandb_server import wandb_server
 
-# MLflow makes SQLAlchemy warn.
+# SQLAlchemy warns about MLflow's queries.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")
 
 CONFIG = {"trainer": {"seed": 1, "logger": ["wandb"]}, "data": {"path": None, "kwargs": {}}}
-NOBODY = "http://127.0.0.1:9"
-"""A port of this machine that nobody listens on."""
+UNREACHABLE = "http://127.0.0.1:9"
+"""An address on this machine on which no server listens."""
 
 
 def rows(step: int) -> list[dict[str, str | float]]:
@@ -59,9 +59,9 @@ def rows(step: int) -> list[dict[str, str | float]]:
 
 
 @pytest.fixture(autouse=True)
-def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def isolated_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "home").mkdir()
-    nobodys_account(tmp_path / "home", monkeypatch)
+    without_user_account(tmp_path / "home", monkeypatch)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def wandb() -> Iterator[Any]:
     import wandb
 
     yield wandb
-    # Its settings are of the environment that its process began with.
+    # Its service process keeps the environment of its start.
     wandb.teardown()
 
 
@@ -93,7 +93,7 @@ def tee_of(name: str, folder: Path, *, resume: int | None = None, phase: str = "
 
 
 def log_steps(tee: TeeLogger, *steps: int) -> None:
-    """Each step with a table, and an end without failures or threads."""
+    """Log each step with a table; then assert that there are no failures or remaining threads."""
     with closing(tee):
         for step in steps:
             tee.log_table(step, "val/generations", rows(step))
@@ -105,13 +105,13 @@ def log_steps(tee: TeeLogger, *steps: int) -> None:
 # W&B
 
 
-def test_wandb_offline_is_read_back(
+def test_wandb_offline_run_has_the_logged_values(
     tmp_path: Path, wandb: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     log_steps(tee_of("wandb", tmp_path, phase="sft"), 1)
     log_steps(tee_of("wandb", tmp_path), 0, 2)
-    wandb.teardown()  # as at the end of a process: its service has written everything
+    wandb.teardown()  # as at the end of a process, so that its service writes everything
     (first,) = (tmp_path / "wandb").glob("offline-run-*")
     run, steps, ends = wandb_run(first)
     assert (run.project, run.display_name, run.run_group, run.job_type) == (
@@ -125,13 +125,13 @@ def test_wandb_offline_is_read_back(
     assert ends == [0]
     assert wandb_table(first, steps[0]) == rows(0)
     assert wandb_table(first, steps[2]) == [*rows(0), *rows(2)]
-    # The other phase is a run of its own.
+    # The other phase is a separate run.
     (sft,) = (tmp_path / "sft" / "wandb").glob("offline-run-*")
     other, steps, _ = wandb_run(sft)
     assert (other.display_name, other.run_group, other.job_type, list(steps)) == (
         "experiment-sft", "experiment", "sft", [1],
     )  # fmt: skip
-    # A resumed one is the same, and goes on after the checkpoint.
+    # A resumed run has the same id and continues after the checkpoint.
     log_steps(tee_of("wandb", tmp_path, resume=1), 2, 3)
     wandb.teardown()
     (second,) = set((tmp_path / "wandb").glob("offline-run-*")) - {first}
@@ -140,7 +140,7 @@ def test_wandb_offline_is_read_back(
     assert sorted(steps) == [2, 3]
 
 
-def test_wandb_online_goes_on_where_its_server_is(
+def test_wandb_online_resumes_after_the_last_step_of_the_server(
     tmp_path: Path, wandb: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
@@ -166,13 +166,13 @@ def test_wandb_online_goes_on_where_its_server_is(
         }  # fmt: skip
 
 
-def test_wandb_without_credentials_is_refused_and_never_asks(
+def test_wandb_without_credentials_raises_and_never_prompts(
     tmp_path: Path, wandb: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ask(*_: object) -> str:
         raise AssertionError("a prompt")
 
-    # As on a terminal.
+    # Pretend to be on a terminal.
     monkeypatch.setattr("wandb.errors.term.can_use_terminput", lambda: True)
     monkeypatch.setattr("builtins.input", ask)
     monkeypatch.setattr("getpass.getpass", ask)
@@ -197,7 +197,7 @@ def test_wandb_disabled_logs_nothing(
     assert [path.name for path in (tmp_path / "wandb").iterdir()] == [RUN_FILE]
 
 
-def test_wandb_leaves_a_run_of_somebody_elses_alone(
+def test_wandb_does_not_take_over_another_open_run(
     tmp_path: Path, wandb: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -209,14 +209,14 @@ def test_wandb_leaves_a_run_of_somebody_elses_alone(
     assert run_id(tmp_path, "wandb") != theirs.id
 
 
-def test_a_wandb_server_that_is_not_there_stops_nothing(
+def test_an_unreachable_wandb_server_does_not_stop_the_run(
     tmp_path: Path,
     wandb: Any,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", NOBODY)
+    monkeypatch.setenv("WANDB_BASE_URL", UNREACHABLE)
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
     tee = tee_of("wandb", tmp_path)
     tee.log(1, {"actor/lr": 1.0})
@@ -230,7 +230,7 @@ def test_a_wandb_server_that_is_not_there_stops_nothing(
 # MLflow
 
 
-def test_mlflow_is_read_back(tmp_path: Path) -> None:
+def test_mlflow_database_has_the_logged_values(tmp_path: Path) -> None:
     folder = tmp_path / "a run's folder, 100 %"
     log_steps(tee_of("mlflow", folder, phase="sft"), 1)
     log_steps(tee_of("mlflow", folder), 0, 2)
@@ -251,34 +251,34 @@ def test_mlflow_is_read_back(tmp_path: Path) -> None:
     assert math.isnan(run.data.metrics["val-core/a/acc/mean_at_1"])
     artifacts = folder / "mlflow" / "artifacts" / run.info.run_id / "artifacts"
     assert "seed: 1" in (artifacts / "config.yaml").read_text(encoding="utf-8")
-    # A resumed one is the same, and steps that it has are not added a second time.
+    # A resumed run has the same id, and existing steps are not logged again.
     log_steps(tee_of("mlflow", folder, resume=1), 2, 3)
     assert run_id(folder, "mlflow") == run.info.run_id
     assert mlflow_history(client, run.info.run_id, "actor/lr") == [(0, 0.0), (2, 0.5), (3, 0.75)]
     table = json.loads((artifacts / "val" / "generations.json").read_text(encoding="utf-8"))
     assert table["columns"] == ["step", "prompt", "response", "score"]
     assert table["data"] == [list(row.values()) for step in (0, 2, 3) for row in rows(step)]
-    # And ends as the run does.
+    # Its final status is that of the run.
     tee = tee_of("mlflow", folder, resume=3)
     with pytest.raises(OSError, match="the run's"), closing(tee):
         raise OSError("the run's")
     assert (client.get_run(run.info.run_id).info.status, tee.failures) == ("FAILED", {})
 
 
-def test_an_mlflow_server_that_does_not_answer_stops_nothing(
+def test_an_unreachable_mlflow_server_does_not_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_BACKOFF_JITTER", "0")
     check_loggers(["mlflow"], tmp_path)
-    asked = []
+    connections = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def hang_up() -> None:
             with contextlib.suppress(OSError):  # closed
                 while True:
                     connection, address = server.accept()
-                    asked.append(address)
+                    connections.append(address)
                     connection.close()
 
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.getsockname()[1]}")
@@ -290,16 +290,16 @@ def test_an_mlflow_server_that_does_not_answer_stops_nothing(
         tee.close()
         server.shutdown(socket.SHUT_RDWR)
         thread.join()
-    assert len(asked) == 2, "once, and once again"
+    assert len(connections) == 2, "one request and one retry"
     assert list(tee.failures) == ["mlflow"]
     (warning,) = [m for m in caplog.messages if m.startswith("mlflow failed")]
-    assert "gets no more metrics: MlflowException: API request to http://127.0.0.1" in warning
+    assert "MlflowException: API request to http://127.0.0.1" in warning
     assert (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").count("\n") == 1
-    # Later requests would have MLflow's own patience.
+    # The short timeouts apply to the first requests only.
     assert dict(os.environ) == before
 
 
-def test_a_run_on_another_server_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_recall_ignores_runs_of_another_server(tmp_path: Path) -> None:
     context = LoggerContext(run_dir=tmp_path, project_name="p", experiment_name="e", resume_step=4)
     run = TrackedRun.recall(context, "mlflow", where="there")
     assert (run.id, run.step) == (None, -1)
@@ -314,7 +314,7 @@ def test_a_run_on_another_server_is_not_gone_on_with(tmp_path: Path) -> None:
         TrackedRun.recall(context, "mlflow", where="there")
 
 
-def test_names_and_values_as_mlflow_takes_them() -> None:
+def test_mlflow_keys_have_only_allowed_characters() -> None:
     assert tracker_mlflow.key("val-core/openai/gsm8k/acc/mean@8") == (
         "val-core/openai/gsm8k/acc/mean_at_8"
     )
@@ -327,7 +327,7 @@ def test_names_and_values_as_mlflow_takes_them() -> None:
 # Trackio
 
 
-def test_trackio_is_read_back(
+def test_trackio_has_the_logged_values(
     tmp_path: Path, trackio: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log_steps(tee_of("trackio", tmp_path, phase="sft"), 1)
@@ -337,7 +337,7 @@ def test_trackio_is_read_back(
     assert (run.name, other.name) == ("experiment", "experiment-sft")
     assert {key: run.config[key] for key in CONFIG} == CONFIG
     assert run.config["_Group"] == "experiment"
-    # A resumed one is the same, and steps that it has are not added a second time.
+    # A resumed run has the same id, and existing steps are not logged again.
     log_steps(tee_of("trackio", tmp_path, resume=1), 2, 3)
     assert run_id(tmp_path, "trackio") == run.id
     logged = trackio_rows(trackio, run.id)
@@ -349,7 +349,7 @@ def test_trackio_is_read_back(
     assert tables == [
         (step, {"_type": "trackio.table", "_value": rows(step)}) for step in (0, 2, 3)
     ]
-    # A run of the same name in another folder is another one, also when it is resumed.
+    # A run with the same name in another folder is a separate run, also after a resume.
     elsewhere = tmp_path / "elsewhere"
     log_steps(tee_of("trackio", elsewhere), 5)
     log_steps(tee_of("trackio", tmp_path, resume=3), 4)
@@ -362,11 +362,11 @@ def test_trackio_is_read_back(
     assert (captured.out, captured.err) == ("", "")
 
 
-def test_trackio_keeps_to_one_folder_a_process(
+def test_trackio_refuses_a_second_folder_in_a_process(
     tmp_path: Path, trackio: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRACKIO_DIR")
-    with pytest.raises(ConfigError, match=r"keeps to the folder .*with TRACKIO_DIR set"):
+    with pytest.raises(ConfigError, match=r"run in a new process, or with TRACKIO_DIR set"):
         check_loggers(["trackio"], tmp_path)
     assert "TRACKIO_DIR" not in os.environ
 
@@ -374,11 +374,19 @@ def test_trackio_keeps_to_one_folder_a_process(
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        ("TRACKIO_SPACE_ID", "somebody/metrics", "no token of Hugging Face: run `hf auth login`"),
-        ("TRACKIO_SERVER_URL", NOBODY, "without the server's write token: set TRACKIO_WRITE_TOKEN"),
+        (
+            "TRACKIO_SPACE_ID",
+            "somebody/metrics",
+            "TRACKIO_SPACE_ID=somebody/metrics, .*run `hf auth login`",
+        ),
+        (
+            "TRACKIO_SERVER_URL",
+            UNREACHABLE,
+            "without the server's write token: set TRACKIO_WRITE_TOKEN",
+        ),
     ],
 )
-def test_trackio_elsewhere_without_credentials_is_refused(
+def test_trackio_space_or_server_without_credentials_is_refused(
     tmp_path: Path,
     trackio: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -392,7 +400,7 @@ def test_trackio_elsewhere_without_credentials_is_refused(
         check_loggers(["trackio"], tmp_path)
 
 
-# What they share
+# Common behavior
 
 
 @pytest.mark.parametrize(
@@ -405,7 +413,7 @@ def test_trackio_elsewhere_without_credentials_is_refused(
         ("tensorboard", "tensorboard"),
     ],
 )
-def test_a_missing_package_is_refused_with_the_extra(
+def test_a_missing_package_names_the_extra_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: str, missing: str
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
@@ -415,8 +423,8 @@ def test_a_missing_package_is_refused_with_the_extra(
     assert f"pip install 'slipstream-rl[{extra}]'" in str(caught.value)
 
 
-class Notes:
-    """A tracker in memory. `fail_at` is the step whose metrics it cannot take."""
+class MemoryTracker:
+    """A tracker in memory. Logging the step `fail_at` raises."""
 
     def __init__(self, fail_at: int | None = None) -> None:
         self.steps: list[int] = []
@@ -436,29 +444,29 @@ class Notes:
         self.ends.append(failed)
 
 
-def in_background(
-    folder: Path, tracker: Tracker, *, resume: int | None = None, had: int = -1, **more: Any
+def background_logger(
+    folder: Path, tracker: Tracker, *, resume: int | None = None, last_step: int = -1, **more: Any
 ) -> BackgroundLogger:
-    said: list[str] = more.pop("said", [])
+    messages: list[str] = more.pop("messages", [])
     context = LoggerContext(
         run_dir=folder,
         project_name="p",
         experiment_name="e",
         resume_step=resume,
-        notify=said.append,
+        notify=messages.append,
     )
 
     def start(context: LoggerContext) -> tuple[Tracker, TrackedRun]:
-        return tracker, TrackedRun(folder / "notes" / RUN_FILE, "", id="7", step=had)
+        return tracker, TrackedRun(folder / "notes" / RUN_FILE, "", id="7", step=last_step)
 
     return BackgroundLogger("notes", context, start, **more)
 
 
-def test_a_tracker_that_fails_is_reported_once_and_ended(
+def test_a_failing_tracker_is_reported_once_and_finished(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    notes = Notes(fail_at=2)
-    logger = in_background(tmp_path, notes)
+    notes = MemoryTracker(fail_at=2)
+    logger = background_logger(tmp_path, notes)
     tee = TeeLogger([logger])
     for step in (1, 2):
         tee.log(step, {})
@@ -466,75 +474,77 @@ def test_a_tracker_that_fails_is_reported_once_and_ended(
     tee.log(3, {})
     tee.log_table(4, "t", rows(4))
     tee.close()
-    assert caplog.messages == ["notes failed and gets no more metrics: ConnectionError: gone"]
+    assert caplog.messages == ["notes failed and receives no more metrics: ConnectionError: gone"]
     assert (notes.steps, notes.tables, notes.ends, tee.loggers) == ([1], [], [True], [])
 
 
-def test_a_tracker_that_hangs_holds_up_nothing(
+def test_a_hanging_tracker_does_not_block_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     free = threading.Event()
 
-    class Hanging(Notes):
+    class Hanging(MemoryTracker):
         def log(self, step: int, metrics: Mapping[str, float]) -> None:
             free.wait()
 
-    logger = in_background(tmp_path, Hanging(), close_seconds=0.05)
+    logger = background_logger(tmp_path, Hanging(), close_seconds=0.05)
     tee = TeeLogger([logger])
     for step in range(50):
         tee.log(step, {"x": 1.0})
     tee.close()
     (warning,) = caplog.messages
-    assert "TimeoutError: not everything was sent 0.05 s after the end" in warning
+    assert "TimeoutError: not everything was sent within 0.05 s" in warning
     free.set()
     logger._thread.join()
 
 
-def test_what_cannot_start_is_reported_by_the_first_call(tmp_path: Path) -> None:
+def test_a_tracker_that_fails_to_start_is_reported(tmp_path: Path) -> None:
     context = LoggerContext(run_dir=tmp_path, project_name="p", experiment_name="e")
 
     def start(context: LoggerContext) -> tuple[Tracker, TrackedRun]:
-        raise SystemExit(3)  # as libraries do; the run's end it must not be
+        raise SystemExit(3)  # some libraries do that; it must not end the run
 
     tee = TeeLogger([BackgroundLogger("notes", context, start)])
     tee.close()
     assert tee.failures == {"notes": "RuntimeError: SystemExit(3)"}
 
 
-def test_a_resumed_run_sends_what_the_tracker_lacks_and_nothing_twice(tmp_path: Path) -> None:
+def test_a_resumed_run_sends_missing_steps_only(tmp_path: Path) -> None:
     tee = build_loggers(["file"], tmp_path, "p", "e")
     for step in range(1, 5):
         tee.log(step, {"x": step})
     tee.close()
-    # Killed behind the checkpoint of step 4: step 3 and 4 were on their way.
-    notes = Notes()
-    with closing(in_background(tmp_path, notes, resume=4, had=2)) as logger:
+    # Killed before the tracker had steps 3 and 4, which the checkpoint of step 4 includes.
+    notes = MemoryTracker()
+    with closing(background_logger(tmp_path, notes, resume=4, last_step=2)) as logger:
         logger.log(5, {})
     assert notes.steps == [3, 4, 5]
-    # Killed ahead of it: steps 5 to 7 are there.
-    notes, said = Notes(), list[str]()
-    with closing(in_background(tmp_path, notes, resume=4, had=7, said=said)) as logger:
+    # Killed after the tracker already had steps 5 to 7.
+    notes, messages = MemoryTracker(), list[str]()
+    with closing(
+        background_logger(tmp_path, notes, resume=4, last_step=7, messages=messages)
+    ) as logger:
         for step in (5, 6, 7, 8):
             logger.log_table(step, "t", rows(step))
             logger.log(step, {})
     assert (notes.steps, notes.tables) == ([8], [8])
-    assert said == ["notes: steps 5 to 7 are in its run already and stay as they are there"]
+    assert messages == ["notes: steps 5 to 7 are already in its run and are not sent again"]
     assert json.loads((tmp_path / "notes" / RUN_FILE).read_text()) == {
         "id": "7", "step": 8, "where": "",
     }  # fmt: skip
 
 
-def test_tables_go_to_those_that_show_them_only(tmp_path: Path) -> None:
-    notes = Notes()
+def test_tables_are_passed_to_table_loggers_only(tmp_path: Path) -> None:
+    notes = MemoryTracker()
     tee = build_loggers(["file", "console"], tmp_path, "p", "e")
-    tee.loggers.append(in_background(tmp_path, notes))
+    tee.loggers.append(background_logger(tmp_path, notes))
     assert [isinstance(logger, TableLogger) for logger in tee.loggers] == [False, False, True]
     tee.log_table(1, "t", rows(1))
     tee.close()
     assert (notes.tables, tee.failures) == ([1], {})
 
 
-def test_a_logger_that_cannot_be_made_is_left_out(
+def test_a_logger_that_cannot_be_created_is_omitted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "tensorboard").write_text("no folder")
@@ -546,18 +556,18 @@ def test_a_logger_that_cannot_be_made_is_left_out(
     assert (tmp_path / "metrics.jsonl").exists()
 
 
-def test_those_that_were_made_are_closed_where_another_refuses(
+def test_created_loggers_are_closed_if_another_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    notes = Notes()
-    monkeypatch.setitem(LOGGERS, "notes", lambda context: in_background(tmp_path, notes))
+    notes = MemoryTracker()
+    monkeypatch.setitem(LOGGERS, "notes", lambda context: background_logger(tmp_path, notes))
     (tmp_path / "metrics.jsonl").write_text("nonsense\n")
-    with pytest.raises(CheckpointError, match="no record of metrics"):
+    with pytest.raises(CheckpointError, match="remove the line"):
         build_loggers(["notes", "file"], tmp_path, "p", "e", resume_step=1)
     assert notes.ends == [True]
 
 
-def test_nothing_of_the_libraries_is_imported_before_it_is_asked_for() -> None:
+def test_importing_loggers_imports_no_tracker_library() -> None:
     program = (
         "import sys, slipstream.metrics.loggers\n"
         "print({'wandb', 'mlflow', 'trackio', 'pandas', 'sqlalchemy'} & set(sys.modules))"
@@ -582,7 +592,7 @@ assert tee.failures == {}, tee.failures
 """
 
 
-def test_a_process_says_where_it_logs_to_and_leaves_none_behind(
+def test_a_process_prints_its_locations_and_leaves_no_child_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"

@@ -1,5 +1,4 @@
-"""Trackers in tests: without anybody's account, and what they wrote read back from the files that
-their own libraries keep."""
+"""Test helpers for trackers: hide user accounts, and read the files that trackers write."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ import pytest
 from slipstream.metrics.tracker import RUN_FILE
 
 
-def nobodys_account(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No credentials, settings or variables of whoever runs the tests."""
+def without_user_account(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide credentials, settings and environment variables of the user who runs the tests."""
     for name in list(os.environ):
         if name.startswith(("WANDB", "MLFLOW", "TRACKIO", "NETRC", "HF_")):
             monkeypatch.delenv(name)
@@ -28,8 +27,10 @@ def nobodys_account(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def imported_trackio(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Trackio, which keeps to the folder that it was imported with: one for all tests of this
-    process, `folder` for the first."""
+    """Import trackio with the folder `folder`.
+
+    Trackio keeps the folder of its first import, so all tests of a process share that one.
+    """
     if "trackio" not in sys.modules:
         monkeypatch.setenv("TRACKIO_DIR", str(folder))
     import trackio
@@ -44,7 +45,7 @@ def run_id(folder: Path, tracker: str) -> str:
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
-    """The records of a run's file: LevelDB's log format behind a header of 7 bytes."""
+    """Yield the records of a run's file, in LevelDB's log format after a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
     raw = path.read_bytes()
@@ -63,7 +64,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
 
 
 def wandb_run(folder: Path) -> tuple[Any, dict[int, dict[str, Any]], list[int]]:
-    """What one process wrote: the run, values by step, and how it ended."""
+    """Return what one process wrote: the run, values by step, and exit codes."""
     (path,) = folder.glob("*.wandb")
     run, steps, ends = None, {}, []
     for record in wandb_records(path):
@@ -79,7 +80,7 @@ def wandb_run(folder: Path) -> tuple[Any, dict[int, dict[str, Any]], list[int]]:
 
 
 def wandb_table(folder: Path, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of the table of generations that is among the values of a step."""
+    """Return the rows of the generations table among the values of a step."""
     prefix = "val/generations/"
     assert values[prefix + "_type"] == "table-file"
     table = json.loads((folder / "files" / values[prefix + "path"]).read_text(encoding="utf-8"))
@@ -87,19 +88,19 @@ def wandb_table(folder: Path, values: Mapping[str, Any]) -> list[dict[str, Any]]
 
 
 def mlflow_client(folder: Path) -> Any:
-    """For the database in `folder`."""
+    """Return a client of the database in `folder`."""
     import mlflow
 
     return mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db")
 
 
 def mlflow_history(client: Any, run: str, name: str) -> list[tuple[int, float]]:
-    """`(step, value)` in the order of the steps."""
+    """Return (step, value) in the order of the steps."""
     return [(metric.step, metric.value) for metric in client.get_metric_history(run, name)]
 
 
 def trackio_rows(trackio: Any, run: str, project: str = "project") -> list[tuple[int, Any]]:
-    """`(step, values)` in the order in which they came."""
+    """Return (step, values) in the order of logging."""
     path = Path(trackio.utils.TRACKIO_DIR) / f"{project}.db"
     query = "SELECT step, metrics FROM metrics WHERE run_id = ? ORDER BY id"
     with closing(sqlite3.connect(path)) as database:

@@ -1,6 +1,7 @@
-"""As much of a W&B server as W&B's client needs to log metrics to one run.
+"""A minimal W&B server: what W&B's client needs to log metrics to one run.
 
-W&B's own is not to be installed. Answers are those that the client's GraphQL queries name.
+W&B's own server cannot be installed in tests. Replies contain the fields that the client's GraphQL
+queries name.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ PROJECT = {"id": "1", "name": "project", "entity": {"id": "2", "name": "somebody
 
 
 class WandbServer(ThreadingHTTPServer):
-    """`history` is what it has of the run, by step."""
+    """A server of one run. `history` has its logged values by step."""
 
     daemon_threads = True
 
@@ -27,7 +28,7 @@ class WandbServer(ThreadingHTTPServer):
         self.history: dict[int, dict[str, Any]] = {}
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that is gone is none."""
+        """Ignore errors of clients that disconnected."""
 
     def answer(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
         if "upsertBucket" in query:
@@ -83,7 +84,7 @@ class _Requests(BaseHTTPRequestHandler):
         self._reply({})
 
     def log_message(self, format: str, *values: object) -> None:
-        """Nothing on the screen."""
+        """Print nothing."""
 
     def _body(self) -> bytes:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of architectures that transformers computes."""
+"""Tiny random checkpoints of architectures that run through transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 SIZES: dict[str, dict[str, Any]] = {
-    # Learned positions, tied, matrices the other way round, dropout.
+    # Learned positions, tied embeddings, transposed matrices, dropout.
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 100},
     # Soft caps, windows in every other layer, tied and scaled embeddings.
     "gemma2": {
@@ -31,7 +31,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
         "max_position_embeddings": 256,
     },
-    # Of a family that the decoder reads, with biases that it does not.
+    # A family that the built-in decoder supports, but with unsupported biases.
     "llama": {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -41,7 +41,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 256,
         "attention_bias": True,
     },
-    # No positions at all, but slopes.
+    # No positions, but ALiBi slopes.
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 2},
     # Experts, most of them without a gradient in a small batch.
     "mixtral": {
@@ -59,7 +59,7 @@ KINDS = list(SIZES)
 
 
 def make_foreign(kind: str, *, vocab_size: int = 96, seed: int = 0, **more: Any) -> Any:
-    """A causal language model of transformers whose distributions are not all but uniform."""
+    """Return a causal language model of transformers whose distributions are far from uniform."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **SIZES[kind], **more}
@@ -75,6 +75,6 @@ def make_foreign(kind: str, *, vocab_size: int = 96, seed: int = 0, **more: Any)
 
 
 def save_foreign(kind: str, folder: Path, **more: Any) -> Path:
-    """`make_foreign` as a Hugging Face folder."""
+    """Save the model of `make_foreign` as a Hugging Face folder. Return the folder."""
     make_foreign(kind, **more).save_pretrained(str(folder))
     return folder

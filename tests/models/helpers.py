@@ -1,4 +1,4 @@
-"""Tiny random policies whose every part matters, and their counterparts in transformers."""
+"""Tiny random policies in which every parameter matters, and their transformers counterparts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def config(family: str, **more: Any) -> ModelConfig:
 
 @torch.no_grad()
 def make_decoder(family: str = "qwen2", *, seed: int = 0, **more: Any) -> Decoder:
-    """Biases are not zero, norms not one, logits of the order of one."""
+    """Return a decoder with non-zero biases, norm gains other than 1, and logits of order 1."""
     decoder = Decoder(config(family, **more))
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in decoder.named_parameters():
@@ -52,7 +52,7 @@ def make_decoder(family: str = "qwen2", *, seed: int = 0, **more: Any) -> Decode
 
 
 def logits(decoder: Decoder, ids: torch.Tensor) -> torch.Tensor:
-    """(B, T, V) of our forward pass in fp32; T is padded as exact mode wants it."""
+    """Return our logits (B, T, V) in fp32. Inputs are padded as exact mode requires."""
     with torch.no_grad():
         packed = decoder.pack(torch.float32)
         B, T = ids.shape

@@ -1,4 +1,4 @@
-"""Folders that cannot be loaded: the message names the file and what is wrong."""
+"""Checkpoint folders that cannot be loaded: the message names the file and the problem."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ def refused(folder: Path) -> str:
     return str(caught.value)
 
 
-def test_missing_folder_and_files(folder: Path) -> None:
+def test_a_missing_folder_or_file_is_named(folder: Path) -> None:
     assert refused(folder / "no") == f"model folder {folder / 'no'} does not exist"
     with pytest.raises(CheckpointError, match=r"model folder .*no does not exist"):
         read_tensors(folder / "no")
     (folder / WEIGHTS).unlink()
-    assert refused(folder) == f"{folder}: neither {WEIGHTS} nor {INDEX} is there"
+    assert refused(folder) == f"{folder}: neither {WEIGHTS} nor {INDEX} exists"
     (folder / "config.json").unlink()
     assert refused(folder) == f"{folder / 'config.json'} does not exist"
 
 
 @pytest.mark.parametrize("content", ["{", "", "[1]", '"x"', b"\xff\xfe"])
-def test_unreadable_config(folder: Path, content: str | bytes) -> None:
+def test_an_unreadable_config_is_named(folder: Path, content: str | bytes) -> None:
     path = folder / "config.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert refused(folder).startswith(f"{path}: ")
 
 
 @pytest.mark.parametrize("damage", ["half", "no header", "empty", "bit of the header", "longer"])
-def test_damaged_weights(folder: Path, damage: str) -> None:
+def test_damaged_weights_are_named(folder: Path, damage: str) -> None:
     path = folder / WEIGHTS
     data = path.read_bytes()
     damaged = {
@@ -67,13 +67,13 @@ def test_damaged_weights(folder: Path, damage: str) -> None:
     assert refused(folder).startswith(f"{path}: corrupt or cut short (")
 
 
-def test_shards_that_are_not_there(sharded: Path) -> None:
+def test_a_missing_shard_is_named(sharded: Path) -> None:
     first = sorted(sharded.glob("model-*"))[0]
     first.unlink()
-    assert refused(sharded) == f"{sharded / INDEX}: names {first.name}, which is not there"
+    assert refused(sharded) == f"{sharded / INDEX}: names {first.name}, which does not exist"
 
 
-def test_shards_without_a_tensor_that_the_index_names(sharded: Path) -> None:
+def test_a_tensor_missing_from_all_shards_is_named(sharded: Path) -> None:
     first = sorted(sharded.glob("model-*"))[0]
     tensors = load_file(first)
     gone = sorted(tensors)[0]
@@ -83,19 +83,19 @@ def test_shards_without_a_tensor_that_the_index_names(sharded: Path) -> None:
 
 
 @pytest.mark.parametrize("weight_map", [None, {}, [], "x"])
-def test_an_index_without_a_map(sharded: Path, weight_map: object) -> None:
+def test_an_index_without_a_weight_map_raises_an_error(sharded: Path, weight_map: object) -> None:
     (sharded / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     assert refused(sharded).startswith(f"{sharded / INDEX}: weight_map, the shard of each tensor")
 
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", 3])
-def test_an_index_that_points_elsewhere(sharded: Path, name: object) -> None:
+def test_an_index_that_names_other_folders_raises_an_error(sharded: Path, name: object) -> None:
     (sharded / INDEX).write_text(json.dumps({"weight_map": {"x": name}}))
     assert f"{name!r} is not the name of a file in this folder" in refused(sharded)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
-def test_pickles_are_refused(folder: Path, name: str) -> None:
+def test_pickle_files_raise_an_error(folder: Path, name: str) -> None:
     (folder / WEIGHTS).rename(folder / name)
     message = refused(folder)
     assert message.startswith(f"{folder}: {name} is a pickle file")
@@ -133,7 +133,7 @@ NORM = "model.norm.weight"
         ),
     ],
 )
-def test_wrong_tensors(
+def test_wrong_tensors_are_named(
     folder: Path, change: Callable[[dict[str, torch.Tensor]], object], message: str
 ) -> None:
     edit(folder, change)
@@ -147,7 +147,9 @@ def test_many_problems_are_counted(folder: Path) -> None:
     assert message.endswith("; and 6 more")
 
 
-def test_a_tied_head_may_be_there_twice_but_not_differ(tmp_path: Path) -> None:
+def test_a_tied_checkpoint_may_repeat_the_embedding_as_head_but_not_change_it(
+    tmp_path: Path,
+) -> None:
     decoder = make_decoder("qwen2", tie_word_embeddings=True)
     save_checkpoint(decoder, tmp_path)
     edit(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
@@ -186,7 +188,7 @@ NAN = torch.full((4,), float("nan"))
         ({"head_dim": 7}, "head_dim=7 must be even"),
     ],
 )
-def test_architectures_that_are_not_supported(
+def test_unsupported_architectures_raise_an_error(
     folder: Path, change: dict[str, Any], message: str
 ) -> None:
     path = folder / "config.json"
@@ -197,7 +199,7 @@ def test_architectures_that_are_not_supported(
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "rms_norm_eps"])
-def test_missing_keys(folder: Path, key: str) -> None:
+def test_missing_config_keys_are_named(folder: Path, key: str) -> None:
     path = folder / "config.json"
     raw = json.loads(path.read_text())
     del raw[key]
@@ -205,7 +207,7 @@ def test_missing_keys(folder: Path, key: str) -> None:
     assert refused(folder) == f"{path}: key '{key}' is missing"
 
 
-def test_settings_of_a_new_model_are_config_errors() -> None:
+def test_invalid_settings_of_a_new_model_are_config_errors() -> None:
     with pytest.raises(ConfigError, match="unknown model family 'gpt2'; known: qwen2"):
         config("gpt2")
     with pytest.raises(ConfigError, match="hidden_size=0 must be at least 1"):

@@ -1,4 +1,4 @@
-"""Weights in the place of others."""
+"""Copying new weights into the memory of old ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.inference.helpers import make_decoder
 
 
 def tensors(packed: Any) -> list[torch.Tensor]:
-    """All that the forward pass computes with."""
+    """Return all tensors that the forward pass uses."""
     layers = getattr(packed, "layers", None) or [packed.layer]
     linear = [packed.lm_head] if hasattr(packed, "lm_head") else [packed.fc]
     found = []
@@ -29,7 +29,7 @@ def tensors(packed: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["decoder", "eagle", "eagle3"])
 @torch.no_grad()
-def test_new_weights_lie_where_the_old_ones_did(kind: str, dtype: torch.dtype) -> None:
+def test_new_weights_keep_the_addresses_of_the_old_ones(kind: str, dtype: torch.dtype) -> None:
     def make(seed: int) -> Any:
         decoder = make_decoder(seed, num_layers=4)
         if kind == "decoder":

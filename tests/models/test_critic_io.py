@@ -1,4 +1,4 @@
-"""Folders of critics, against transformers, and what is refused."""
+"""Critics as files: agreement with transformers, and error messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def values(model: ValueModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_and_we_read_each_other(family: str, tmp_path: Path) -> None:
+def test_transformers_and_we_read_each_others_critics(family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForTokenClassification
 
     model, ids = make_model(family), random_ids(2, 32)
@@ -51,7 +51,7 @@ def test_transformers_and_we_read_each_other(family: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_language_model_is_a_start(tied: bool, tmp_path: Path) -> None:
+def test_a_language_model_loads_as_a_critic_with_zero_values(tied: bool, tmp_path: Path) -> None:
     policy = make_decoder("llama", tie_word_embeddings=tied)
     save_checkpoint(policy, tmp_path)
     model, expected = load_critic(tmp_path), ValueModel.of(policy)
@@ -67,25 +67,25 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "critic"
 
 
-def test_a_reward_model_is_one_to_start_from(saved: Path) -> None:
+def test_a_reward_model_loads_as_a_critic(saved: Path) -> None:
     config, weights = saved / "config.json", saved / "model.safetensors"
     raw, tensors = json.loads(config.read_text()), load_file(weights)
     config.write_text(json.dumps({**raw, "architectures": ["Qwen3ForSequenceClassification"]}))
-    # transformers' have no bias.
+    # Reward models of transformers have no bias.
     save_file({n: t for n, t in tensors.items() if n != "score.bias"}, weights)
     loaded = load_critic(saved)
     assert torch.equal(loaded.score.weight, tensors["score.weight"])
     assert loaded.score.bias.tolist() == [0.0]
     save_file({**tensors, "score.weight": torch.zeros(3, 64)}, weights)
-    with pytest.raises(CheckpointError, match="has 3 labels and a critic has one"):
+    with pytest.raises(CheckpointError, match="has 3 labels"):
         load_critic(saved)
 
 
-def test_other_models_are_refused(saved: Path) -> None:
+def test_other_models_raise_an_error(saved: Path) -> None:
     config, weights = saved / "config.json", saved / "model.safetensors"
     raw, tensors = json.loads(config.read_text()), load_file(weights)
     save_file({**tensors, "score.weight": torch.zeros(3, 64)}, weights)
-    with pytest.raises(CheckpointError, match="has 3 labels and a critic has one"):
+    with pytest.raises(CheckpointError, match="has 3 labels"):
         load_critic(saved)
     save_file({n: t for n, t in tensors.items() if n != "score.bias"}, weights)
     with pytest.raises(CheckpointError, match=r"score\.bias is missing"):

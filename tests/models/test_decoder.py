@@ -1,4 +1,4 @@
-"""Forward pass, initialisation, auxiliary layers and exact-mode rules of the decoder."""
+"""The decoder: forward pass, initialization, auxiliary layers and the rules of exact mode."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def test_attention_is_softmax_attention(dtype: torch.dtype) -> None:
     assert float((got.double() - expected).abs().max()) < tolerance
 
 
-def test_a_path_is_seen_as_if_its_tokens_came_in_a_row() -> None:
+def test_attention_over_a_tree_path_equals_attention_over_a_sequence() -> None:
     generator = torch.Generator().manual_seed(0)
     H, G, K, S, stem = 2, 2, 16, 128, 70
     q, k, v = (torch.randn(1, n, S, K, generator=generator) for n in (H * G, H, H))
-    # The token after the first 70 and two after it, the second of which is followed by a third.
+    # After the first 70 tokens: two nodes at position 70, and a child of the second at 71.
     paths = torch.tensor([[[stem, 0, 0, 0], [stem, 70, 0, 0], [stem, 71, 0, 0], [stem, 71, 72, 0]]])
     positions = torch.tensor([[69, 70, 70, 71]])
     context = as_context(k.flatten(0, 1), v.flatten(0, 1))
@@ -61,7 +61,7 @@ def test_a_path_is_seen_as_if_its_tokens_came_in_a_row() -> None:
     assert not torch.allclose(found, attend(queries, context, causal_mask(positions, S, H, G)))
 
 
-def test_what_lies_beyond_a_position_cannot_be_seen(dtype: torch.dtype) -> None:
+def test_later_tokens_do_not_affect_earlier_states(dtype: torch.dtype) -> None:
     ids = random_ids(3, 40)
     packed = make_decoder("qwen3").pack(dtype)
     positions = torch.arange(40)
@@ -78,30 +78,30 @@ def test_what_lies_beyond_a_position_cannot_be_seen(dtype: torch.dtype) -> None:
     assert not torch.equal(after[:, 30], together[:, 30])
 
 
-def test_positions_that_the_model_does_not_know_are_refused() -> None:
+def test_positions_beyond_the_context_limit_raise_an_error() -> None:
     packed = make_decoder("qwen2", max_position_embeddings=8).pack(torch.float32)
     with pytest.raises(IndexError, match="position 11: the model has max_position_embeddings=8"):
         packed.forward(random_ids(1, 12), torch.arange(12)[None])
 
 
 @pytest.mark.usefixtures("without_kernels")
-def test_places_of_keys_are_refused_where_torch_computes() -> None:
+def test_key_places_raise_an_error_without_kernels() -> None:
     packed = make_decoder("qwen3").pack(torch.float32)
     c = packed.config
     data = torch.zeros(c.num_layers, 2, 1, c.num_kv_heads, 64, c.head_dim)
     rows, slots = torch.zeros(4, dtype=torch.int64), torch.arange(4)
     places = KeyPlaces.of(data, rows, slots, 4)
-    with pytest.raises(ValueError, match="for compiled kernels"):
+    with pytest.raises(ValueError, match="compiled kernels"):
         packed.forward(random_ids(1, 4), slots[None], kv_cache=places)
 
 
-def test_aux_layers_are_layer_inputs() -> None:
+def test_aux_layers_are_the_inputs_of_layers() -> None:
     packed = make_decoder("llama").pack(torch.float32)
     ids, positions = random_ids(1, 8), torch.arange(8)[None]
     with torch.no_grad():
         aux_layers = packed.forward(ids, positions, aux_layers=(0, 2)).aux_layers
-        # What the third layer is given is what a decoder of the first two ends with.
-        shallow = replace(packed, layers=packed.layers[:2], together=None)
+        # The third layer's input is the output of a decoder with the first two layers.
+        shallow = replace(packed, layers=packed.layers[:2], fused=None)
         final = shallow.forward(ids, positions).final
     assert aux_layers is not None
     first, third = aux_layers.chunk(2, -1)
@@ -122,13 +122,13 @@ def test_gradients_reach_every_parameter_and_checkpointing_keeps_them() -> None:
         other = grads[1][name]
         assert grad is not None, name
         assert other is not None
-        # Adding a constant to all keys moves no softmax: their bias has no gradient but rounding.
+        # A constant added to all keys does not change a softmax, so their bias has no gradient.
         if not name.endswith("k_proj.bias"):
             assert float(grad.abs().max()) > 1e-3, name
         assert torch.equal(grad, other), name
 
 
-def test_initialisation_is_a_function_of_the_seed() -> None:
+def test_initialization_depends_only_on_the_seed() -> None:
     first, again, other = (Decoder(config("qwen2", hidden_size=64, head_dim=16)) for _ in range(3))
     first.init_weights(1)
     again.init_weights(1)
@@ -151,13 +151,13 @@ def test_the_vocabulary_may_have_any_size() -> None:
     assert logits(decoder, random_ids(1, 8)).shape == (1, 8, 101)
 
 
-def test_widths_of_exact_mode() -> None:
+def test_exact_mode_requires_multiples_of_sixteen() -> None:
     check_widths(hidden_size=16, head_dim=128)
     with pytest.raises(ConfigError, match=r"head_dim=24 is not a multiple of 16.*name=hf"):
         check_widths(hidden_size=64, head_dim=24)
 
 
-def test_dtype_names() -> None:
+def test_dtypes_are_found_by_name() -> None:
     cpu = torch.device("cpu")
     assert dtype_from_name("bfloat16", cpu) == torch.bfloat16
     assert dtype_from_name("float32", cpu) == torch.float32
@@ -166,7 +166,7 @@ def test_dtype_names() -> None:
         dtype_from_name("float16", cpu)
 
 
-def test_padding() -> None:
+def test_rows_are_padded_with_copies_of_the_first() -> None:
     x = torch.arange(10.0).view(5, 2)
     padded = pad_rows(x)
     assert padded.shape == (8, 2)
@@ -176,19 +176,19 @@ def test_padding() -> None:
     assert [round_up(n, 16) for n in (0, 1, 16, 17)] == [0, 16, 16, 32]
 
 
-def test_keys_are_padded_to_chunks_or_where_that_is_exact_to_steps(
+def test_keys_are_padded_to_chunks_or_to_steps_if_that_is_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cpu = torch.device("cpu")
     assert padded_keys(513, torch.bfloat16, cpu) == 528
     with pytest.MonkeyPatch.context() as elsewhere:
-        elsewhere.setattr("slipstream.models.numerics.suited", lambda: False)
+        elsewhere.setattr("slipstream.models.numerics.kernels_supported", lambda: False)
         assert padded_keys(513, torch.bfloat16, cpu) == 1024
     for exact, padded in ((True, [16, 16, 128, 144]), (False, [128, 128, 128, 256])):
         monkeypatch.setattr(numerics, "partial_chunks_are_exact", lambda exact=exact: exact)
         assert [padded_keys(n, torch.float32, cpu) for n in (0, 16, 129)] == [16, 16, 144]
         with monkeypatch.context() as elsewhere:
-            elsewhere.setattr("slipstream.models.numerics.suited", lambda: False)
+            elsewhere.setattr("slipstream.models.numerics.kernels_supported", lambda: False)
             assert [padded_keys(n, torch.float32, cpu) for n in (0, 16, 128, 129)] == padded
 
 
@@ -199,7 +199,7 @@ def test_a_new_value_head_is_zero() -> None:
     assert torch.equal(values, torch.zeros(2, 3))
 
 
-def test_attention_with_bounded_scores_is_attention() -> None:
+def test_attention_without_the_maximum_is_correct_for_bounded_scores() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 16, 16, generator=generator) for _ in range(3))
     q, k = (x * 13 / torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (q, k))
@@ -211,7 +211,7 @@ def test_attention_with_bounded_scores_is_attention() -> None:
     )
 
 
-def test_scores_are_bounded_where_the_norms_of_queries_and_keys_are_small() -> None:
+def test_scores_are_bounded_if_the_gains_of_query_and_key_norms_are_small() -> None:
     assert not any(
         layer.bounded_scores for layer in make_decoder("qwen2").pack(torch.float32).layers
     )

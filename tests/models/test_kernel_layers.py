@@ -1,5 +1,8 @@
-"""Layers by compiled kernels: up to rounding those of torch's operations, gradients too, and all in
-one call the same bits as one by one."""
+"""Layers by compiled kernels.
+
+They match torch's operations up to rounding, with gradients. One call for all layers gives the same
+bits as one call per layer.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from slipstream.kernels.team import SHARED_FROM
 from slipstream.models import decoder as decoder_module
 from slipstream.models import functional
 from slipstream.models.attention import TorchAttention
-from slipstream.models.cpu_attention import CpuAttention, attends
+from slipstream.models.cpu_attention import CpuAttention, supports_attention
 from slipstream.models.functional import add_norm, gated, rms_norm
 from tests.models.helpers import FAMILIES, config, make_decoder, random_ids
 
@@ -33,14 +36,14 @@ def torch_alone() -> Iterator[None]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("length", [4, 36, 131])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_layers_in_one_call_are_the_layers_one_by_one(
+def test_one_call_for_all_layers_equals_one_call_per_layer(
     family: str, length: int, dtype: torch.dtype
 ) -> None:
     packed = make_decoder(family).pack(dtype)
     ids, positions = random_ids(3, length), torch.arange(length).expand(3, -1)
     with torch.no_grad():
         at_once = packed.forward(ids, positions).final
-        one_by_one = replace(packed, together=None).forward(ids, positions).final
+        one_by_one = replace(packed, fused=None).forward(ids, positions).final
     assert torch.equal(at_once, one_by_one)
     assert torch.equal(at_once, packed.forward(ids, positions).final)
 
@@ -48,10 +51,10 @@ def test_all_layers_in_one_call_are_the_layers_one_by_one(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("aux_layers", [(0,), (1, 2), (0, 2, 3)])
 @pytest.mark.parametrize("lengths", [[3], [12, 9, 15, 12, 60, 1]])
-def test_aux_layers_of_all_layers_in_one_call_are_those_one_by_one(
+def test_aux_layers_of_one_call_equal_those_of_one_call_per_layer(
     dtype: torch.dtype, aux_layers: tuple[int, ...], lengths: list[int]
 ) -> None:
-    # Heads of 32, which the matrix unit takes where there is one.
+    # A head width of 32, which AMX supports.
     decoder = make_decoder("qwen3", num_layers=4, hidden_size=64, head_dim=32)
     packed = decoder.pack(dtype)
     ids = random_ids(1, sum(lengths))
@@ -59,7 +62,7 @@ def test_aux_layers_of_all_layers_in_one_call_are_those_one_by_one(
     with torch.no_grad():
         plain = packed.forward(ids, positions, lengths=lengths)
         at_once = packed.forward(ids, positions, lengths=lengths, aux_layers=aux_layers)
-        one_by_one = replace(packed, together=None).forward(
+        one_by_one = replace(packed, fused=None).forward(
             ids, positions, lengths=lengths, aux_layers=aux_layers
         )
     with_gradients = decoder.pack(dtype).forward(
@@ -78,15 +81,15 @@ def test_aux_layers_of_all_layers_in_one_call_are_those_one_by_one(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("length", [4, 131])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 32), (6, 3, 32), (4, 2, 8)])
-def test_threads_with_heads_and_rows_of_their_own_give_the_same_bits(
+def test_results_do_not_depend_on_the_number_of_threads(
     dtype: torch.dtype, length: int, heads: int, kv_heads: int, width: int
 ) -> None:
-    # Of few rows each thread norms all, of many its share. Three heads are not for two threads, and
-    # a head of 8 fills no panel.
+    # Each thread norms all rows if they are few, else its share. Two threads cannot share three
+    # heads, and a head width of 8 does not fill a panel.
     shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": width}
     decoder = make_decoder("qwen3", num_layers=4, hidden_size=64, **shape)
     packed = decoder.pack(dtype)
-    assert packed.together is None or packed.together.size > SHARED_FROM
+    assert packed.fused is None or packed.fused.size > SHARED_FROM
     ids, positions = random_ids(3, length), torch.arange(length).expand(3, -1)
     before = torch.get_num_threads()
     found = []
@@ -102,7 +105,7 @@ def test_threads_with_heads_and_rows_of_their_own_give_the_same_bits(
     assert all(torch.equal(one, found[0]) for one in found)
 
 
-def test_aux_layers_have_to_be_layers_in_order() -> None:
+def test_aux_layers_must_be_ascending_layer_indices() -> None:
     packed = make_decoder("qwen3").pack(torch.float32)
     for aux_layers in ((3,), (-1, 0), (1, 1), (2, 1)):
         with torch.no_grad(), pytest.raises(ValueError, match="of 3 layers"):
@@ -111,10 +114,10 @@ def test_aux_layers_have_to_be_layers_in_order() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gradients", [False, True])
-def test_sequences_in_a_row_are_computed_as_each_by_itself(
+def test_concatenated_sequences_give_the_results_of_separate_ones(
     dtype: torch.dtype, gradients: bool
 ) -> None:
-    # Heads of 32, which the matrix unit takes where there is one.
+    # A head width of 32, which AMX supports.
     decoder = make_decoder("qwen3", head_dim=32)
     lengths = [5, 1, 70, 33, 32]
     texts = [random_ids(1, length, seed=length) for length in lengths]
@@ -133,29 +136,29 @@ def test_sequences_in_a_row_are_computed_as_each_by_itself(
         alone = [packed.forward(*of).final for of in zip(texts, positions, strict=True)]
         assert torch.equal(together.final, torch.cat(alone, 1))
         if gradients:
-            wanted, ours = found(torch.cat(alone, 1)), found(together.final)
-            assert len(wanted) > 20
-            for name, gradient in wanted.items():
+            expected, ours = found(torch.cat(alone, 1)), found(together.final)
+            assert len(expected) > 20
+            for name, gradient in expected.items():
                 close = 1e-5 if dtype == torch.float32 else 2**-6
                 error = (ours[name] - gradient).norm() / gradient.norm()
                 assert error < close, (name, error)
 
 
-def test_sequences_in_a_row_have_to_be_those_of_the_rows() -> None:
+def test_lengths_must_add_up_to_the_tokens() -> None:
     packed = make_decoder("qwen3").pack(torch.float32)
     ids, positions = random_ids(1, 8), torch.arange(8)[None]
     for lengths in ([4, 3], [8, 0]):
-        with pytest.raises(ValueError, match="do not make"):
+        with pytest.raises(ValueError, match="do not add up"):
             packed.forward(ids, positions, lengths=lengths)
-    with torch_alone(), pytest.raises(ValueError, match="cannot be computed so"):
+    with torch_alone(), pytest.raises(ValueError, match="leave lengths=None"):
         packed.forward(ids, positions, lengths=[8])
 
 
 @pytest.mark.parametrize("width", [{"hidden_size": 40}, {"intermediate_size": 36}])
-def test_widths_that_fill_no_panels_are_computed_one_by_one(width: dict[str, int]) -> None:
+def test_widths_that_do_not_fill_panels_run_layer_by_layer(width: dict[str, int]) -> None:
     decoder = make_decoder("llama", **width)
     packed = decoder.pack(torch.float32)
-    assert packed.together is None
+    assert packed.fused is None
     ids, positions = random_ids(2, 8), torch.arange(8).expand(2, -1)
     with torch.no_grad():
         ours = packed.forward(ids, positions).final
@@ -178,10 +181,12 @@ def test_kernels_and_torch_agree_up_to_rounding(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)])
-def test_attention_and_its_gradients(family: str, dtype: torch.dtype, close: float) -> None:
+def test_kernel_attention_and_its_gradients_match_torch(
+    family: str, dtype: torch.dtype, close: float
+) -> None:
     c = config(family, head_dim=16)
-    assert attends(c, dtype)
-    assert not attends(config(family, head_dim=24), torch.bfloat16)
+    assert supports_attention(c, dtype)
+    assert not supports_attention(config(family, head_dim=24), torch.bfloat16)
     Q, H, K = c.num_heads, c.num_kv_heads, c.head_dim
     B, T = 3, 20
     generator = torch.Generator().manual_seed(0)
@@ -207,7 +212,7 @@ def test_attention_and_its_gradients(family: str, dtype: torch.dtype, close: flo
 
 @pytest.mark.parametrize("width", [16, 48, 77])
 @pytest.mark.parametrize("with_delta", [True, False])
-def test_gradients_of_the_norm(width: int, with_delta: bool) -> None:
+def test_gradients_of_the_norm_match_torch(width: int, with_delta: bool) -> None:
     generator = torch.Generator().manual_seed(width)
     x, delta = torch.randn(2, 40, width, generator=generator).requires_grad_().unbind()
     weight = torch.randn(width, generator=generator, requires_grad=True)
@@ -225,7 +230,7 @@ def test_gradients_of_the_norm(width: int, with_delta: bool) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_gradients_of_the_gate() -> None:
+def test_gradients_of_the_gate_match_torch() -> None:
     both = torch.randn(30, 96, generator=torch.Generator().manual_seed(0), requires_grad=True)
     upstream = torch.randn(30, 48, generator=torch.Generator().manual_seed(1))
     gate, up = both.chunk(2, -1)
@@ -236,13 +241,13 @@ def test_gradients_of_the_gate() -> None:
     torch.testing.assert_close(a, b)
 
 
-def test_what_is_not_finite_stays_where_it_is() -> None:
+def test_nan_affects_only_its_own_sequence() -> None:
     packed = make_decoder("qwen3").pack(torch.float32)
     ids, positions = random_ids(3, 12), torch.arange(12).expand(3, -1)
     packed.embedding.data = packed.embedding.data.clone()
     with torch.no_grad():
         before = packed.forward(ids, positions).final
-        # One token that nothing else of the batch has.
+        # A token that occurs nowhere else in the batch.
         marked = ids.clone()
         marked[1, 5] = 95
         packed.embedding[95] = float("nan")

@@ -1,3 +1,5 @@
+"""LoRA layers: merged weights, initialization, gradients and target names."""
+
 from __future__ import annotations
 
 import math
@@ -24,7 +26,7 @@ from tests.models.helpers import FAMILIES, logits, make_decoder, random_ids
 def adapted(
     family: str = "qwen3", *, rank: int = 3, alpha: float = 6.0, seed: int = 5, **more: object
 ) -> Decoder:
-    """A decoder whose adapter changes what it computes."""
+    """Return a decoder whose adapter changes its output."""
     decoder = make_decoder(family, **more)  # type: ignore[arg-type]
     add_lora(decoder, LoraConfig(rank=rank, alpha=alpha), seed=seed)
     fill(decoder, seed)
@@ -38,7 +40,7 @@ def fill(decoder: Decoder, seed: int) -> None:
         layer.lora_B.copy_(0.1 * torch.randn(layer.lora_B.shape, generator=generator))
 
 
-def test_the_merged_weight_by_hand() -> None:
+def test_the_merged_weight_equals_the_formula() -> None:
     decoder = make_decoder("llama")
     add_lora(decoder, LoraConfig(rank=2, alpha=3.0, target_modules=("v_proj",)))
     layer = lora_layers(decoder)["model.layers.1.self_attn.v_proj"]
@@ -54,7 +56,7 @@ def test_the_merged_weight_by_hand() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_new_adapter_changes_nothing_and_is_all_that_is_trained(family: str) -> None:
+def test_a_new_adapter_keeps_the_output_and_only_it_is_trained(family: str) -> None:
     decoder, ids = make_decoder(family), random_ids(2, 30)
     before = logits(decoder, ids)
     names = [name for name, _ in decoder.named_parameters()]
@@ -66,7 +68,7 @@ def test_a_new_adapter_changes_nothing_and_is_all_that_is_trained(family: str) -
     assert all(name.endswith((".lora_A", ".lora_B")) for name in trained)
 
 
-def test_a_is_drawn_as_in_peft_and_by_the_seed_alone() -> None:
+def test_a_is_drawn_as_in_peft_and_depends_only_on_the_seed() -> None:
     first, again, other = (
         add_lora(make_decoder("llama"), LoraConfig(rank=8), seed=seed) for seed in (1, 1, 2)
     )
@@ -106,14 +108,14 @@ def test_merging_gives_the_same_bits_on_any_number_of_threads() -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_base_weights_only_in_the_body() -> None:
+def test_base_weights_only_turns_the_adapter_off_in_its_body() -> None:
     decoder, ids = adapted(), random_ids(1, 20)
     base, with_adapter = logits(make_decoder("qwen3"), ids), logits(decoder, ids)
     name = "model.layers.0.mlp.up_proj.weight"
     merged = merged_weights(decoder)[name]
     with base_weights_only(decoder):
         assert torch.equal(logits(decoder, ids), base)
-        # What goes to engines is merged, whoever computes what at that moment.
+        # Merged weights for engines do not depend on whether the adapter is on.
         assert torch.equal(merged_weights(decoder)[name], merged)
     assert not torch.equal(merged, merged_weights(make_decoder("qwen3"))[name])
     assert torch.equal(logits(decoder, ids), with_adapter)
@@ -155,13 +157,15 @@ def test_gradients_reach_a_and_b_through_the_merged_weight(
         (("all-linear", "lm_head"), (), 22),
     ],
 )
-def test_targets(targets: tuple[str, ...], excluded: tuple[str, ...], expected: int) -> None:
+def test_targets_select_the_expected_layers(
+    targets: tuple[str, ...], excluded: tuple[str, ...], expected: int
+) -> None:
     config = LoraConfig(rank=1, target_modules=targets, exclude_modules=excluded)
     names = target_names(make_decoder("llama"), config)
     assert len(set(names)) == len(names) == expected
 
 
-def test_an_adapter_of_the_lm_head() -> None:
+def test_the_lm_head_can_have_an_adapter() -> None:
     decoder = make_decoder("llama")
     add_lora(decoder, LoraConfig(rank=2, target_modules=("lm_head",)))
     fill(decoder, 3)
@@ -169,20 +173,20 @@ def test_an_adapter_of_the_lm_head() -> None:
     assert not torch.allclose(logits(decoder, ids), logits(make_decoder("llama"), ids))
 
 
-def test_the_fingerprint_is_of_the_base_alone() -> None:
+def test_the_fingerprint_depends_only_on_the_base_weights() -> None:
     first, second, other = adapted(seed=1), adapted(seed=2), adapted(seed=1)
     with torch.no_grad():
         other.model.norm.weight[0] += 1e-6
     assert base_digest(first) == base_digest(second) != base_digest(other)
 
 
-def test_a_name_that_matches_nothing_is_refused_with_those_that_exist() -> None:
+def test_a_target_without_a_match_raises_an_error_with_the_existing_names() -> None:
     decoder = make_decoder("llama")
     with pytest.raises(ConfigError, match=r"target_modules=q_prj matches no linear layer.*q_proj"):
         add_lora(decoder, LoraConfig(rank=2, target_modules=("v_proj", "q_prj")))
     with pytest.raises(ConfigError, match="exclude_modules=embed_tokens matches no linear layer"):
         add_lora(decoder, LoraConfig(rank=2, exclude_modules=("embed_tokens",)))
-    # Half of a name is none.
+    # A part of a name does not match.
     with pytest.raises(ConfigError, match="target_modules=proj matches"):
         add_lora(decoder, LoraConfig(rank=2, target_modules=("proj",)))
     tied = make_decoder("llama", tie_word_embeddings=True)
@@ -208,6 +212,6 @@ def test_a_name_that_matches_nothing_is_refused_with_those_that_exist() -> None:
         ({"rank": 2, "target_modules": ()}, "target_modules is empty"),
     ],
 )
-def test_impossible_settings(settings: dict[str, object], message: str) -> None:
+def test_invalid_lora_settings_raise_an_error(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LoraConfig(**settings)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Adapters against peft, in both directions."""
+"""LoRA adapters as files: agreement with peft in both directions, and error messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def with_peft(base: Path, adapter: Path) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_our_adapter_in_peft(family: str, tmp_path: Path) -> None:
+def test_peft_loads_our_adapter(family: str, tmp_path: Path) -> None:
     decoder = adapted(family, rank=4, alpha=10.0)
     save_checkpoint(make_decoder(family), tmp_path / "base")
     save_adapter(decoder, tmp_path / "adapter", base_model="base")
@@ -43,7 +43,7 @@ def test_our_adapter_in_peft(family: str, tmp_path: Path) -> None:
     assert float((ours - logits(make_decoder(family), ids)).abs().max()) > 0.05
 
 
-def test_our_merged_checkpoint_in_transformers(tmp_path: Path) -> None:
+def test_transformers_loads_our_merged_checkpoint(tmp_path: Path) -> None:
     decoder, ids = adapted("qwen3"), random_ids(2, 50)
     save_checkpoint(decoder, tmp_path)
     torch.testing.assert_close(
@@ -53,7 +53,7 @@ def test_our_merged_checkpoint_in_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_their_adapter_in_ours(family: str, tmp_path: Path) -> None:
+def test_we_load_an_adapter_of_peft(family: str, tmp_path: Path) -> None:
     from peft import LoraConfig as TheirConfig
     from peft import get_peft_model
 
@@ -90,7 +90,7 @@ def test_their_adapter_in_ours(family: str, tmp_path: Path) -> None:
         (("0.self_attn.q_proj", "2.self_attn.q_proj"), 2),
     ],
 )
-def test_a_round_trip_keeps_every_bit_and_the_layers(
+def test_a_round_trip_keeps_all_bits_and_target_layers(
     targets: tuple[str, ...], written: int, tmp_path: Path
 ) -> None:
     decoder = make_decoder("qwen2")
@@ -138,7 +138,7 @@ def refused(adapter: Path, message: str, decoder: Decoder | None = None) -> None
         ("r", None, "key 'r' is missing"),
     ],
 )
-def test_configurations_that_are_refused(
+def test_unsupported_adapter_configurations_raise_an_error(
     key: str, value: object, message: str, adapter: Path
 ) -> None:
     raw = json.loads((adapter / ADAPTER_CONFIG).read_text())
@@ -149,9 +149,9 @@ def test_configurations_that_are_refused(
     refused(adapter, message)
 
 
-def test_files_that_are_refused(adapter: Path, tmp_path: Path) -> None:
+def test_broken_adapter_files_raise_an_error(adapter: Path, tmp_path: Path) -> None:
     weights, raw = adapter / ADAPTER_WEIGHTS, (adapter / ADAPTER_CONFIG).read_text()
-    refused(adapter, "is of another", make_decoder("llama", num_layers=2))
+    refused(adapter, "is for another model", make_decoder("llama", num_layers=2))
     refused(adapter, "has shape", make_decoder("llama", intermediate_size=96))
     tensors = load_file(weights)
     name = sorted(tensors)[0]
@@ -173,6 +173,6 @@ def test_files_that_are_refused(adapter: Path, tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", "does not exist")
 
 
-def test_a_model_without_adapter_has_none_to_save(tmp_path: Path) -> None:
+def test_saving_a_model_without_adapter_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no LoRA adapter"):
         save_adapter(make_decoder("llama"), tmp_path)

@@ -1,4 +1,4 @@
-"""The decoder against transformers: logits, greedy tokens, files in both directions."""
+"""Parity of the decoder with transformers: logits, greedy tokens, files in both directions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def assert_same_weights(a: Decoder, b: Decoder) -> None:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_our_folder_in_transformers(family: str, tied: bool, tmp_path: Path) -> None:
+def test_transformers_loads_our_folder(family: str, tied: bool, tmp_path: Path) -> None:
     decoder = make_decoder(family, tie_word_embeddings=tied)
     save_checkpoint(decoder, tmp_path)
     model = load_theirs(tmp_path)
@@ -44,7 +44,7 @@ def test_our_folder_in_transformers(family: str, tied: bool, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_of_generate(family: str, tmp_path: Path) -> None:
+def test_greedy_tokens_match_generate(family: str, tmp_path: Path) -> None:
     decoder = make_decoder(family, eos_token_id=None)
     save_checkpoint(decoder, tmp_path)
     prompt = random_ids(1, 7, seed=3)
@@ -63,7 +63,7 @@ def test_greedy_tokens_of_generate(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_our_shards_in_transformers(family: str, tmp_path: Path) -> None:
+def test_transformers_loads_our_shards(family: str, tmp_path: Path) -> None:
     decoder = make_decoder(family)
     save_checkpoint(decoder, tmp_path, max_shard_bytes=40_000)
     shards = sorted(p.name for p in tmp_path.glob("*.safetensors"))
@@ -90,7 +90,7 @@ def their_model(family: str, **more: Any) -> Any:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_their_folder_in_ours(family: str, tied: bool, tmp_path: Path) -> None:
+def test_we_load_a_folder_of_transformers(family: str, tied: bool, tmp_path: Path) -> None:
     model = their_model(family, tie_word_embeddings=tied)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(1)
@@ -107,7 +107,7 @@ def test_their_folder_in_ours(family: str, tied: bool, tmp_path: Path) -> None:
         torch.testing.assert_close(logits(decoder, ids), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_their_bf16_folder_in_ours_and_back(tmp_path: Path) -> None:
+def test_a_bf16_folder_survives_a_round_trip(tmp_path: Path) -> None:
     model = their_model("qwen3").to(torch.bfloat16)
     model.save_pretrained(tmp_path / "theirs")
     decoder = load_checkpoint(tmp_path / "theirs")
@@ -121,7 +121,7 @@ def test_their_bf16_folder_in_ours_and_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rope_theta_is_read_from_both_spellings(family: str, tmp_path: Path) -> None:
+def test_rope_theta_is_read_from_both_keys(family: str, tmp_path: Path) -> None:
     save_checkpoint(make_decoder(family, rope_theta=777.0), tmp_path)
     path = tmp_path / "config.json"
     raw = json.loads(path.read_text())
@@ -142,7 +142,7 @@ def test_rope_theta_is_read_from_both_spellings(family: str, tmp_path: Path) -> 
     assert load_config(tmp_path).rope_theta == 10000.0
 
 
-def test_far_positions_rotate_by_the_same_bits(tmp_path: Path) -> None:
+def test_rotations_of_far_positions_equal_transformers_bit_for_bit(tmp_path: Path) -> None:
     from slipstream.models.functional import rope_table
 
     c = config("llama", max_position_embeddings=4096)
@@ -151,7 +151,7 @@ def test_far_positions_rotate_by_the_same_bits(tmp_path: Path) -> None:
     cos, sin = load_theirs(tmp_path).model.rotary_emb(torch.ones(1), positions)
     our_cos, our_sin = rope_table(c, torch.float32, positions.device)
     assert torch.equal(our_cos, cos[0])
-    # Ours carries the sign of the rotation.
+    # Our sine includes the sign of the rotation.
     half = c.head_dim // 2
     assert torch.equal(our_sin[:, half:], sin[0, :, half:])
     assert torch.equal(our_sin[:, :half], -sin[0, :, :half])
@@ -176,7 +176,7 @@ def test_end_of_sequence_ids_survive_a_round_trip(
     assert raw["eos_token_id"] == (list(eos) if isinstance(eos, tuple) else eos)
 
 
-def test_saving_again_leaves_no_weights_of_the_first_time(tmp_path: Path) -> None:
+def test_saving_again_removes_the_old_weights_and_keeps_other_files(tmp_path: Path) -> None:
     first, second = make_decoder(seed=1), make_decoder(seed=2)
     keep = tmp_path / "model-card.md"
     for shard_bytes in (40_000, 5_000_000, 90_000):
@@ -188,13 +188,13 @@ def test_saving_again_leaves_no_weights_of_the_first_time(tmp_path: Path) -> Non
     assert keep.read_text() == "mine"
 
 
-def test_a_tokenizer_is_saved_along(tmp_path: Path) -> None:
+def test_the_tokenizer_is_saved_too(tmp_path: Path) -> None:
     seen: list[str] = []
     save_checkpoint(make_decoder(), tmp_path, save_tokenizer=seen.append)
     assert seen == [str(tmp_path)]
 
 
-def test_ids_of_the_whole_vocabulary_are_embedded() -> None:
+def test_every_token_of_the_vocabulary_has_an_embedding() -> None:
     decoder = make_decoder()
     out = logits(decoder, torch.arange(VOCAB)[None])
     assert out.isfinite().all()

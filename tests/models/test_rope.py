@@ -1,4 +1,4 @@
-"""RoPE scaling: frequencies and logits of transformers, both spellings in files, refusals."""
+"""RoPE scaling: agreement with transformers, both key names in files, and invalid settings."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def scaled(name: str, family: str = "llama") -> Decoder:
 
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_transformers(family: str, name: str, tmp_path: Path) -> None:
+def test_logits_match_transformers(family: str, name: str, tmp_path: Path) -> None:
     decoder = scaled(name, family)
     save_checkpoint(decoder, tmp_path)
     model = load_theirs(tmp_path)
@@ -99,7 +99,7 @@ def test_logits_are_those_of_transformers(family: str, name: str, tmp_path: Path
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("theta", [5000.0, 500000.0])
 @pytest.mark.parametrize("head_dim", [8, 128])
-def test_positions_are_turned_by_the_bits_of_transformers(
+def test_rotations_equal_those_of_transformers_bit_for_bit(
     name: str, theta: float, head_dim: int, tmp_path: Path
 ) -> None:
     scaling = SCALINGS[name]
@@ -121,8 +121,8 @@ def test_positions_are_turned_by_the_bits_of_transformers(
     assert torch.equal(our_sin[:, :half], -sin[0, :, :half])
 
 
-def test_gradients_are_those_of_transformers(tmp_path: Path) -> None:
-    """Magnitudes of cosines and sines are in the kernels' backward pass, too."""
+def test_gradients_match_transformers(tmp_path: Path) -> None:
+    """The kernels' backward pass includes the magnitude of cosines and sines."""
     decoder = scaled("yarn", "qwen3")
     save_checkpoint(decoder, tmp_path)
     model = load_theirs(tmp_path)
@@ -139,7 +139,7 @@ def test_gradients_are_those_of_transformers(tmp_path: Path) -> None:
         torch.testing.assert_close(parameter.grad, theirs[name].grad, atol=2e-3, rtol=1e-3)
 
 
-def test_scores_of_larger_cosines_are_not_taken_for_bounded() -> None:
+def test_a_rope_magnitude_above_one_counts_in_the_score_bound() -> None:
     c = config("qwen3", head_dim=64)
     decoder = Decoder(c)
     gain = (SCORE_BOUND / 64**0.5) ** 0.5 * 0.99
@@ -160,14 +160,14 @@ def test_configs_survive_a_round_trip(family: str, name: str) -> None:
     original = scaled(name, family).config
     raw = json.loads(json.dumps(original.to_hf()))
     assert ModelConfig.from_hf(raw, source="x") == original
-    # Programs of either generation find it.
+    # Each of the two keys alone is enough for reading.
     for spelling in ("rope_parameters", "rope_scaling"):
         one = {key: value for key, value in raw.items() if key != spelling}
         assert ModelConfig.from_hf(one, source="x") == original
 
 
 @pytest.mark.parametrize("name", ["llama3", "yarn every setting", "longrope"])
-def test_what_transformers_saves_is_read(name: str, tmp_path: Path) -> None:
+def test_files_saved_by_transformers_are_read(name: str, tmp_path: Path) -> None:
     decoder = scaled(name)
     save_checkpoint(decoder, tmp_path / "ours")
     load_theirs(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
@@ -193,8 +193,8 @@ LLAMA = {
 }
 
 
-def test_published_spellings() -> None:
-    """Llama 3.1's, Qwen2.5's of long contexts, and Phi-3's way to give both lengths."""
+def test_published_configurations_are_read() -> None:
+    """Llama 3.1, Qwen2.5 with long contexts, and Phi-3, which gives both lengths."""
     assert read(raw_of(LLAMA, rope_theta=5e5)).rope_scaling == SCALINGS["llama3"]
     old = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
     assert read(raw_of(old)).rope_scaling == SCALINGS["yarn"]
@@ -226,7 +226,7 @@ LONG = {
         ({"rope_type": "linear"}, "rope_scaling.factor is missing, which RoPE scaling 'linear' ne"),
         (
             {"rope_type": "linear", "factor": 0.5},
-            "rope_scaling: factor=0.5 must be at least 1; put",
+            "rope_scaling: factor=0.5 must be at least 1; set it",
         ),
         ({"rope_type": "dynamic", "factor": 0}, "factor=0.0 must be at least 1"),
         ({"rope_type": "linear", "factor": "2"}, "factor='2' must be a finite number"),
@@ -256,11 +256,11 @@ LONG = {
         ({**LONG, "short_factor": 3}, "short_factor=3 must be a list of numbers"),
         ({**LONG, "short_factor": [1, 2, "3", 4]}, "an entry of config.json: rope_scaling.short_f"),
         ({**LONG, "short_factor": [0.0] * 4}, "the least of short_factor=0.0 must be above 0"),
-        ({**LONG, "long_factor": [1.0] * 5}, "long_factor has 5 entries, and heads of head_dim=8"),
-        ({"full_attention": LLAMA}, "rope_scaling has frequencies of its own for full_attention"),
+        ({**LONG, "long_factor": [1.0] * 5}, "long_factor has 5 entries, but head_dim=8 has 4"),
+        ({"full_attention": LLAMA}, "rope_scaling has separate frequencies for full_attention"),
     ],
 )
-def test_what_is_refused(scaling: dict[str, Any], message: str) -> None:
+def test_invalid_rope_scaling_raises_an_error(scaling: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         read(raw_of(scaling))
     assert str(caught.value).startswith(("config.json: ", "an entry of config.json: "))
@@ -285,13 +285,13 @@ def test_what_is_refused(scaling: dict[str, Any], message: str) -> None:
         ),
     ],
 )
-def test_spellings_that_contradict_each_other(change: dict[str, Any], message: str) -> None:
+def test_contradictory_rope_settings_raise_an_error(change: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         read(raw_of(LLAMA, **change))
     assert message in str(caught.value)
 
 
-def test_missing_and_wrong_values_in_a_model_that_is_made() -> None:
+def test_invalid_values_in_a_new_model_raise_config_errors() -> None:
     with pytest.raises(ConfigError, match=r"factor=0\.9 must be at least 1"):
         LinearScaling(factor=0.9)
     with pytest.raises(ConfigError, match="short_factor has 4 entries"):
@@ -302,11 +302,11 @@ def test_missing_and_wrong_values_in_a_model_that_is_made() -> None:
     ("name", "reason"),
     [
         ("longrope", "original_max_position_embeddings=64, beyond which RoPE scaling 'longrope'"),
-        ("dynamic", "max_position_embeddings=256, beyond which RoPE scaling 'dynamic' turns"),
+        ("dynamic", "max_position_embeddings=256, beyond which RoPE scaling 'dynamic'"),
         ("llama3", "max_position_embeddings=256"),
     ],
 )
-def test_contexts_in_which_frequencies_would_change_are_refused(name: str, reason: str) -> None:
+def test_contexts_that_would_change_the_frequencies_raise_an_error(name: str, reason: str) -> None:
     decoder = scaled(name)
     limit = decoder.config.context_limit
     assert limit.tokens == (ORIGINAL if name == "longrope" else 256)
@@ -316,19 +316,19 @@ def test_contexts_in_which_frequencies_would_change_are_refused(name: str, reaso
         logits(decoder, random_ids(1, limit.tokens + 1))
 
 
-def test_what_yarn_reaches_is_said_where_the_file_allows_less() -> None:
+def test_the_limit_names_the_context_that_yarn_would_allow() -> None:
     own = scaled("yarn").config
     short, whole = replace(own, max_position_embeddings=64), int(4.0 * ORIGINAL)
     assert short.context_limit.tokens == 64
-    assert f"'yarn' reaches {whole}" in short.context_limit.reason
-    assert f"write max_position_embeddings={whole} into" in short.context_limit.reason
+    assert f"'yarn' extends to {whole}" in short.context_limit.reason
+    assert f"set max_position_embeddings={whole} in" in short.context_limit.reason
     allowed = replace(own, max_position_embeddings=whole).context_limit
     assert allowed.tokens == whole
-    assert "reaches" not in allowed.reason
+    assert "extends" not in allowed.reason
 
 
-def test_a_longer_context_is_another_law_in_transformers(tmp_path: Path) -> None:
-    """Why it is refused: there all tokens change with the length of the whole."""
+def test_longer_contexts_change_all_tokens_in_transformers(tmp_path: Path) -> None:
+    """The reason for the limit: with LongRoPE, earlier logits depend on the total length."""
     decoder = scaled("longrope")
     save_checkpoint(decoder, tmp_path)
     model, ids = load_theirs(tmp_path), random_ids(1, ORIGINAL + 1)

@@ -1,3 +1,5 @@
+"""Single-copy weights: same results as two copies, one allocation, and in-place updates."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -38,7 +40,7 @@ def make(family: str, seed: int) -> Decoder:
 
 @pytest.fixture(autouse=True)
 def _no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.models.numerics.suited", lambda: False)
+    monkeypatch.setattr("slipstream.models.numerics.kernels_supported", lambda: False)
 
 
 @torch.no_grad()
@@ -49,7 +51,9 @@ def states(packed: object) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_copy_computes_what_two_do(family: str, dtype: torch.dtype) -> None:
+def test_single_copy_weights_compute_the_same_bits_as_two_copies(
+    family: str, dtype: torch.dtype
+) -> None:
     old, new = make(family, 0), make(family, 1)
     with torch.device("meta"):
         own = Decoder(old.config)
@@ -59,31 +63,33 @@ def test_one_copy_computes_what_two_do(family: str, dtype: torch.dtype) -> None:
             parameter.copy_(dict(old.named_parameters())[name])
     packed = pack_in_place(own, dtype)
     with torch.no_grad():
-        wanted = old.pack(dtype)
-    assert torch.equal(states(packed), states(wanted))
-    assert torch.equal(packed.head[0], wanted.head[0])
+        expected = old.pack(dtype)
+    assert torch.equal(states(packed), states(expected))
+    assert torch.equal(packed.head[0], expected.head[0])
 
-    # A bucket at a time, as they come.
+    # One parameter at a time, as weight updates arrive in buckets.
     for name, parameter in new.named_parameters():
         write(own, packed, {name: parameter.detach()})
     with torch.no_grad():
-        wanted = new.pack(dtype)
-    assert torch.equal(states(packed), states(wanted))
-    assert torch.equal(packed.head[0], wanted.head[0])
+        expected = new.pack(dtype)
+    assert torch.equal(states(packed), states(expected))
+    assert torch.equal(packed.head[0], expected.head[0])
 
 
-def test_there_is_one_copy() -> None:
+def test_packed_weights_share_memory_with_the_parameters() -> None:
     own = make("qwen2", 0)
     packed = pack_in_place(own, torch.bfloat16)
-    held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in own.parameters()}
+    sizes = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in own.parameters()}
     for layer in packed.layers:
         for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
-            assert linear.weight.untyped_storage().data_ptr() in held
-    assert packed.embedding.untyped_storage().data_ptr() in held
-    assert sum(held.values()) == 2 * sum(p.numel() for p in own.parameters())
+            assert linear.weight.untyped_storage().data_ptr() in sizes
+    assert packed.embedding.untyped_storage().data_ptr() in sizes
+    assert sum(sizes.values()) == 2 * sum(p.numel() for p in own.parameters())
 
 
-def test_kernels_have_a_layout_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.models.numerics.suited", lambda: True)
-    with pytest.raises(ValueError, match="layout of their own"):
+def test_single_copy_weights_raise_an_error_with_compiled_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("slipstream.models.numerics.kernels_supported", lambda: True)
+    with pytest.raises(ValueError, match="compiled kernels"):
         pack_in_place(make("qwen3", 0), torch.float32)

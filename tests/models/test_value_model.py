@@ -1,4 +1,4 @@
-"""A decoder with a scalar head."""
+"""The value model: a decoder with a scalar head."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.models.helpers import FAMILIES, make_decoder, random_ids
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_its_hidden_states_are_the_policys_and_there_is_no_vocabulary_head(family: str) -> None:
+def test_hidden_states_equal_the_policys_and_there_is_no_lm_head(family: str) -> None:
     policy = make_decoder(family, tie_word_embeddings=False)
     model = ValueModel.of(policy)
     names = {name for name, _ in model.named_parameters()}

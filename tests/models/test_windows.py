@@ -1,4 +1,4 @@
-"""Sliding windows: read as transformers reads them, computed while they leave nothing out."""
+"""Sliding windows: reading as in transformers, and sequences no longer than the window."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WINDOW = 24
 @pytest.mark.parametrize(
     ("family", "layers"), [("mistral", (0, 1, 2)), ("qwen2", (1, 2)), ("qwen3", (0, 2))]
 )
-def test_logits_are_those_of_transformers_as_far_as_the_window(
+def test_logits_match_transformers_up_to_the_window_size(
     family: str, layers: tuple[int, ...], tmp_path: Path
 ) -> None:
     decoder = make_decoder(family, sliding_window=WINDOW, windowed_layers=layers)
@@ -36,7 +36,7 @@ def test_logits_are_those_of_transformers_as_far_as_the_window(
     model = load_theirs(tmp_path)
     ids = random_ids(2, WINDOW)
     assert torch.allclose(logits(decoder, ids), their_logits(model, ids), atol=2e-5)
-    # The window does something there: one token more, and the first is left out.
+    # In transformers the window matters: with one token more, the first token is hidden.
     longer, changed = random_ids(1, WINDOW + 1), random_ids(1, WINDOW + 1)
     changed[0, 0] = (changed[0, 0] + 1) % 96
     unlimited = make_decoder(family)
@@ -47,7 +47,7 @@ def test_logits_are_those_of_transformers_as_far_as_the_window(
         logits(decoder, longer)
 
 
-def test_which_layers_have_it() -> None:
+def test_config_json_determines_the_windowed_layers() -> None:
     def read(family: str, **more: Any) -> tuple[int | None, tuple[int, ...]]:
         raw = {**config(family).to_hf(), **more}
         c = ModelConfig.from_hf(raw, source="x")
@@ -68,7 +68,7 @@ def test_which_layers_have_it() -> None:
     assert read("llama", use_sliding_window=False, sliding_window=8) == (None, ())
     raw = config("mistral").to_hf()
     assert raw["sliding_window"] is None
-    del raw["sliding_window"]  # as transformers takes a file that says nothing
+    del raw["sliding_window"]  # transformers assumes 4096 if the key is missing
     assert ModelConfig.from_hf(raw, source="x").sliding_window == 4096
 
 
@@ -89,17 +89,19 @@ def test_which_layers_have_it() -> None:
             "max_window_layers=-1 must be a whole number",
         ),
         ("qwen2", {"layer_types": ["full_attention"]}, "for each of 3 layers"),
-        ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "must name full_attention or slid"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "full_attention or sliding_attent"),
         (
             "qwen3",
             {"layer_types": ["sliding_attention"] * 3},
-            "use_sliding_window=None with sliding_window=None gives no window; set both",
+            "use_sliding_window=None and sliding_window=None define no window; set both",
         ),
         ("llama", {"sliding_window": 8}, "sliding_window=8, but Llama models have no sliding-win"),
         ("llama", {"use_sliding_window": True}, "use_sliding_window=True, but Llama models have"),
     ],
 )
-def test_what_is_refused(family: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_window_settings_raise_an_error(
+    family: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     save_checkpoint(make_decoder(family), tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
@@ -109,7 +111,7 @@ def test_what_is_refused(family: str, change: dict[str, Any], message: str, tmp_
     assert message in str(caught.value)
 
 
-def test_a_window_needs_layers_that_there_are() -> None:
+def test_a_window_needs_existing_layers() -> None:
     for windows in (
         {"sliding_window": 8},
         {"windowed_layers": (0,)},
@@ -120,7 +122,7 @@ def test_a_window_needs_layers_that_there_are() -> None:
             config("mistral", **windows)
 
 
-def test_what_transformers_saves_is_read(tmp_path: Path) -> None:
+def test_files_saved_by_transformers_are_read(tmp_path: Path) -> None:
     for family, layers in (("mistral", (0, 1, 2)), ("qwen2", (1, 2)), ("qwen3", (0, 2))):
         decoder = make_decoder(family, sliding_window=WINDOW, windowed_layers=layers)
         save_checkpoint(decoder, tmp_path / family)

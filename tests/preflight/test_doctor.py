@@ -172,7 +172,7 @@ def test_idle_cores_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_driver_without_a_torch_for_it_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor_checks, "detect_hardware", lambda: Hardware(gpus=2, cpus=1))
+    monkeypatch.setattr(doctor_checks, "detect_hardware", lambda: Hardware(gpus=2))
     (found,) = doctor_checks.gpus()
     assert (found.status, found.value) == ("note", "2 here, none that torch can use")
     assert "torch built for CUDA" in found.remedy

@@ -1,4 +1,4 @@
-"""A real browser for pages."""
+"""A real browser to open pages."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ PROGRAM = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), N
 
 @dataclass(slots=True)
 class Shown:
-    """A page, what its scripts complained of, and what it asked the network for."""
+    """An open page, its console messages and errors, and its network requests."""
 
     page: Page
-    complaints: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
 
 Show = Callable[..., AbstractContextManager[Shown]]
 
 
-# Not for the session: while it is there, an event loop runs in this thread, and no other can.
+# Module scope: its event loop blocks other event loops in this thread while it exists.
 @pytest.fixture(scope="module")
 def show() -> Iterator[Show]:
-    """`with show(url, width=..., scheme=...) as shown`: the page when it has been drawn."""
+    """A function: `with show(url, width=..., scheme=...) as shown` opens and draws a page."""
     if PROGRAM is None:
         pytest.skip("no Chromium here; sudo apt install chromium")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        # Its own sandbox wants more than a container has; the pages are ours.
+        # Chromium's sandbox needs privileges that a container lacks; the pages are trusted.
         browser = playwright.chromium.launch(executable_path=PROGRAM, args=["--no-sandbox"])
 
         @contextmanager
@@ -48,8 +48,8 @@ def show() -> Iterator[Show]:
             )
             page = context.new_page()
             result = Shown(page)
-            page.on("console", lambda message: result.complaints.append(message.text))
-            page.on("pageerror", lambda error: result.complaints.append(str(error)))
+            page.on("console", lambda message: result.messages.append(message.text))
+            page.on("pageerror", lambda error: result.messages.append(str(error)))
             page.on("request", lambda request: result.requests.append(request.url))
             page.goto(url)
             page.wait_for_selector("html[data-ready]", timeout=20_000)

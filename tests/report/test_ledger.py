@@ -1,4 +1,4 @@
-"""Where the wall time went."""
+"""The ledger splits the wall time of a run into parts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 from slipstream.report.ledger import gantt, ledger_of, step_parts
 from slipstream.report.read import Record, read_run
-from tests.report.made import STEP, line, make_run
+from tests.report.run_folders import STEP, line, make_run
 
 
-def test_parts_are_each_measured_and_the_rest_is_told(tmp_path: Path) -> None:
+def test_parts_and_unmeasured_rest_add_up_to_the_wall_time(tmp_path: Path) -> None:
     ledger = ledger_of(read_run(make_run(tmp_path)))
     assert ledger is not None
     assert ledger.wall == pytest.approx(30.0)
@@ -41,7 +41,7 @@ def test_parts_are_each_measured_and_the_rest_is_told(tmp_path: Path) -> None:
     assert ledger.unexplained == pytest.approx(5.5 / 30)
 
 
-def test_an_engine_that_does_not_measure_itself_has_one_part() -> None:
+def test_generation_is_one_part_without_engine_times() -> None:
     data = {name: value for name, value in STEP.items() if "/gen/" not in name}
     parts = step_parts(Record(1, data))
     assert parts["generation"] == 1.0
@@ -49,7 +49,7 @@ def test_an_engine_that_does_not_measure_itself_has_one_part() -> None:
     assert sum(step_parts(Record(1, STEP)).values()) == pytest.approx(STEP["timing_s/step"])
 
 
-def test_phases_that_are_no_steps_count_whole_and_only_once(tmp_path: Path) -> None:
+def test_phases_without_steps_are_one_part_without_double_counting(tmp_path: Path) -> None:
     folder = make_run(tmp_path, steps=1)
     path = folder / "events.jsonl"
     *events, stop = path.read_text().splitlines()
@@ -78,7 +78,7 @@ DIED = [
     {"time": 31.0, "event": "end", "span": "rl", "seconds": 30.0},
     {"time": 31.0, "event": "stop", "status": "TrainingError: x"},
 ]
-GOES_ON = [
+RESUMED = [
     {"time": 100.0, "event": "start"},
     {"time": 101.0, "event": "begin", "span": "rl"},
     {"time": 110.0, "event": "end", "span": "rl", "seconds": 9.0},
@@ -86,12 +86,12 @@ GOES_ON = [
 ]
 
 
-def test_steps_that_a_crash_lost_are_told(tmp_path: Path) -> None:
+def test_steps_lost_by_a_crash_are_a_part(tmp_path: Path) -> None:
     folder = make_run(tmp_path, steps=0)
-    # Of six steps and a half one is left; two more come from the next process.
+    # One of the first process's six and a half steps remains; two are from the second process.
     records = [line(1, 5.5, STEP), line(2, 105.5, STEP), line(3, 110.0, STEP)]
     (folder / "metrics.jsonl").write_text("".join(records))
-    lines_of(folder / "events.jsonl", *DIED, *GOES_ON)
+    lines_of(folder / "events.jsonl", *DIED, *RESUMED)
     ledger = ledger_of(read_run(folder))
     assert ledger is not None
     assert ledger.wall == 41.0
@@ -100,33 +100,33 @@ def test_steps_that_a_crash_lost_are_told(tmp_path: Path) -> None:
     assert ledger.parts["not measured"] == pytest.approx(0.0, abs=1e-9)
 
 
-def test_where_nothing_was_left_all_of_a_phase_is_lost(tmp_path: Path) -> None:
+def test_a_phase_without_remaining_records_is_lost_completely(tmp_path: Path) -> None:
     folder = make_run(tmp_path, steps=0)
     (folder / "metrics.jsonl").write_text(line(1, 105.5, STEP) + line(2, 110.0, STEP))
-    lines_of(folder / "events.jsonl", *DIED, *GOES_ON)
+    lines_of(folder / "events.jsonl", *DIED, *RESUMED)
     ledger = ledger_of(read_run(folder))
     assert ledger is not None
     assert ledger.parts["work lost to a stop"] == 30.0
-    # One that was stopped by its user has lost nothing: it went on where it was.
+    # A run stopped by its user has lost nothing, because it resumed at the same step.
     stopped = [*DIED[:-1], {"time": 31.0, "event": "stop", "status": "interrupted"}]
-    lines_of(folder / "events.jsonl", *stopped, *GOES_ON)
+    lines_of(folder / "events.jsonl", *stopped, *RESUMED)
     ledger = ledger_of(read_run(folder))
     assert ledger is not None
     assert "work lost to a stop" not in ledger.parts
 
 
-def test_steps_of_an_earlier_version_are_nobodys(tmp_path: Path) -> None:
+def test_records_without_time_are_not_counted(tmp_path: Path) -> None:
     folder = make_run(tmp_path, steps=0)
     old = line(1, 0.0, STEP).replace('"time": 0.0, ', "")
     (folder / "metrics.jsonl").write_text(old * 9 + line(2, 105.5, STEP))
-    lines_of(folder / "events.jsonl", *GOES_ON)
+    lines_of(folder / "events.jsonl", *RESUMED)
     ledger = ledger_of(read_run(folder))
     assert ledger is not None
     assert (ledger.wall, ledger.parts["train policy"]) == (10.0, 2.0)
     assert ledger.parts["not measured"] >= 0
 
 
-def test_time_between_two_processes_is_nobodys(tmp_path: Path) -> None:
+def test_time_between_processes_is_not_counted(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     with (folder / "events.jsonl").open("a") as file:
         file.write('{"time": 1000.0, "event": "start"}\n')
@@ -138,11 +138,10 @@ def test_time_between_two_processes_is_nobodys(tmp_path: Path) -> None:
     assert ledger.parts["start-up"] == pytest.approx(3.5)
 
 
-def test_without_a_timeline_nothing_is_said(tmp_path: Path) -> None:
+def test_without_a_timeline_there_is_no_ledger(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     (folder / "events.jsonl").unlink()
     run = read_run(folder)
     assert ledger_of(run) is None
-    assert run.notes == [
-        "no events.jsonl: just begun, or of an earlier version; where time went is unknown"
-    ]
+    (note,) = run.notes
+    assert note.startswith("no events.jsonl: ")

@@ -1,4 +1,4 @@
-"""The page as a file."""
+"""The report page as a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from slipstream.cli import main
 from slipstream.errors import DataError
 from slipstream.report.page import page, payload, read_runs, write_report
-from tests.report.made import STEP, line, make_run, sample
+from tests.report.run_folders import STEP, line, make_run, sample
 
 
 def data_of(text: str) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def data_of(text: str) -> dict[str, Any]:
     return data
 
 
-def test_the_command_writes_it_into_the_run(
+def test_the_command_writes_the_page_into_the_run_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_run(tmp_path / "mine")
@@ -34,7 +34,7 @@ def test_the_command_writes_it_into_the_run(
         ["RL steps", "4 of 4", "finished"],
         ["Reward", "0.500 → 0.500", "mean of the first and last 1 steps"],
         ["Accuracy", "40.0 → 60.0 %", "countdown; 95 %: 55.0 to 65.0"],
-        ["Rollouts", "25 %", "of the time of RL's steps"],
+        ["Rollouts", "25 %", "of the time of RL steps"],
         ["Rollout speed", "100", "tokens/s, median of the steps"],
         ["Accepted length", "3.50", "tokens per verification"],
         ["Log-probs that differ", "0", "rollout against trainer, all steps"],
@@ -46,7 +46,7 @@ def test_the_command_writes_it_into_the_run(
     assert run["ledger"]["wall"] == 30.0
 
 
-def test_everything_lost_is_counted_by_its_reason(tmp_path: Path) -> None:
+def test_losses_are_counted_by_reason(tmp_path: Path) -> None:
     more = {
         2: {
             "rollout/num_dropped_groups": 3.0,
@@ -58,10 +58,10 @@ def test_everything_lost_is_counted_by_its_reason(tmp_path: Path) -> None:
             "rollout/num_dropped_groups/zero_variance": 5.0,
             "training/skipped_batch": 1.0,
             "rollout/num_carried_over": 2.0,
-            # Shares, of the samples of the step.
+            # Shares of the samples of the step.
             "rollout/num_samples": 64.0,
             "response/aborted_ratio": 3 / 64,
-            # Of those that are trained on: four failed, and two were alone.
+            # Shares of the trained samples: 64 without 4 failed and 2 lone ones.
             "training/num_failed_rewards": 4.0,
             "training/num_lone_samples": 2.0,
             "rollout_corr/rollout_is_veto_fraction": 6 / 58,
@@ -76,18 +76,18 @@ def test_everything_lost_is_counted_by_its_reason(tmp_path: Path) -> None:
         ["responses with tokens that the rollout correction rejected", 12],
         ["responses with tokens that the rollout correction rejected: token_k1", 11],
         ["validation samples failed: math", 8],
-        ["groups left out: zero variance", 7],
+        ["groups dropped: zero variance", 7],
         ["responses vetoed by the rollout correction", 6],
         ["samples failed: no answer within s", 4],
-        ["samples stopped from outside", 3],
+        ["samples aborted", 3],
         ["samples carried over to a later step (not lost)", 2],
-        ["samples left out: all others of the group failed", 2],
-        ["groups left out: surplus", 1],
+        ["samples dropped: all others of the group failed", 2],
+        ["groups dropped: surplus", 1],
         ["steps without an update: nothing to train on", 1],
     ]
 
 
-def test_no_text_of_a_run_ends_its_script(tmp_path: Path) -> None:
+def test_text_of_a_run_cannot_end_the_script_element(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "{{DATA}}<b>")
     rows = folder / "rollouts" / "tokens" / "4.jsonl"
     rows.write_text(json.dumps(sample(4) | {"input": "</script><script>alert(1)</script>{{PLOT}}"}))
@@ -98,7 +98,7 @@ def test_no_text_of_a_run_ends_its_script(tmp_path: Path) -> None:
     assert "<title>{{DATA}}&lt;b&gt; · Slipstream report</title>" in text
 
 
-def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
+def test_non_finite_values_are_null(tmp_path: Path) -> None:
     folder = make_run(tmp_path, more={2: {"actor/grad_norm": math.inf}, 3: {"actor/grad_norm": 1}})
     text = (folder / "metrics.jsonl").read_text().replace("Infinity", '"Infinity"')
     (folder / "metrics.jsonl").write_text(text)
@@ -106,7 +106,9 @@ def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
     assert charts["grad_norm"]["lines"][0]["y"] == [None, 1.0]
 
 
-def test_several_runs_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_with_equal_folder_names_get_unique_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first, second = make_run(tmp_path / "a" / "run"), make_run(tmp_path / "b" / "run")
     (second / "config.yaml").write_text(
         "trainer:\n  total_training_steps: 5\ndata: {task: gsm8k}\n"
@@ -123,16 +125,16 @@ def test_several_runs_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"report       {output}" in capsys.readouterr().out
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_too_many_runs_and_unwritable_output_are_refused(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
-    with pytest.raises(DataError, match=r"9 runs are more than 8, which a page can show"):
+    with pytest.raises(DataError, match=r"9 runs .*give 8 or fewer"):
         read_runs([folder] * 9)
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"cannot be written to .*; set another --output"):
         write_report([folder], tmp_path / "file" / "report.html")
 
 
-def test_of_a_thousand_steps_it_stays_below_five_megabytes(tmp_path: Path) -> None:
+def test_a_page_of_1000_steps_is_below_one_megabyte(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     records = [
         line(step, 100.0 + step, {name: value * (1 + step / 7) for name, value in STEP.items()})

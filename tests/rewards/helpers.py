@@ -1,4 +1,4 @@
-"""A finished sample, and text for its ids."""
+"""Helpers: create a finished sample, and decode token ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real server on this machine, which misbehaves as it is told."""
+"""A real HTTP server on this machine that sends prepared responses, including faulty ones."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ Answer = tuple[int, dict[str, str], bytes | None]
 
 @dataclass
 class Server:
-    """Answers in turn (status, headers, body); the last one again and again. A body of None: never,
-    until the end; of b"": it hangs up."""
+    """Sends `answers` (status, headers, body) in order, and repeats the last one.
+
+    With the body None it does not answer until the end; with b"" it closes the connection.
+    """
 
     answers: list[Answer]
     seen: list[dict[str, Any]] = field(default_factory=list)
@@ -28,18 +30,18 @@ class Server:
 
 @contextmanager
 def serving(*answers: Answer) -> Iterator[Server]:
-    told = Server(list(answers))
+    state = Server(list(answers))
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            told.seen.append(json.loads(body))
-            told.headers.append(dict(self.headers))
-            status, headers, answer = told.answers[0]
-            if len(told.answers) > 1:
-                told.answers.pop(0)
+            state.seen.append(json.loads(body))
+            state.headers.append(dict(self.headers))
+            status, headers, answer = state.answers[0]
+            if len(state.answers) > 1:
+                state.answers.pop(0)
             if answer is None:
-                told.over.wait()
+                state.over.wait()
                 return
             if answer == b"":
                 self.connection.shutdown(socket.SHUT_RDWR)
@@ -51,16 +53,16 @@ def serving(*answers: Answer) -> Iterator[Server]:
             self.wfile.write(answer)
 
         def log_message(self, *args: object) -> None:
-            """Nothing."""
+            """Print nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    told.url = f"http://127.0.0.1:{server.server_address[1]}/score"
+    state.url = f"http://127.0.0.1:{server.server_address[1]}/score"
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield told
+        yield state
     finally:
-        told.over.set()
+        state.over.set()
         server.shutdown()
         thread.join()
         server.server_close()

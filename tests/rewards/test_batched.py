@@ -1,4 +1,4 @@
-"""Scoring of many responses in one call."""
+"""`BatchRewardManager` scores pending responses together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.rewards.helpers import decode, sample
 
 
 class Lengths:
-    """A function of lists that remembers its calls."""
+    """A reward function of lists that records its calls."""
 
     def __init__(self, result: Any = None) -> None:
         self.calls: list[list[str]] = []
@@ -40,26 +40,26 @@ def managed(
     )
 
 
-def test_what_waits_is_scored_by_one_call() -> None:
+def test_pending_responses_are_scored_in_one_call() -> None:
     function = Lengths()
     group = [sample(*range(n)) for n in (1, 3, 2, 5)]
     scores = anyio.run(managed(function).score_group, group)
     assert scores == [Score(float(n), {"acc": 1.0}) for n in (1, 3, 2, 5)]
     assert sum(map(len, function.calls)) == 4
-    # The first begins a call; those that came until it began are in it.
+    # The first response starts a call; responses that arrive before that join it.
     assert len(function.calls) <= 2
 
 
-def test_calls_are_no_larger_than_asked_and_in_order() -> None:
+def test_calls_have_at_most_max_batch_responses_in_order() -> None:
     function = Lengths()
     group = [sample(*range(n)) for n in range(1, 8)]
     manager = managed(function, max_batch=3)
     scores = anyio.run(manager.score_group, group)
     assert [score.value for score in scores] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     assert max(map(len, function.calls)) <= 3
-    asked = [text for call in function.calls for text in call]
-    assert asked == [decode(one.response_ids) for one in group]
-    # A manager lives longer than an event loop.
+    scored = [text for call in function.calls for text in call]
+    assert scored == [decode(one.response_ids) for one in group]
+    # The manager also works in a second event loop.
     assert anyio.run(manager.score_sample, sample(1, 2)).value == 2.0
 
 
@@ -72,7 +72,7 @@ def test_calls_are_no_larger_than_asked_and_in_order() -> None:
         ([None, 1.0], "returned None"),
     ],
 )
-def test_a_failed_call_is_a_failure_of_each(result: Any, reason: str) -> None:
+def test_a_failed_call_fails_all_its_responses(result: Any, reason: str) -> None:
     manager = managed(Lengths(result))
     group = [sample(1), sample(2)]
     scores = anyio.run(manager.score_group, group)
@@ -83,24 +83,24 @@ def test_a_failed_call_is_a_failure_of_each(result: Any, reason: str) -> None:
         anyio.run(managed(Lengths(result), on_failure="stop").score_group, group)
 
 
-def test_one_bad_value_is_its_own_failure() -> None:
+def test_an_invalid_value_fails_only_its_response() -> None:
     scores = anyio.run(managed(Lengths([float("nan"), 2.0])).score_group, [sample(1), sample(2)])
     assert [score.value for score in scores] == [0.0, 2.0]
     assert (scores[0].failure, scores[1].failure) == ("returned nan, not a finite number", None)
 
 
-def test_who_gives_up_does_not_hold_up_the_others() -> None:
-    asked: list[int] = []
+def test_a_cancelled_caller_does_not_block_the_others() -> None:
+    sizes: list[int] = []
 
     async def body() -> float:
-        started, go_on = anyio.Event(), anyio.Event()
+        started, proceed = anyio.Event(), anyio.Event()
 
         async def slow(
             data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any
         ) -> list[float]:
-            asked.append(len(solution_strs))
+            sizes.append(len(solution_strs))
             started.set()
-            await go_on.wait()
+            await proceed.wait()
             return [7.0] * len(solution_strs)
 
         manager = managed(slow)
@@ -108,18 +108,20 @@ def test_who_gives_up_does_not_hold_up_the_others() -> None:
             group.start_soon(manager.score_sample, sample(1))
             await started.wait()
             group.cancel_scope.cancel()
-        go_on.set()
+        proceed.set()
         return (await manager.score_sample(sample(2))).value
 
     assert anyio.run(body) == 7.0
-    assert asked == [1, 1]
+    assert sizes == [1, 1]
 
 
-def test_functions_of_single_responses_and_bad_sizes_are_refused() -> None:
+def test_single_response_functions_and_invalid_max_batch_are_refused() -> None:
     def one(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
         return 0.0
 
-    with pytest.raises(ConfigError, match=r"calls .*one with lists, and it takes one response"):
+    with pytest.raises(
+        ConfigError, match=r"reward_manager=batch .*set reward_model\.reward_manager=naive"
+    ):
         managed(one)
-    with pytest.raises(ConfigError, match="max_batch=0 must be a whole number"):
+    with pytest.raises(ConfigError, match="max_batch=0 must be"):
         managed(Lengths(), max_batch=0)

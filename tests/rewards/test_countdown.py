@@ -1,3 +1,5 @@
+"""Countdown answers are verified."""
+
 from __future__ import annotations
 
 import pytest
@@ -24,7 +26,7 @@ WORDS = ["answer", "+", "-", "1", "2", "<eos>", "=", ","]
         "ANSWER 10 - 6 + 15 + 6" + " answer 015 + 10",
     ],
 )
-def test_right_answers(text: str) -> None:
+def test_correct_answers(text: str) -> None:
     assert verify(NUMBERS, TARGET, text).correct
 
 
@@ -62,7 +64,7 @@ def test_right_answers(text: str) -> None:
         ("answer 10 + 15 \x00", "malformed answer: '\\x00'"),
     ],
 )
-def test_wrong_answers_and_why(text: str, reason: str) -> None:
+def test_wrong_answers_have_a_reason(text: str, reason: str) -> None:
     verdict = verify(NUMBERS, TARGET, text)
     assert not verdict.correct
     assert verdict.reason == reason
@@ -75,7 +77,7 @@ def test_repeated_numbers_may_be_used_as_often_as_given() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.one_of(st.text(), st.lists(st.sampled_from(WORDS)).map(" ".join)))
-def test_no_text_makes_it_raise(text: str) -> None:
+def test_verify_never_raises(text: str) -> None:
     verdict = verify([1, 2], 3, text)
     assert verdict.reason
     assert verdict.correct == (verdict.reason == "correct")
@@ -83,7 +85,7 @@ def test_no_text_makes_it_raise(text: str) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.permutations(range(1, 8)), st.lists(st.sampled_from("+-"), min_size=1, max_size=6))
-def test_every_true_expression_is_accepted(numbers: list[int], signs: list[str]) -> None:
+def test_every_correct_expression_is_accepted(numbers: list[int], signs: list[str]) -> None:
     used = numbers[: len(signs) + 1]
     value = used[0] + sum(n if s == "+" else -n for s, n in zip(signs, used[1:], strict=True))
     words = [str(used[0])] + [w for s, n in zip(signs, used[1:], strict=True) for w in (s, str(n))]
@@ -93,7 +95,7 @@ def test_every_true_expression_is_accepted(numbers: list[int], signs: list[str])
     assert not verify(used[1:], value, text).correct
 
 
-def test_compute_score() -> None:
+def test_compute_score_returns_1_or_0_and_checks_the_ground_truth() -> None:
     truth = {"numbers": [1, 2, 4], "target": 6}
     assert compute_score("countdown", "answer 2 + 4", truth) == 1.0
     assert compute_score("countdown", "answer 1 + 4", truth) == 0.0

@@ -1,3 +1,5 @@
+"""Reward functions are loaded from users' files."""
+
 from __future__ import annotations
 
 import inspect
@@ -44,7 +46,7 @@ def call(function: object, text: str) -> object:
     return function(data_source="d", solution_str=text, ground_truth=None, extra_info={})
 
 
-def test_loads_and_binds(tmp_path: Path) -> None:
+def test_functions_are_loaded_with_bound_keywords(tmp_path: Path) -> None:
     path = write(tmp_path)
     assert call(get_custom_reward_fn(path), "abc") == {"score": 3.0, "extra": 2}
     scaled = get_custom_reward_fn(str(path), "compute_score", {"scale": 2.0})
@@ -53,7 +55,7 @@ def test_loads_and_binds(tmp_path: Path) -> None:
     assert inspect.iscoroutinefunction(slow)
 
 
-def test_files_of_one_name_do_not_mix(tmp_path: Path) -> None:
+def test_files_with_equal_names_are_separate_modules(tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / str(number)).mkdir()
         write(tmp_path / str(number), f"def compute_score(**kwargs):\n return {number}")
@@ -61,7 +63,7 @@ def test_files_of_one_name_do_not_mix(tmp_path: Path) -> None:
     assert (call(one, ""), call(two, "")) == (1, 2)
 
 
-def test_missing_file_and_name(tmp_path: Path) -> None:
+def test_missing_files_and_names_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path)
     with pytest.raises(ConfigError, match=r"custom_reward_function\.path '.*no\.py' is not a file"):
         get_custom_reward_fn(tmp_path / "no.py")
@@ -86,12 +88,14 @@ def test_missing_file_and_name(tmp_path: Path) -> None:
         ("x", "broken.txt", r"its name must end in \.py"),
     ],
 )
-def test_files_that_do_not_import(tmp_path: Path, code: str, name: str, message: str) -> None:
+def test_files_that_cannot_be_imported_are_refused(
+    tmp_path: Path, code: str, name: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         get_custom_reward_fn(write(tmp_path, code, name))
 
 
-def test_signatures_are_checked_before_the_run(tmp_path: Path) -> None:
+def test_signatures_are_checked_when_loading(tmp_path: Path) -> None:
     path = write(tmp_path)
     with pytest.raises(
         ConfigError,
@@ -104,7 +108,7 @@ def test_signatures_are_checked_before_the_run(tmp_path: Path) -> None:
         get_custom_reward_fn(path, "compute_score", {"ground_truth": 2.0})
 
 
-def test_what_trls_trainer_passes_of_itself_is_not_here(tmp_path: Path) -> None:
+def test_required_arguments_of_trls_trainer_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
         "def needs(completions, trainer_state, **columns): return [0.0]\n"
@@ -115,7 +119,7 @@ def test_what_trls_trainer_passes_of_itself_is_not_here(tmp_path: Path) -> None:
     assert get_custom_reward_fn(path, "may") is not None
 
 
-def test_managers_of_verl_are_files_functions_too(tmp_path: Path) -> None:
+def test_data_proto_functions_are_loaded(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("def mine(data, return_dict): return {'reward_tensor': [2.0]}\n")
     function = get_custom_reward_fn(path, "mine")

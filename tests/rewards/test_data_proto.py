@@ -1,4 +1,4 @@
-"""Batches by names, as reward functions for VERL read them."""
+"""`DataProto` has the fields and methods that reward functions for verl use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sample(prompt: list[int], answer: list[int], **extra: object) -> Sample:
     )
 
 
-def test_samples_as_verl_has_them() -> None:
+def test_proto_of_has_verls_fields() -> None:
     data = proto_of([sample([1, 2], [7, 8, 9], state="a"), sample([3], [4])], ["x", "y"])
     expected = {
         "prompts": [[1, 2], [0, 3]],
@@ -63,13 +63,13 @@ def test_samples_as_verl_has_them() -> None:
         data.batch["stat"]
 
 
-def test_what_a_tool_said_is_not_in_the_mask() -> None:
+def test_tool_tokens_are_not_in_the_response_mask() -> None:
     one = sample([1], [2, 3])
     one.segments.append(Segment.given("tool", [4]))
     assert proto_of([one], [""]).batch["response_mask"].tolist() == [[1, 1, 0]]
 
 
-def test_rows_and_parts() -> None:
+def test_indexing_returns_rows_and_batches() -> None:
     data = proto_of([sample([1], [4], k=0), sample([2], [5], k=1), sample([3], [6], k=2)], "abc")
     row = data[-1]
     assert row.batch["responses"].tolist() == [6]
@@ -83,14 +83,14 @@ def test_rows_and_parts() -> None:
         data[3]
 
 
-def test_goes_to_other_processes() -> None:
+def test_batches_can_be_pickled() -> None:
     data = pickle.loads(pickle.dumps(proto_of([sample([1], [4], k=[1, 2])], ["a"])))
     assert data.batch["responses"].tolist() == [[4]]
     assert data.batch["k"][0] == [1, 2]
     assert len(data.batch) == 1
 
 
-def test_of_a_mapping() -> None:
+def test_from_single_dict_separates_tensors() -> None:
     data = DataProto.from_single_dict({"x": torch.zeros(2, 3), "y": ["a", [1]]}, {"step": 4})
     assert list(data.batch) == ["x"]
     assert list(data.non_tensor_batch["y"]) == ["a", [1]]
@@ -104,7 +104,7 @@ def rows(*values: int, **fields: object) -> DataProto:
     return DataProto({"x": torch.tensor(values)}, {"name": [str(v) for v in values], **fields})
 
 
-def test_parts_and_orders() -> None:
+def test_splitting_selecting_reordering_and_renaming() -> None:
     data = rows(1, 2, 3, 4)
     assert [p.batch["x"].tolist() for p in data.chunk(2)] == [[1, 2], [3, 4]]
     assert [p.batch["x"].tolist() for p in data.split(3)] == [[1, 2, 3], [4]]
@@ -121,7 +121,7 @@ def test_parts_and_orders() -> None:
     assert "x" not in data.batch
 
 
-def test_mini_batches_hold_every_row_once_an_epoch() -> None:
+def test_mini_batches_contain_every_row_once_per_epoch() -> None:
     batches = list(rows(1, 2, 3, 4).make_iterator(2, epochs=2, seed=1))
     assert [len(batch) for batch in batches] == [2] * 4
     for epoch in (batches[:2], batches[2:]):
@@ -132,7 +132,7 @@ def test_mini_batches_hold_every_row_once_an_epoch() -> None:
         list(rows(1, 2, 3, 4).make_iterator(3, epochs=1))
 
 
-def test_concatenated_selected_and_taken_out() -> None:
+def test_concat_repeat_pop_and_select() -> None:
     both = DataProto.concat([rows(1), rows(2, 3)])
     assert both.batch["x"].tolist() == [1, 2, 3]
     assert both.non_tensor_batch["name"].tolist() == ["1", "2", "3"]
@@ -140,30 +140,30 @@ def test_concatenated_selected_and_taken_out() -> None:
         DataProto.concat([rows(1), rows(2, y=[1])])
     assert both.repeat(2).batch["x"].tolist() == [1, 1, 2, 2, 3, 3]
     assert both.repeat(2, interleave=False).batch["name"].tolist() == ["1", "2", "3"] * 2
-    taken = both.pop(batch_keys=["x"])
-    assert taken.batch["x"].tolist() == [1, 2, 3]
-    assert (list(both.batch), list(taken.non_tensor_batch)) == ([], [])
+    popped = both.pop(batch_keys=["x"])
+    assert popped.batch["x"].tolist() == [1, 2, 3]
+    assert (list(both.batch), list(popped.non_tensor_batch)) == ([], [])
     assert both.select(non_tensor_batch_keys=["name"]).batch["name"][2] == "3"
 
 
-def test_a_union_of_equal_fields_whatever_they_hold() -> None:
+def test_union_accepts_equal_fields_of_any_type() -> None:
     nan = float("nan")
-    held = [np.array([1, 2]), torch.tensor([3.0]), [nan, {"a": 1}]]
-    again = [np.array([1, 2]), torch.tensor([3.0]), held[2]]
-    data = rows(1, 2, 3, state=held)
+    states = [np.array([1, 2]), torch.tensor([3.0]), [nan, {"a": 1}]]
+    again = [np.array([1, 2]), torch.tensor([3.0]), states[2]]
+    data = rows(1, 2, 3, state=states)
     assert data.union(rows(1, 2, 3, state=again, score=[nan, 1.0, 2.0])) is data
     assert data.union(rows(1, 2, 3, score=[float("nan"), 1.0, 2.0])).batch["score"][1] == 1.0
-    with pytest.raises(ValueError, match="both batches have a field 'state', and it differs"):
-        data.union(rows(1, 2, 3, state=[np.array([1, 3]), *held[1:]]))
+    with pytest.raises(ValueError, match="both batches have a field 'state'"):
+        data.union(rows(1, 2, 3, state=[np.array([1, 3]), *states[1:]]))
 
 
-def test_fields_are_found_and_checked() -> None:
+def test_batch_fields_are_found_and_their_length_is_checked() -> None:
     data = rows(1, 2, state=["a", "b"])
     assert "state" in data.batch
     assert data.batch.get("state").tolist() == ["a", "b"]
     assert data.batch.get("other") is None
     assert "other" not in data.batch
-    with pytest.raises(ValueError, match="'y' has 3 rows, and the batch 2"):
+    with pytest.raises(ValueError, match="'y' has 3 rows"):
         data.batch["y"] = torch.zeros(3)
     empty = DataProto()
     empty.batch["x"] = torch.zeros(3)

@@ -1,4 +1,4 @@
-"""A reward function on a dump, as `slipstream reward` runs it."""
+"""`slipstream reward` calls a reward function on the responses of a dump."""
 
 from __future__ import annotations
 
@@ -57,11 +57,13 @@ def report(*arguments: Any, status: int, **options: Any) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def test_scores_failures_times_and_differences(rows: Path, mine: str, tmp_path: Path) -> None:
+def test_the_report_has_scores_failures_times_and_differences(
+    rows: Path, mine: str, tmp_path: Path
+) -> None:
     output = tmp_path / "scores.jsonl"
     lines = report(rows, mine, kwargs={"scale": 2.0}, output=output, status=6)
     assert lines[0] == "compute_score: 4 responses, 2 failed"
-    assert lines[1] == "  score          mean 1.0000, least 0, most 2"
+    assert lines[1] == "  score          mean 1.0000, min 0, max 2"
     assert lines[2] == "  length         mean 1.0000 of 2"
     assert lines[3].startswith("  time           ")
     assert lines[4:] == [
@@ -80,28 +82,28 @@ def test_scores_failures_times_and_differences(rows: Path, mine: str, tmp_path: 
     assert written[0]["parts"] == {"length": 1.0}
 
 
-def test_async_functions_of_trl(rows: Path, mine: str) -> None:
+def test_async_trl_functions_are_awaited(rows: Path, mine: str) -> None:
     lines = report(rows, f"{mine}:later", limit=2, status=0)
     assert lines[:2] == [
         "later: 2 responses, 0 failed",
-        "  score          mean 1.5000, least 0, most 3",
+        "  score          mean 1.5000, min 0, max 3",
     ]
 
 
-def test_after_a_prompt_of_messages_trl_functions_get_messages(tmp_path: Path) -> None:
-    (tmp_path / "spoken.py").write_text(
-        "def spoken(completions, prompts):\n"
+def test_trl_functions_get_messages_if_the_prompt_is_messages(tmp_path: Path) -> None:
+    (tmp_path / "chat.py").write_text(
+        "def chat(completions, prompts):\n"
         "    return [float(c[0]['content'] == '5' and p[0]['role'] == 'user')"
         " for c, p in zip(completions, prompts)]\n"
     )
-    asked = [{"role": "user", "content": "2 + 3?"}]
-    path = dump(tmp_path, {"input": "user: 2 + 3?", "messages": asked, "output": "5"})
-    function = load_function(f"{tmp_path / 'spoken.py'}:spoken")
+    messages = [{"role": "user", "content": "2 + 3?"}]
+    path = dump(tmp_path, {"input": "user: 2 + 3?", "messages": messages, "output": "5"})
+    function = load_function(f"{tmp_path / 'chat.py'}:chat")
     (line,) = read_dump(path)
     assert score_line(function, line, reraise=True).score.value == 1.0
 
 
-def test_the_built_in_ones_by_data_source(tmp_path: Path) -> None:
+def test_built_in_functions_are_selected_by_data_source(tmp_path: Path) -> None:
     path = dump(
         tmp_path,
         {"output": "#### 5", "gts": "5", "data_source": "gsm8k", "score": 1.0},
@@ -112,41 +114,43 @@ def test_the_built_in_ones_by_data_source(tmp_path: Path) -> None:
     assert "  line 1: 0, in the dump 1" in lines
 
 
-def test_the_functions_own_error_for_a_debugger(rows: Path, mine: str) -> None:
+def test_reraise_propagates_the_functions_error(rows: Path, mine: str) -> None:
     with pytest.raises(ValueError, match="bad"):
         main(rows, mine, reraise=True, out=io.StringIO())
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("", "has no responses"),
-        ("{", "line 1 is no JSON"),
-        ('{"output": "a"}\n[1]', r"line 2 has no text `output` \(list\)"),
-        ('{"input": "a", "score": 1}', r"line 1 has no text `output` \(input, score\)"),
-        ('{"output": 5}', "line 1 has no text `output`"),
+        ("{", "line 1 is not JSON"),
+        ('{"output": "a"}\n[1]', r"line 2 has no text in `output` \(list\)"),
+        ('{"input": "a", "score": 1}', r"line 1 has no text in `output` \(input, score\)"),
+        ('{"output": 5}', "line 1 has no text in `output`"),
         ('{"output": "a", "extra_info": 5}', "line 1: extra_info is int, not a mapping"),
         (b"\xff", "cannot be read"),
     ],
 )
-def test_dumps_that_are_none(tmp_path: Path, content: str | bytes, said: str) -> None:
+def test_invalid_dumps_are_refused(tmp_path: Path, content: str | bytes, message: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         main(path, out=io.StringIO(), data_source="exact_match")
 
 
-def test_a_dump_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_dump_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
         list(read_dump(tmp_path / "no.jsonl"))
 
 
-def test_keywords_without_a_function() -> None:
+def test_kwargs_without_a_function_are_refused() -> None:
     with pytest.raises(ConfigError, match="add --fn"):
         load_function(None, {"scale": 1})
 
 
-def test_the_command(rows: Path, mine: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_report_and_refuses_bad_arguments(
+    rows: Path, mine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     line = ["reward", str(rows), "--fn", mine, "--kwargs", '{"scale": 2}', "--limit", "2"]
     assert cli.main(line) == 0
     assert "compute_score: 2 responses, 0 failed" in capsys.readouterr().out
@@ -157,4 +161,4 @@ def test_the_command(rows: Path, mine: str, capsys: pytest.CaptureFixture[str]) 
     for bad in ("[1]", "{"):
         with pytest.raises(SystemExit):
             cli.main(["reward", str(rows), "--kwargs", bad])
-    assert "is no mapping" in capsys.readouterr().err
+    assert "is not valid JSON" in capsys.readouterr().err

@@ -1,3 +1,5 @@
+"""Built-in reward functions are selected by data source."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -14,7 +16,7 @@ from slipstream.rewards.functions import (
 )
 
 
-def test_exact_match() -> None:
+def test_exact_match_compares_stripped_text() -> None:
     assert exact_match("x", " yes\n", "yes") == 1.0
     assert exact_match("x", "Yes", "yes") == 0.0
     assert exact_match("x", "b", ["a", "b"]) == 1.0
@@ -46,11 +48,13 @@ TRUTH = {"numbers": [1, 2, 4], "target": 6}
         ("searchR1_bamboogle", "<answer>3</answer>", {"target": "3"}, 1.0),
     ],
 )
-def test_dispatch_by_data_source(data_source: str, response: str, truth: Any, score: Any) -> None:
+def test_each_data_source_selects_its_function(
+    data_source: str, response: str, truth: Any, score: Any
+) -> None:
     assert default_compute_score(data_source, response, truth, {}) == score
 
 
-def test_a_source_without_a_function_is_refused() -> None:
+def test_a_data_source_without_a_function_is_refused() -> None:
     with pytest.raises(
         RewardError,
         match=r"data_source 'mystery' \(known: .*aime\*, apps, .*\): set "
@@ -59,7 +63,7 @@ def test_a_source_without_a_function_is_refused() -> None:
         default_compute_score("mystery", "", "")
 
 
-def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_register_reward_adds_a_data_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functions, "_BY_SOURCE", dict(functions._BY_SOURCE))
 
     def length(
@@ -70,5 +74,5 @@ def test_register(monkeypatch: pytest.MonkeyPatch) -> None:
     register_reward("length", length)
     assert "length" in data_sources()
     assert default_compute_score("length", "abc", None) == 3.0
-    with pytest.raises(ConfigError, match="has a reward function already"):
+    with pytest.raises(ConfigError, match="already has a reward function"):
         register_reward("length", length)

@@ -1,4 +1,4 @@
-"""Managers by name."""
+"""Reward managers are created by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from slipstream.rewards.protocol import Score
 from tests.rewards.helpers import decode, sample
 
 
-def test_load_reward_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_reward_manager_creates_the_configured_manager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info, k=1):\n return k"
@@ -31,7 +33,7 @@ def test_load_reward_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(load_module, "_MANAGERS", dict(load_module._MANAGERS))
     register_reward_manager("mine", NaiveRewardManager)
     assert isinstance(load_reward_manager("mine", decode=decode), NaiveRewardManager)
-    with pytest.raises(ConfigError, match="'mine' exists already"):
+    with pytest.raises(ConfigError, match="'mine' already exists"):
         register_reward_manager("mine", NaiveRewardManager)
 
 
@@ -52,7 +54,7 @@ def test_load_reward_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (
             "limited",
             {"reward_kwargs": {"max_rpm": 0}},
-            r"reward_kwargs\.max_rpm=0 lets nothing pass",
+            r"reward_kwargs\.max_rpm=0 .*above 0",
         ),
         (
             "limited",
@@ -67,12 +69,12 @@ def test_load_reward_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (
             "limited",
             {"num_workers": 4, "reward_kwargs": {"max_concurrent": 5}},
-            r"max_concurrent=5 .* set reward_model\.num_workers=5 \(there are 4\)",
+            r"max_concurrent=5 .* there are 4; set reward_model\.num_workers=5",
         ),
         (
             "limited",
             {"reward_kwargs": {"max_concurrent": 500}},
-            r"max_concurrent=500 .* set reward_model\.num_workers=500 \(there are 256\)",
+            r"max_concurrent=500 .* there are 256; set reward_model\.num_workers=500",
         ),
         ("prime", {"num_workers": 0}, r"reward_model\.num_workers 0 must be"),
         (
@@ -87,6 +89,6 @@ def test_load_reward_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ),
     ],
 )
-def test_bad_settings_are_refused(name: str, options: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_reward_manager(name, decode=decode, **options)

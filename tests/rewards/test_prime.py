@@ -1,4 +1,4 @@
-"""Scoring in processes of their own."""
+"""`PrimeRewardManager` scores in worker processes."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_goes_wrong_costs_one_sample(file: Path) -> None:
+def test_a_failure_affects_one_sample_only(file: Path) -> None:
     prime = manager(get_custom_reward_fn(file, reward_kwargs={"bonus": 0.5}), workers=2)
 
     async def scored() -> list[Score]:
         scores = await prime.score_group([sample(n) for n in (2, 3, 4, 55)])
-        # Processes run by now: the deadline is for the function alone.
+        # The processes are running now, so the deadline covers only the function.
         prime._runner.timeout_s = 5.0
         return scores + await prime.score_group([sample(1), sample(666)])
 
@@ -66,7 +66,7 @@ def test_what_goes_wrong_costs_one_sample(file: Path) -> None:
     assert (prime.timeouts, prime.failures, prime.abandoned) == (1, 4, 0)
 
 
-def test_a_process_is_kept(file: Path) -> None:
+def test_a_process_is_reused(file: Path) -> None:
     prime = manager(get_custom_reward_fn(file))
 
     async def scored() -> list[Score]:
@@ -76,7 +76,7 @@ def test_a_process_is_kept(file: Path) -> None:
     assert one.parts["process"] == two.parts["process"]
 
 
-def test_built_in_functions_and_trls(file: Path) -> None:
+def test_built_in_and_trl_functions_work_in_processes(file: Path) -> None:
     assert anyio.run(manager(get_custom_reward_fn(file, "trl")).score_sample, sample(7)).value == 1
     built_in = PrimeRewardManager(decode=decode)
     assert anyio.run(built_in.score_sample, sample(1, 2)) == Score(1.0)
@@ -84,8 +84,8 @@ def test_built_in_functions_and_trls(file: Path) -> None:
         anyio.run(built_in.score_sample, sample(1, source="x"))
 
 
-def test_what_no_process_can_be_told_of_is_refused(file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"this one is async; set .*=naive"):
+def test_async_and_unpicklable_functions_are_refused(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is async; set .*=naive"):
         manager(get_custom_reward_fn(file, "slow"))
-    with pytest.raises(ConfigError, match=r"cannot hand .* to another process"):
+    with pytest.raises(ConfigError, match=r"set reward_model\.reward_manager=naive"):
         manager(lambda **_: 1.0)

@@ -1,4 +1,4 @@
-"""A real server on this machine, which misbehaves as it is told."""
+"""`RemoteRewardManager` against a real server that sends prepared responses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Remote:
-    """A manager whose pauses take no time, but are kept."""
+    """A manager that records its pauses instead of sleeping."""
 
     def __init__(self, url: str, **options: Any) -> None:
         self.paused: list[float] = []
@@ -40,7 +40,7 @@ BUSY: Answer = (429, {}, b"slow down")
 DOWN: Answer = (503, {}, b"down")
 
 
-def test_verls_arguments_go_out_and_a_score_comes_back() -> None:
+def test_requests_have_verls_arguments_and_return_scores() -> None:
     with serving(RIGHT, (200, {}, b"0.25")) as server:
         remote = Remote(server.url, headers={"Authorization": "Bearer me"})
         assert remote.score() == Score(0.5, {"format": 1.0})
@@ -55,7 +55,7 @@ def test_verls_arguments_go_out_and_a_score_comes_back() -> None:
     assert remote.paused == []
 
 
-def test_busy_and_down_are_tried_again_after_pauses_that_double() -> None:
+def test_busy_and_down_are_retried_with_doubling_pauses() -> None:
     with serving(BUSY, DOWN, (500, {}, b""), RIGHT) as server:
         remote = Remote(server.url, backoff_s=2.0, max_backoff_s=5.0)
         assert remote.score().value == 0.5
@@ -64,7 +64,7 @@ def test_busy_and_down_are_tried_again_after_pauses_that_double() -> None:
     assert len(server.seen) == 4
 
 
-def test_retry_after_is_heeded() -> None:
+def test_retry_after_is_obeyed() -> None:
     waits = [(429, {"Retry-After": text}, b"busy") for text in ("7", "0.5", "Wed, 21 Oct 2026")]
     with serving(*waits, RIGHT) as server:
         remote = Remote(server.url)
@@ -72,7 +72,7 @@ def test_retry_after_is_heeded() -> None:
     assert remote.paused == [7.0, 2.0, 4.0]
 
 
-def test_one_that_stays_down_is_a_failure_with_its_reason() -> None:
+def test_a_server_that_stays_down_is_a_failure() -> None:
     with serving(DOWN) as server:
         remote = Remote(server.url)
         assert remote.score() == Score(0.0, failure="HTTP 503: down after 4 attempts")
@@ -84,7 +84,7 @@ def test_one_that_stays_down_is_a_failure_with_its_reason() -> None:
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 302])
-def test_what_no_retry_repairs_is_not_tried_again(status: int) -> None:
+def test_permanent_errors_are_not_retried(status: int) -> None:
     with serving((status, {}, b"no such thing")) as server:
         remote = Remote(server.url)
         assert remote.score().failure == f"HTTP {status}: no such thing"
@@ -102,41 +102,44 @@ def test_what_no_retry_repairs_is_not_tried_again(status: int) -> None:
         (b"\xff\xfe", "answered with what is no JSON: "),
     ],
 )
-def test_garbage_is_a_failure(body: bytes, failure: str) -> None:
+def test_invalid_responses_are_failures(body: bytes, failure: str) -> None:
     with serving((200, {}, body)) as server:
         found = Remote(server.url).score().failure
     assert found is not None
     assert found.startswith(failure)
 
 
-def test_no_answer_and_no_connection_are_tried_again() -> None:
+def test_timeouts_and_connection_errors_are_retried() -> None:
     with serving((200, {}, None), (200, {}, b""), RIGHT) as server:
         remote = Remote(server.url, timeout_s=0.5)
         assert remote.score().value == 0.5
     assert remote.manager.timeouts == 1
     assert remote.paused == [1.0, 2.0]
-    # Nobody listens there any more.
-    gone = Remote(server.url, max_retries=1).score().failure
-    assert gone is not None
-    assert gone.startswith("ConnectError")
-    assert gone.endswith("after 2 attempts")
+    # The server has stopped.
+    failure = Remote(server.url, max_retries=1).score().failure
+    assert failure is not None
+    assert failure.startswith("ConnectError")
+    assert failure.endswith("after 2 attempts")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"url": "localhost:80"}, r"url='localhost:80' is no address"),
-        ({"url": "http://x", "max_retries": -1}, "retries must be 0 or more"),
-        ({"url": "http://x", "backoff_s": 9, "max_backoff_s": 3}, "up to max_backoff_s"),
-        ({"url": "http://x", "max_rpm": 0}, "lets nothing pass"),
+        ({"url": "localhost:80"}, r"url='localhost:80' is not an address"),
+        ({"url": "http://x", "max_retries": -1}, "max_retries must be 0 or more"),
+        (
+            {"url": "http://x", "backoff_s": 9, "max_backoff_s": 3},
+            "max_backoff_s at least backoff_s",
+        ),
+        ({"url": "http://x", "max_rpm": 0}, "max_rpm=0 .*above 0"),
         ({}, "url"),
     ],
 )
-def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_reward_manager("remote", decode=decode, reward_kwargs=options)
 
 
-def test_a_function_of_ones_own_beside_it_is_refused() -> None:
+def test_a_local_function_in_addition_is_refused() -> None:
     with pytest.raises(ConfigError, match="unset one of them"):
         RemoteRewardManager(lambda **_: 1.0, decode=decode, url="http://x")

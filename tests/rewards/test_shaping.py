@@ -1,4 +1,4 @@
-"""Formulas of how a response is written, by hand."""
+"""Reward terms about form and length match values calculated by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.rewards.shaping import (
 from slipstream.types import Sample, Segment, StopReason
 
 
-def said(text: str = "", tokens: int = 0, answer: float = 0.0, cut: bool = False) -> Sample:
+def response(text: str = "", tokens: int = 0, answer: float = 0.0, cut: bool = False) -> Sample:
     return Sample(
         segments=[Segment.given("prompt", [1]), Segment.given("assistant", [2] * tokens)],
         response=text,
@@ -54,8 +54,8 @@ def said(text: str = "", tokens: int = 0, answer: float = 0.0, cut: bool = False
     ],
 )
 def test_think_format(text: str, alone: float, prompted: float) -> None:
-    assert think_format(said(text)) == alone
-    assert think_format(said(text), prompted=True) == prompted
+    assert think_format(response(text)) == alone
+    assert think_format(response(text), prompted=True) == prompted
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_think_format(text: str, alone: float, prompted: float) -> None:
     ],
 )
 def test_repetition(text: str, ngram: int, value: float) -> None:
-    assert repetition(said(text), ngram=ngram) == pytest.approx(value, abs=1e-12)
+    assert repetition(response(text), ngram=ngram) == pytest.approx(value, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -92,36 +92,36 @@ def test_repetition(text: str, ngram: int, value: float) -> None:
     [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1.0), (150, -1.0)],
 )
 def test_overlong(tokens: int, value: float) -> None:
-    sample = said(tokens=tokens)
+    sample = response(tokens=tokens)
     assert overlong(sample, max_resp_len=100, buffer=20) == pytest.approx(value)
 
 
-def test_overlong_that_cannot_be() -> None:
+def test_invalid_settings_are_refused() -> None:
     for buffer in (0, 101):
-        with pytest.raises(ConfigError, match="set a buffer between 1 and that"):
-            overlong(said(), max_resp_len=100, buffer=buffer)
+        with pytest.raises(ConfigError, match="set a buffer between 1 and max_resp_len"):
+            overlong(response(), max_resp_len=100, buffer=buffer)
     with pytest.raises(ConfigError, match="ngram=0; set 1 or more"):
-        repetition(said("a"), ngram=0)
+        repetition(response("a"), ngram=0)
 
 
 def test_cosine_length() -> None:
     half = 0.5 + 0.25
     samples = [
-        *(said(tokens=n, answer=1.0) for n in (0, 50, 100, 200)),
-        *(said(tokens=n, answer=a) for n, a in ((0, 0.0), (50, -1.0), (100, 0.0))),
-        said(tokens=10, answer=1.0, cut=True),
+        *(response(tokens=n, answer=1.0) for n in (0, 50, 100, 200)),
+        *(response(tokens=n, answer=a) for n, a in ((0, 0.0), (50, -1.0), (100, 0.0))),
+        response(tokens=10, answer=1.0, cut=True),
     ]
     values = cosine_length(samples, max_resp_len=100)
     assert values == pytest.approx([1.0, half, 0.5, 0.5, -1.0, -half, -0.5, -0.5])
-    (quarter,) = cosine_length([said(tokens=25, answer=1.0)], max_resp_len=100)
+    (quarter,) = cosine_length([response(tokens=25, answer=1.0)], max_resp_len=100)
     assert quarter == pytest.approx(0.5 + 0.25 * (1 + math.cos(math.pi / 4)))
 
 
 def test_relative_length() -> None:
-    right = [said(tokens=n, answer=1.0) for n in (10, 20, 30)]
-    wrong = [said(tokens=n) for n in (10, 25, 30)]
+    right = [response(tokens=n, answer=1.0) for n in (10, 20, 30)]
+    wrong = [response(tokens=n) for n in (10, 25, 30)]
     assert relative_length([*right, *wrong]) == [0.5, 0.0, -0.5, 0.0, -0.25, -0.5]
     assert relative_length([right[0], wrong[0]]) == [0.0, 0.0]
     assert relative_length(right[:1]) == [0.0]
-    # Right in part is not right.
-    assert relative_length([said(tokens=10, answer=0.5), *right[1:]]) == [0.0, 0.0, -0.5]
+    # A partially correct answer does not count as correct.
+    assert relative_length([response(tokens=10, answer=0.5), *right[1:]]) == [0.0, 0.0, -0.5]

@@ -1,4 +1,4 @@
-"""Reward functions as they are written for VERL and for TRL."""
+"""Reward functions written for verl and for TRL are recognized and called correctly."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def scored(function: Any, one: Sample | None = None) -> Score:
     return anyio.run(manager.score_sample, one or sample())
 
 
-def test_parameters_tell() -> None:
+def test_signature_is_recognized_by_parameter_names() -> None:
     def verl(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
         return 0.0
 
@@ -65,7 +65,7 @@ def test_parameters_tell() -> None:
     assert isinstance(signature_of(loose), VerlSignature)
 
 
-def test_verls_arguments() -> None:
+def test_verl_signature_arguments() -> None:
     assert VerlSignature().arguments([sample()], ["5"]) == {
         "data_source": "sums",
         "solution_str": "5",
@@ -74,7 +74,7 @@ def test_verls_arguments() -> None:
     }
 
 
-def test_verls_arguments_for_a_batch_are_lists_of_one() -> None:
+def test_verl_batch_arguments_are_lists() -> None:
     assert VerlBatchSignature().arguments([sample()], ["5"]) == {
         "data_sources": ["sums"],
         "solution_strs": ["5"],
@@ -83,15 +83,15 @@ def test_verls_arguments_for_a_batch_are_lists_of_one() -> None:
     }
 
 
-def test_trls_arguments_are_lists_of_one() -> None:
-    def all_of_it(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
+def test_trl_arguments_are_lists() -> None:
+    def takes_all(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
         return [0.0]
 
     def few(completions: Any, answer: Any) -> list[float]:
         return [0.0]
 
     row = {"answer": ["five"], "ground_truth": ["5"], "data_source": ["sums"]}
-    assert TRLSignature(all_of_it).arguments([sample()], ["5"]) == {
+    assert TRLSignature(takes_all).arguments([sample()], ["5"]) == {
         "prompts": ["2 + 3?"],
         "completions": ["5"],
         "completion_ids": [[5, 6]],
@@ -104,9 +104,9 @@ def test_trls_arguments_are_lists_of_one() -> None:
     bound = TRLSignature(partial(few, answer=["six"]))
     assert bound.arguments([sample()], ["5"]) == {"completions": ["5"]}
     messages: list[Message] = [{"role": "user", "content": "2 + 3?"}]
-    spoken = TRLSignature(all_of_it).arguments([sample(messages)], ["5"])
-    assert spoken["prompts"] == [messages]
-    assert spoken["completions"] == [[{"role": "assistant", "content": "5"}]]
+    chat = TRLSignature(takes_all).arguments([sample(messages)], ["5"])
+    assert chat["prompts"] == [messages]
+    assert chat["completions"] == [[{"role": "assistant", "content": "5"}]]
 
 
 @pytest.mark.parametrize(
@@ -128,11 +128,11 @@ def test_trls_arguments_are_lists_of_one() -> None:
         ([float("nan")], Score(0.0, failure="returned nan, not a finite number")),
     ],
 )
-def test_what_trls_functions_return(returned: Any, score: Score) -> None:
+def test_results_of_trl_functions(returned: Any, score: Score) -> None:
     assert scored(lambda completions: returned) == score
 
 
-def test_functions_run_as_they_are(tmp_path: Path) -> None:
+def test_functions_from_files_are_called_with_their_signature(tmp_path: Path) -> None:
     file = tmp_path / "rewards.py"
     file.write_text(
         "def length(completions, scale=1.0, **kwargs):\n"
@@ -162,7 +162,7 @@ def test_functions_run_as_they_are(tmp_path: Path) -> None:
         get_custom_reward_fn(file, "length", {"completions": []})
 
 
-def test_a_data_proto_of_one_row() -> None:
+def test_a_data_proto_function_gets_a_batch_of_one_row() -> None:
     seen: list[Any] = []
 
     def compute_reward(data: Any, scale: float = 1.0) -> torch.Tensor:
@@ -179,7 +179,7 @@ def test_a_data_proto_of_one_row() -> None:
 
 
 class Manager:
-    """As VERL's managers are written."""
+    """A reward manager with verl's interface."""
 
     def __init__(self, returned: Any) -> None:
         self.returned = returned
@@ -200,11 +200,11 @@ class Manager:
             Score(1.0, {"acc": 1.0}),
         ),
         ((torch.tensor([1.0]), {"acc": [0]}), Score(1.0, {"acc": 0.0})),
-        # VERL's own tell a score before penalties, and answers that are none.
+        # verl's managers also report a score before penalties, and answers that may be None.
         ((torch.tensor([[0.5]]), {"score": [1.0], "pred": [None]}), Score(0.5)),
     ],
 )
-def test_what_managers_return(returned: Any, score: Score) -> None:
+def test_results_of_managers(returned: Any, score: Score) -> None:
     assert scored(Manager(returned)) == score
 
 
@@ -223,5 +223,5 @@ def test_what_managers_return(returned: Any, score: Score) -> None:
         ([["a"]], "rewards of tokens that are no numbers"),
     ],
 )
-def test_what_managers_must_not_return(returned: Any, reason: str) -> None:
+def test_invalid_results_of_managers_are_failures(returned: Any, reason: str) -> None:
     assert reason in (scored(Manager(returned)).failure or "")

@@ -1,4 +1,4 @@
-"""How many calls run at once. Nothing here waits for a clock but the slots themselves."""
+"""`Slots` limits concurrent calls depending on whether they use the CPU."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 
 from slipstream.rewards import slots
 from slipstream.rewards.runner import DeadlineRunner
-from slipstream.rewards.slots import COMPUTING, MOST, Slots, ThreadClock
+from slipstream.rewards.slots import COMPUTING, MAX_AT_ONCE, Slots, ThreadClock
 
 
 async def most_at_once(several: Slots, calls: int, *, waits: bool = False, until: int = 0) -> int:
-    """How many of `calls` are inside together: `until` have come, and nobody comes any more."""
+    """Return how many of `calls` run at once, after `until` have started and no more start."""
     inside = most = 0
     reached, over = anyio.Event(), anyio.Event()
 
@@ -35,7 +35,7 @@ async def most_at_once(several: Slots, calls: int, *, waits: bool = False, until
             tasks.start_soon(one)
         if until:
             await reached.wait()
-        # Many looks at what runs.
+        # Long enough for many measurements of the running calls.
         await anyio.sleep(0.1)
         over.set()
     return most
@@ -59,7 +59,7 @@ def computing() -> dict[int, float | None]:
         (30, computing, 20, 20),
     ],
 )
-def test_as_many_as_may_compute(
+def test_computing_calls_are_limited(
     number: int | None, computed: Callable[[], dict[int, float | None]], calls: int, most: int
 ) -> None:
 
@@ -69,9 +69,9 @@ def test_as_many_as_may_compute(
     assert anyio.run(run) == most
 
 
-@pytest.mark.parametrize("most", [MOST, 50])
-def test_many_more_where_they_wait(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "MOST", most)
+@pytest.mark.parametrize("most", [MAX_AT_ONCE, 50])
+def test_waiting_calls_may_reach_the_maximum(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "MAX_AT_ONCE", most)
 
     async def run() -> int:
         return await most_at_once(Slots(None, waiting), 2 * most, until=most)
@@ -79,24 +79,24 @@ def test_many_more_where_they_wait(most: int, monkeypatch: pytest.MonkeyPatch) -
     assert anyio.run(run) == most
 
 
-def test_those_that_are_known_to_wait_are_not_looked_at() -> None:
+def test_calls_known_to_wait_are_not_measured() -> None:
     def never() -> dict[int, float | None]:
         raise AssertionError
 
     async def run() -> int:
-        return await most_at_once(Slots(None, never), MOST, waits=True, until=MOST)
+        return await most_at_once(Slots(None, never), MAX_AT_ONCE, waits=True, until=MAX_AT_ONCE)
 
-    assert anyio.run(run) == MOST
+    assert anyio.run(run) == MAX_AT_ONCE
 
 
-def test_serves_one_event_loop_after_the_other() -> None:
+def test_slots_work_in_successive_event_loops() -> None:
     one = Slots(1, waiting)
     for _ in range(2):
         assert anyio.run(most_at_once, one, 3) == 1
 
 
-def test_all_calls_that_wait_run_together() -> None:
-    """Each ends only when all have begun."""
+def test_all_waiting_calls_run_at_once() -> None:
+    """Each call ends only when all have started."""
     count = 64
     together = threading.Barrier(count)
 
@@ -116,7 +116,7 @@ def test_all_calls_that_wait_run_together() -> None:
     assert anyio.run(run) == [None] * count
 
 
-def test_calls_that_compute_take_turns() -> None:
+def test_computing_threads_are_limited() -> None:
     inside, most, lock = 0, 0, threading.Lock()
 
     def busy() -> None:
@@ -137,12 +137,12 @@ def test_calls_that_compute_take_turns() -> None:
                 tasks.start_soon(partial(runner.run, busy, name="busy", asynchronous=False))
 
     anyio.run(run)
-    # A machine that stands still for ten milliseconds looks as if they waited.
+    # If the machine stalls for 10 ms, computing calls look like waiting ones.
     assert COMPUTING <= most < 50
 
 
-def test_a_threads_clock_is_read_by_others() -> None:
-    clock, begun, over = ThreadClock(), threading.Event(), threading.Event()
+def test_a_thread_clock_can_be_read_from_another_thread() -> None:
+    clock, started, over = ThreadClock(), threading.Event(), threading.Event()
     assert clock.seconds() is None
 
     def work() -> None:
@@ -150,12 +150,12 @@ def test_a_threads_clock_is_read_by_others() -> None:
         end = time.thread_time() + 0.05
         while time.thread_time() < end:
             pass
-        begun.set()
+        started.set()
         over.wait()
 
     thread = threading.Thread(target=work)
     thread.start()
-    begun.wait()
+    started.wait()
     first = clock.seconds()
     assert first is not None
     assert first >= 0.05

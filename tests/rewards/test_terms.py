@@ -1,4 +1,4 @@
-"""Sums of named rewards, of samples and of groups."""
+"""Reward terms of samples and groups are added to the score."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def mine(tmp_path: Path) -> str:
 
 
 def scored(terms: Mapping[str, Any], path: str, samples: list[Sample], **options: Any) -> None:
-    """As rollouts do it."""
+    """Score samples as rollouts do."""
     manager = load_reward_manager(
         decode=decode, custom_path=path, terms=terms, **{"timeout_s": 5.0, **options}
     )
@@ -76,7 +76,7 @@ def scored(terms: Mapping[str, Any], path: str, samples: list[Sample], **options
     anyio.run(run)
 
 
-def test_a_weighted_sum_whose_parts_are_named(mine: str) -> None:
+def test_the_score_is_a_weighted_sum_with_named_parts(mine: str) -> None:
     terms = {
         "answer": 2.0,
         "repetition": {"weight": 0.5, "ngram": 1},
@@ -103,13 +103,13 @@ def test_a_weighted_sum_whose_parts_are_named(mine: str) -> None:
     )
 
 
-def test_the_answer_has_weight_one_unless_given(mine: str) -> None:
+def test_the_answer_has_weight_1_by_default(mine: str) -> None:
     one = sample(7)
     scored({"think_format": 1.0}, mine, [one])
     assert (one.reward, one.reward_parts["think_format"]) == (7.0, 0.0)
 
 
-def test_terms_of_groups_see_all_responses_at_once(mine: str) -> None:
+def test_group_terms_get_all_responses_of_a_group(mine: str) -> None:
     terms = {
         "rank": {"weight": 10.0, "path": mine, "name": "rank", "group": True},
         "later": {"weight": 2.0, "path": mine, "name": "later", "group": True},
@@ -120,7 +120,7 @@ def test_terms_of_groups_see_all_responses_at_once(mine: str) -> None:
     scored(terms, mine, group)
     assert [s.reward_parts["rank"] for s in group] == [2.0, 0.0, 1.0]
     assert [s.reward_parts["relative_length"] for s in group] == [-0.5, 0.5, 0.0]
-    # The mask of what was given is empty here.
+    # The term `whole` is 0, because given segments have an empty response mask.
     assert [s.reward for s in group] == pytest.approx([1 + 20 + 0.5 - 0.5, 5 + 0.5 + 0.5, 16.5])
     assert all(s.reward_parts["score"] == s.reward for s in group)
 
@@ -132,7 +132,7 @@ def test_terms_of_groups_see_all_responses_at_once(mine: str) -> None:
         ("slow", "slow: no answer within 0.2 s"),
     ],
 )
-def test_a_term_of_a_group_that_fails(mine: str, name: str, reason: str) -> None:
+def test_a_failing_group_term_fails_the_whole_group(mine: str, name: str, reason: str) -> None:
     terms = {name: {"weight": 1.0, "path": mine, "name": name, "group": True}}
     zero, dropped = [sample(1), sample(2)], [sample(1), sample(2)]
     scored(terms, mine, zero, timeout_s=0.2)
@@ -145,7 +145,7 @@ def test_a_term_of_a_group_that_fails(mine: str, name: str, reason: str) -> None
         scored(terms, mine, [sample(1), sample(2)], timeout_s=0.2, on_failure="stop")
 
 
-def test_a_term_that_fails_is_the_samples_failure(mine: str) -> None:
+def test_a_failing_sample_term_fails_the_sample(mine: str) -> None:
     terms = {
         "mine": {"weight": 1.0, "path": mine, "name": "brevity"},
         "rank": {"weight": 1.0, "path": mine, "name": "rank", "group": True},
@@ -157,14 +157,14 @@ def test_a_term_that_fails_is_the_samples_failure(mine: str) -> None:
     assert "rank" not in group[1].reward_parts
 
 
-def test_a_failed_answer_stays_one(mine: str) -> None:
+def test_a_failed_answer_remains_a_failure(mine: str) -> None:
     manager = load_reward_manager(decode=lambda ids: "x", custom_path=mine, terms={"answer": 2})
     score = anyio.run(manager.score_sample, sample(1))
     assert score == Score(0.0, failure="ValueError: could not convert string to float: 'x'")
 
 
 @pytest.mark.parametrize(
-    ("terms", "said"),
+    ("terms", "message"),
     [
         ({"think_fromat": 1.0}, "think_fromat is not known.*did you mean think_format"),
         ({"think_format": "1"}, "has the weight '1'; give a number"),
@@ -173,19 +173,19 @@ def test_a_failed_answer_stays_one(mine: str) -> None:
         ({"think_format": True}, "has the weight True"),
         ({"think_format": {"weight": 1, "promted": True}}, "unexpected.*promted"),
         ({"overlong": 1.0}, "overlong: missing a required argument: 'max_resp_len'"),
-        ({"answer": {"weight": 1, "ngram": 2}}, "answer has ngram; it is the reward function"),
+        ({"answer": {"weight": 1, "ngram": 2}}, "answer has ngram; .*custom_reward_function"),
         ({"mine": {"weight": 1, "path": "MINE", "grup": True}}, "grup.*did you mean group"),
         ({"mine": {"weight": 1, "path": "MINE", "name": "brevty"}}, "did you mean brevity"),
         ({"repetition": {"weight": 1, "path": "MINE"}}, "choose another name"),
         (
             {"mine": {"weight": 1, "path": "MINE", "name": "brevity", "group": True}},
-            "is of groups, and its function is called with one response",
+            "mine has group: true.*solution_str",
         ),
     ],
 )  # fmt: skip
-def test_terms_that_are_none(mine: str, terms: dict[str, Any], said: str) -> None:
-    for told in terms.values():
-        if isinstance(told, dict) and told.get("path") == "MINE":
-            told["path"] = mine
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_terms_are_refused(mine: str, terms: dict[str, Any], message: str) -> None:
+    for entry in terms.values():
+        if isinstance(entry, dict) and entry.get("path") == "MINE":
+            entry["path"] = mine
+    with pytest.raises(ConfigError, match=message):
         read_terms(terms)

@@ -1,4 +1,4 @@
-"""Small samples for the tests of this folder."""
+"""Small prompts and samples for tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def make_prompt(uid: str, ids: list[int] | None = None) -> Prompt:
 
 
 def respond(sample: Sample, ids: list[int], *, version: int = 0) -> Sample:
-    """Let the policy of `version` answer `ids`, with log-probs -0.1, -0.2, ..."""
+    """Append the response `ids` of policy `version`, with log-probs -0.1, -0.2, ..."""
     log_probs = [-0.1 * (i + 1) for i in range(len(ids))]
     sample.append(
         Segment(

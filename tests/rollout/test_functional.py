@@ -1,4 +1,4 @@
-"""The synchronous rollout: batches from prompts through the user's functions."""
+"""Synchronous rollouts: batches of samples through the user's functions."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from tests.rollout.samples import make_prompt, make_sample, respond
 
 
 class Buffer:
-    """Prompts p0, p1, ... up to `size`; remembers how many were asked for."""
+    """A source of prompts p0, p1, ... up to `size` that records the requested counts."""
 
     def __init__(self, size: int = 1000) -> None:
         self.size = size
-        self.given = 0
-        self.asked: list[int] = []
+        self.position = 0
+        self.requested: list[int] = []
 
     def get_prompts(self, n: int) -> list[Prompt]:
-        self.asked.append(n)
-        end = min(self.given + n, self.size)
-        out = [make_prompt(f"p{i}", [1, i]) for i in range(self.given, end)]
-        self.given = end
+        self.requested.append(n)
+        end = min(self.position + n, self.size)
+        out = [make_prompt(f"p{i}", [1, i]) for i in range(self.position, end)]
+        self.position = end
         return out
 
 
 def echo(samples: list[Sample], **kwargs: Any) -> list[Sample]:
-    """Answers its group and index."""
+    """Respond to each sample with its group and index."""
     assert all(s.status is Status.PENDING and len(s.segments) == 1 for s in samples)
     return [respond(s, [s.group_index or 0, s.index]) for s in samples]
 
@@ -51,7 +51,7 @@ def index_reward(sample: Sample) -> float:
     return float(sample.index)
 
 
-def test_a_batch_has_every_prompt_n_times_with_one_index_per_group() -> None:
+def test_batch_has_n_samples_per_prompt_and_one_index_per_group() -> None:
     config = RolloutConfig(
         batch_size=2, n_samples_per_prompt=2, generate_fn=echo, reward_fn=index_reward
     )
@@ -65,7 +65,7 @@ def test_a_batch_has_every_prompt_n_times_with_one_index_per_group() -> None:
     assert next(batches).metadata["group_indices"] == [2, 2, 3, 3]
 
 
-def test_keywords_reach_the_generate_function() -> None:
+def test_keyword_arguments_reach_generate_fn() -> None:
     seen: dict[str, Any] = {}
 
     def generate(samples: list[Sample], **kwargs: Any) -> list[Sample]:
@@ -91,35 +91,35 @@ def test_rejected_groups_are_replaced_and_counted() -> None:
     )
     batch = first(buffer, config)
     assert batch.metadata["group_indices"] == [1, 1, 3, 3, 5, 5]
-    # 3 prompts give one group, 2 more one, and the last one comes with the third round.
-    assert buffer.asked == [3, 2, 1]
+    # Each of the three rounds (3, 2 and 1 prompts) gives one accepted group.
+    assert buffer.requested == [3, 2, 1]
     assert batch.metadata["rounds"] == 3
     assert batch.metadata["rejected_groups"] == {"zero_reward_std": 3}
 
 
-def test_over_sampling_asks_for_more_and_drops_the_surplus() -> None:
+def test_over_sampling_requests_more_prompts_and_drops_the_surplus() -> None:
     buffer = Buffer()
     config = RolloutConfig(batch_size=4, over_sampling_factor=1.3, generate_fn=echo)
     batch = first(buffer, config)
-    assert buffer.asked == [6]
+    assert buffer.requested == [6]
     assert batch.metadata["group_indices"] == [0, 1, 2, 3]
     assert batch.metadata["surplus_groups"] == 2
 
 
-def test_over_sampling_is_not_rounded_up_by_binary_fractions() -> None:
-    buffer = Buffer()  # 100 * 1.1 is a little more than 110 in binary
+def test_over_sampling_ignores_floating_point_error() -> None:
+    buffer = Buffer()  # in floating point 100 * 1.1 is a little more than 110
     first(buffer, RolloutConfig(batch_size=100, over_sampling_factor=1.1, generate_fn=echo))
-    assert buffer.asked == [110]
+    assert buffer.requested == [110]
 
 
-def test_a_finite_buffer_ends_with_a_smaller_batch() -> None:
+def test_last_batch_of_a_finite_buffer_is_smaller() -> None:
     config = RolloutConfig(batch_size=2, generate_fn=echo)
     sizes = [len(b.samples) for b in generate_rollout_batches(Buffer(5), config)]
     assert sizes == [2, 2, 1]
     assert list(generate_rollout_batches(Buffer(0), config)) == []
 
 
-def test_a_filter_that_rejects_everything_ends_with_the_reasons() -> None:
+def test_error_after_max_rounds_gives_the_filter_reasons() -> None:
     config = RolloutConfig(
         batch_size=2,
         n_samples_per_prompt=2,
@@ -151,22 +151,22 @@ def test_failed_and_aborted_samples_are_dropped_and_counted() -> None:
     ("change", "message"),
     [
         (lambda s: [*s, s[0]], "index=0 twice"),
-        (lambda s: [*s, make_sample(77)], "group_index=77, index=0 unasked"),
-        (lambda s: [*s[:1], Sample(group_index=None)], "group_index=None, index=0 unasked"),
+        (lambda s: [*s, make_sample(77)], "group_index=77, index=0 which"),
+        (lambda s: [*s[:1], Sample(group_index=None)], "group_index=None, index=0 which"),
     ],
 )
-def test_samples_that_were_not_asked_for_are_refused(change: Any, message: str) -> None:
+def test_rejects_samples_that_were_not_requested(change: Any, message: str) -> None:
     config = RolloutConfig(batch_size=2, generate_fn=lambda samples: change(echo(samples)))
     with pytest.raises(DataError, match=message):
         first(Buffer(), config)
 
 
-def test_unfinished_samples_are_refused() -> None:
-    with pytest.raises(DataError, match="with status pending; set Sample"):
+def test_rejects_pending_samples() -> None:
+    with pytest.raises(DataError, match=r"status pending; .*Sample\.status"):
         first(Buffer(), RolloutConfig(batch_size=1, generate_fn=lambda samples: samples))
 
 
-def test_transforms_leave_their_input_alone_and_reward_before_they_filter() -> None:
+def test_transforms_copy_samples_and_reward_before_filtering() -> None:
     samples = [make_sample(3, 9.0), make_sample(3, 9.0, index=1), make_sample(8, 9.0)]
     config = RolloutConfig(batch_size=1, reward_fn=index_reward, filter_fn=check_reward_nonzero_std)
     result = apply_sample_transforms(samples, config)
@@ -179,13 +179,13 @@ def test_transforms_leave_their_input_alone_and_reward_before_they_filter() -> N
     assert unrewarded.rejected_groups == {"zero_reward_std": 1}
 
 
-def test_a_reward_that_is_no_number_is_refused() -> None:
+def test_rejects_a_reward_that_is_not_finite() -> None:
     config = RolloutConfig(batch_size=1, reward_fn=lambda _: float("nan"))
     with pytest.raises(RewardError, match="returned nan for uid 'p0'"):
         apply_sample_transforms([make_sample(0)], config)
 
 
-def test_conversion_and_its_parts() -> None:
+def test_convert_to_batch_has_ragged_columns() -> None:
     samples = [make_sample(0, 1.0, [7, 8, 9]), make_sample(1, 0.0, [4])]
     tokens, masks, rewards = extract_sample_fields(samples)
     assert tokens == [[1, 2, 7, 8, 9], [1, 2, 4]]
@@ -199,7 +199,7 @@ def test_conversion_and_its_parts() -> None:
         convert_to_batch([])
 
 
-def test_metadata() -> None:
+def test_batch_metadata() -> None:
     samples = [
         make_sample(0, 1.0, [7, 8, 9]),
         make_sample(1, 0.0, [4]),
@@ -221,7 +221,7 @@ def test_metadata() -> None:
     }
 
 
-def test_impossible_settings_are_refused_at_once() -> None:
+def test_rejects_impossible_settings() -> None:
     with pytest.raises(ConfigError, match=r"over_sampling_factor=0\.5 must be at least 1"):
         RolloutConfig(batch_size=1, over_sampling_factor=0.5)
     with pytest.raises(ConfigError, match="batch_size=0 must be at least 1"):

@@ -1,4 +1,4 @@
-"""The asynchronous manager: what is in a batch, what is left out, carried over, or an error."""
+"""The rollout manager: batches, filters, over-sampling, carry-over, timeouts and errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ EOS = 9
 
 
 class Scorer:
-    """Rewards by a function of the sample, perhaps after a while."""
+    """A reward manager that calls `value`, after `wait` if it is given."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ def engine(script: Script, *, max_model_len: int = 64) -> FakeEngine:
 
 
 def short(request: GenerateRequest) -> list[int]:
-    """One to five tokens, by prompt and index."""
+    """One to five tokens, depending on prompt and index."""
     return [4] * ((number(request) * 3 + request.key.index * 2) % 5) + [EOS]
 
 
@@ -107,7 +107,7 @@ def batch(rollouts: AsyncRolloutManager) -> list[Group]:
     return anyio.run(rollouts.generate_batch)
 
 
-def test_seconds_of_scoring_alone_are_counted() -> None:
+def test_counts_the_seconds_of_waiting_for_rewards() -> None:
     now = 0.0
 
     async def wait(sample: Sample) -> None:
@@ -120,7 +120,7 @@ def test_seconds_of_scoring_alone_are_counted() -> None:
     assert (rollouts.counts.scoring_seconds, rollouts.counts.tail_seconds) == (5.0, 0.0)
 
 
-def test_groups_come_in_order_complete_and_scored() -> None:
+def test_groups_are_in_order_complete_and_scored() -> None:
     rollouts = manager(scorer=Scorer(lambda sample: float(sample.response_length)))
     first, second = batch(rollouts), batch(rollouts)
     assert [g.index for g in first + second] == [0, 1, 2, 3, 4, 5]
@@ -137,7 +137,7 @@ def test_groups_come_in_order_complete_and_scored() -> None:
     assert rollouts.counts.dropped == {}
 
 
-def test_a_request_says_everything_that_its_noise_depends_on() -> None:
+def test_requests_have_the_full_noise_key() -> None:
     seen: list[GenerateRequest] = []
 
     def script(request: GenerateRequest) -> list[int]:
@@ -163,13 +163,13 @@ def test_a_request_says_everything_that_its_noise_depends_on() -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_rejected_group_is_replaced_by_the_next_prompt_whatever_ends_first(order: int) -> None:
+def test_next_prompt_replaces_a_rejected_group_in_any_finishing_order(order: int) -> None:
     def script(request: GenerateRequest) -> list[int]:
         length = number(request) if order == 1 else 12 - number(request)
         return [4] * length + [EOS]
 
     def odd(sample: Sample) -> float:
-        """Equal rewards, which the filter rejects, for even prompts."""
+        """Different rewards for odd prompts; equal rewards, which the filter rejects, for even."""
         return float(int(sample.uid[1:]) % 2 and sample.index)
 
     rollouts = manager(script, scorer=Scorer(odd), group_filter=check_reward_nonzero_std)
@@ -179,7 +179,7 @@ def test_a_rejected_group_is_replaced_by_the_next_prompt_whatever_ends_first(ord
     assert [g.prompt.uid for g in batch(rollouts)] == ["p7", "p9", "p11"]
 
 
-def test_a_filter_may_answer_with_a_plain_bool() -> None:
+def test_filter_may_return_a_bool() -> None:
     def no_first(samples: Sequence[Sample]) -> bool:
         return samples[0].uid != "p0"
 
@@ -188,18 +188,18 @@ def test_a_filter_may_answer_with_a_plain_bool() -> None:
     assert rollouts.counts.dropped == {"no_first": 1}
 
 
-def test_a_filter_that_rejects_everything_ends_the_run_with_its_reason() -> None:
+def test_error_if_the_filter_rejects_too_many_groups() -> None:
     rollouts = manager(group_filter=check_reward_nonzero_std, max_rejected=2)
     with pytest.raises(DataError, match=r"rejected 7 groups .* batch of 3 .*zero_reward_std"):
         batch(rollouts)
 
 
 def late(request: GenerateRequest) -> list[int]:
-    """Prompt 0 takes long, all others end at once."""
+    """A long response for prompt 0, and one token for all others."""
     return [4] * 15 + [EOS] if number(request) == 0 else [EOS]
 
 
-def test_over_sampling_takes_who_ends_first_and_gives_up_the_rest() -> None:
+def test_over_sampling_keeps_the_first_groups_and_drops_the_rest() -> None:
     rollouts = manager(late, over_sampling=1 / 3)
     assert [g.prompt.uid for g in batch(rollouts)] == ["p1", "p2", "p3"]
     assert rollouts.counts.dropped == {"surplus": 1}
@@ -208,21 +208,21 @@ def test_over_sampling_takes_who_ends_first_and_gives_up_the_rest() -> None:
 
 
 @pytest.mark.parametrize(("share", "groups"), [(0.0, 10), (0.1, 11), (0.25, 13), (1.0, 20)])
-def test_over_sampling_starts_that_share_more_groups(share: float, groups: int) -> None:
+def test_over_sampling_starts_more_groups_by_its_share(share: float, groups: int) -> None:
     started: set[int] = set()
 
     def script(request: GenerateRequest) -> list[int]:
         started.add(number(request))
         return [4] * 12 + [EOS]
 
-    # One engine step for all: nobody has ended before everybody has started.
+    # All responses have the same length, so none ends before all have started.
     rollouts = manager(script, batch_size=10, n=1, over_sampling=share)
     assert len(batch(rollouts)) == 10
     assert len(started) == groups
 
 
 class Gated(ScriptedCore):
-    """Holds the responses to prompt 0 at three tokens until the gate opens."""
+    """An engine core that stops responses to prompt 0 at three tokens until `gate_open`."""
 
     gate_open = False
 
@@ -261,7 +261,7 @@ def gated(supply: DataBuffer) -> tuple[AsyncRolloutManager, Gated]:
     return AsyncRolloutManager([FakeEngine(core)], supply, Scorer(), settings), core
 
 
-def test_what_was_cut_off_goes_on_with_its_tokens_also_after_a_restart() -> None:
+def test_carried_over_samples_continue_also_after_a_resume() -> None:
     supply = buffer()
     rollouts, core = gated(supply)
     assert [g.index for g in batch(rollouts)] == [1, 2, 3]
@@ -270,7 +270,7 @@ def test_what_was_cut_off_goes_on_with_its_tokens_also_after_a_restart() -> None
     state = json.loads(json.dumps([rollouts.state_dict(), supply.state_dict()]))
     (carried,) = state[0]["carried"]
     assert [s["segments"][1]["ids"] for s in carried["samples"]] == [LONG[:3]] * 2
-    # Who drafted depends on the clock; checkpoints of equal runs are equal.
+    # Which tokens were drafted depends on timing, so it is not saved.
     assert all("drafted" not in s["segments"][1] for s in carried["samples"])
 
     again_supply = buffer()
@@ -284,7 +284,7 @@ def test_what_was_cut_off_goes_on_with_its_tokens_also_after_a_restart() -> None
 
     for one, its_core in ((rollouts, core), (again, again_core)):
         its_core.gate_open = True
-        # Without over-sampling nobody is cut off, so it must come now.
+        # Without over-sampling no group is stopped, so the carried one is in this batch.
         one.settings = replace(one.settings, over_sampling=0.0)
         groups = anyio.run(next_batch, one)
         assert [g.index for g in groups] == [0, 4, 5]
@@ -298,11 +298,11 @@ def test_what_was_cut_off_goes_on_with_its_tokens_also_after_a_restart() -> None
             assert sample.rollout_log_probs == [0.0] * 3 + [-1.0] * 16
 
 
-def test_a_finished_group_that_nobody_needed_is_first_in_the_next_batch() -> None:
+def test_surplus_finished_group_is_in_the_next_batch() -> None:
     scored: list[str] = []
 
     async def slowly(sample: Sample) -> None:
-        # p0 is still being scored when the others have filled the batch.
+        # Scoring of p0 ends after the other groups have filled the batch.
         if sample.uid == "p0":
             while len(scored) < 6:
                 await anyio.lowlevel.checkpoint()
@@ -323,7 +323,7 @@ def test_a_finished_group_that_nobody_needed_is_first_in_the_next_batch() -> Non
     assert [s.reward for s in second[0].samples] == [1.0, 1.0]
 
 
-def test_a_late_batch_names_what_it_waited_for() -> None:
+def test_timeout_names_the_missing_samples() -> None:
     async def never(sample: Sample) -> None:
         if sample.uid == "p1":
             await anyio.sleep_forever()
@@ -332,12 +332,12 @@ def test_a_late_batch_names_what_it_waited_for() -> None:
     with pytest.raises(StageTimeoutError) as caught:
         batch(rollouts)
     message = str(caught.value)
-    assert message.startswith("rollout: 2 of 3 groups were done after 0.2 s; it waited for")
+    assert message.startswith("rollout: 2 of 3 groups were done after 0.2 s")
     assert "1.0 (p1), 1.1 (p1)" in message
     assert "rollout.timeout_s" in message
 
 
-def test_an_engine_that_hangs_is_a_timeout() -> None:
+def test_hanging_engine_raises_a_timeout() -> None:
     rollouts = manager(timeout_s=0.1)
 
     async def paused() -> None:
@@ -349,7 +349,7 @@ def test_an_engine_that_hangs_is_a_timeout() -> None:
     assert rollouts._engines[0].stats().running == 0
 
 
-def test_a_reward_that_ends_the_run_arrives_as_itself_and_stops_the_engine() -> None:
+def test_reward_error_is_raised_and_stops_the_engine() -> None:
     def broken(sample: Sample) -> float:
         raise RewardError(f"no reward for {sample.uid}")
 
@@ -361,7 +361,7 @@ def test_a_reward_that_ends_the_run_arrives_as_itself_and_stops_the_engine() -> 
     assert rollouts._engines[0].stats().running == 0
 
 
-def test_ctrl_c_in_a_task_leaves_no_thread_that_keeps_the_process_from_ending(
+def test_keyboard_interrupt_in_a_task_leaves_no_thread_running(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def pressed(sample: Sample) -> float:
@@ -370,30 +370,30 @@ def test_ctrl_c_in_a_task_leaves_no_thread_that_keeps_the_process_from_ending(
     async def beside_a_worker(sample: Sample) -> None:
         await anyio.to_thread.run_sync(int)
 
-    begun: list[threading.Thread] = []
+    started: list[threading.Thread] = []
     start = threading.Thread.start
 
     def starts(thread: threading.Thread) -> None:
-        begun.append(thread)
+        started.append(thread)
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", starts)
     with pytest.raises(KeyboardInterrupt):
         batch(manager(scorer=Scorer(pressed, wait=beside_a_worker)))
-    workers = [thread for thread in begun if "AnyIO" in thread.name]
+    workers = [thread for thread in started if "AnyIO" in thread.name]
     assert workers
     for thread in workers:
         thread.join(5.0)
     assert [thread for thread in workers if thread.is_alive()] == []
 
 
-def test_a_request_that_can_never_be_served_arrives_as_itself() -> None:
+def test_impossible_request_raises_the_engines_error() -> None:
     with pytest.raises(RequestError, match="max_model_len=64"):
         batch(manager(params=SamplingParams(max_tokens=63)))
 
 
 class Failing:
-    """An engine whose every request fails under way."""
+    """An engine whose requests all fail after one token."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
         return Generation(
@@ -410,7 +410,7 @@ class Failing:
         raise AssertionError(f"{name} is not expected")
 
 
-def test_an_engine_failure_is_a_failed_sample_that_nobody_scores() -> None:
+def test_engine_failure_gives_a_failed_sample_without_score() -> None:
     def unasked(sample: Sample) -> float:
         raise AssertionError("a failed sample has no score")
 
@@ -421,7 +421,7 @@ def test_an_engine_failure_is_a_failed_sample_that_nobody_scores() -> None:
     assert [(s.status, s.failure) for s in group.samples] == [(Status.FAILED, "out of memory")] * 2
 
 
-def test_groups_are_spread_over_engines() -> None:
+def test_groups_are_distributed_over_engines() -> None:
     seen: list[list[int]] = [[], []]
 
     def script(place: int) -> Script:
@@ -437,7 +437,7 @@ def test_groups_are_spread_over_engines() -> None:
 
 
 class Ending:
-    """A supply that ends."""
+    """A source of prompts that ends."""
 
     def __init__(self, count: int) -> None:
         self._left = prompts(count)
@@ -447,19 +447,19 @@ class Ending:
         return taken
 
 
-def test_the_last_batch_of_a_supply_that_ends_is_smaller() -> None:
+def test_last_batch_is_smaller_if_prompts_end() -> None:
     rollouts = manager(supply=Ending(5))
     assert [len(batch(rollouts)), len(batch(rollouts))] == [3, 2]
     with pytest.raises(DataError, match="no prompt is left"):
         batch(rollouts)
 
 
-def test_a_rejected_group_at_the_end_of_the_supply_has_no_successor() -> None:
+def test_rejected_group_is_not_replaced_if_prompts_end() -> None:
     rollouts = manager(supply=Ending(3), group_filter=lambda samples: samples[0].uid != "p0")
     assert [g.prompt.uid for g in batch(rollouts)] == ["p1", "p2"]
 
 
-def test_no_engine_and_impossible_settings_are_refused() -> None:
+def test_rejects_no_engine_and_impossible_settings() -> None:
     params = SamplingParams(max_tokens=1)
     with pytest.raises(EngineError, match="at least one engine"):
         AsyncRolloutManager(
@@ -471,7 +471,7 @@ def test_no_engine_and_impossible_settings_are_refused() -> None:
             RolloutSettings(params=params, seed=0, **values)
 
 
-def test_a_greedy_response_stands_beside_the_samples() -> None:
+def test_greedy_baseline_adds_one_greedy_response() -> None:
     seen: list[GenerateRequest] = []
 
     def script(request: GenerateRequest) -> list[int]:
@@ -487,7 +487,7 @@ def test_a_greedy_response_stands_beside_the_samples() -> None:
         assert group.members == [*group.samples, group.greedy]
     temperatures = sorted((r.key.index, r.params.temperature) for r in seen)
     assert temperatures == [(0, 1.0)] * 3 + [(1, 1.0)] * 3 + [(2, 0.0)] * 3
-    # What is carried over takes it along.
+    # The state of carried-over groups includes it.
     rollouts._carried = groups[:1]
     state = json.loads(json.dumps(rollouts.state_dict()))
     again = manager(script, greedy_baseline=True)
@@ -496,12 +496,12 @@ def test_a_greedy_response_stands_beside_the_samples() -> None:
 
 
 @pytest.mark.parametrize("state", [{}, {"next_group": 1, "carried": [{"index": 0}]}])
-def test_a_state_of_another_making_is_refused(state: dict[str, Any]) -> None:
-    with pytest.raises(SlipstreamError, match="state of the rollouts"):
+def test_rejects_an_unreadable_state(state: dict[str, Any]) -> None:
+    with pytest.raises(SlipstreamError, match="resume from another checkpoint"):
         manager().load_state_dict(state)
 
 
-def test_an_interrupted_turn_stays_one_turn_with_its_versions() -> None:
+def test_continued_turn_stays_one_segment_with_its_versions() -> None:
     sample = Sample.from_prompt(prompts(1)[0], group_index=0, index=0)
 
     def part(tokens: list[int], spans: list[VersionSpan], reason: StopReason) -> Generation:
@@ -530,7 +530,7 @@ def test_an_interrupted_turn_stays_one_turn_with_its_versions() -> None:
 
 
 class GroupScorer(Scorer):
-    """Adds how many there are, once."""
+    """Adds the group's size to each reward in `finish_group`."""
 
     async def finish_group(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
@@ -538,7 +538,7 @@ class GroupScorer(Scorer):
             sample.reward += len(samples)
 
 
-def test_groups_are_finished_once_with_those_carried_over_too() -> None:
+def test_finish_group_is_called_once_also_for_carried_over_groups() -> None:
     rollouts = manager(
         scorer=GroupScorer(), batch_size=2, over_sampling=1.0, partial_rollout=True, n=3
     )

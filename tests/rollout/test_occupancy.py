@@ -1,4 +1,4 @@
-"""Seconds of a batch's tail, and of the wait after it, on a clock of our own."""
+"""Seconds of a batch's tail and of the wait for rewards, with a fake clock."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from contextlib import ExitStack
 from slipstream.rollout.occupancy import Occupancy
 
 
-def test_the_tail_is_where_fewer_than_half_of_the_most_are_left() -> None:
+def test_tail_counts_time_with_fewer_than_half_of_the_maximum() -> None:
     now = 100.0
     occupancy = Occupancy(lambda: now)
     responses = [ExitStack() for _ in range(5)]
     for response in responses:
         response.enter_context(occupancy.one())
         now += 1.0
-    # Five, four, three, two, one, none.
+    # Five, four, three, two, one, and then no running responses.
     for seconds, response in zip((2.0, 4.0, 8.0, 16.0, 32.0), responses, strict=True):
         now += seconds
         response.close()
@@ -24,10 +24,10 @@ def test_the_tail_is_where_fewer_than_half_of_the_most_are_left() -> None:
     assert occupancy.empty_seconds == 64.0
 
 
-def test_of_two_half_is_no_tail_and_another_one_may_begin_late() -> None:
+def test_half_of_the_maximum_is_no_tail() -> None:
     now = 0.0
     occupancy = Occupancy(lambda: now)
-    now += 7.0  # nothing has begun
+    now += 7.0  # nothing has started
     for seconds in (1.0, 2.0):
         with occupancy.one():
             now += seconds

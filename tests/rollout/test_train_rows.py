@@ -22,6 +22,7 @@ from slipstream.rollout.functional import (
 from slipstream.rollout.train_rows import carried_rewards
 from slipstream.types import Sample, Segment, Status
 from tests.rollout.samples import make_prompt, make_sample, respond
+from tests.training.helpers import as_rows, by_row
 
 
 def test_advantages_against_a_baseline() -> None:
@@ -49,7 +50,7 @@ def test_rows_carry_advantages_on_target_tokens_only() -> None:
     samples = [make_sample(0, 1.0, [7, 8, 9]), make_sample(0, 0.0, [7], index=1)]
     batch = prepare_grpo_batch(samples, norm_adv_by_std_in_grpo=False, temperature=0.7)
     assert batch.temperature == 0.7
-    first, second = batch.rows
+    first, second = as_rows(batch)
     assert first.tokens == [1, 2, 7, 8, 9]
     assert first.loss_mask == [0.0, 0.0, 1.0, 1.0, 1.0]
     assert first.advantages == [0.0, 0.0, 0.5, 0.5, 0.5]
@@ -62,7 +63,12 @@ def test_rows_carry_advantages_on_target_tokens_only() -> None:
 def test_groups_are_cut_by_index_and_not_by_position() -> None:
     samples = [make_sample(g, r) for g, r in [(4, 1.0), (9, 3.0), (4, 0.0), (9, 5.0)]]
     batch = prepare_grpo_batch(samples, norm_adv_by_std_in_grpo=False)
-    assert [row.advantages[-1] for row in batch.rows if row.advantages] == [0.5, -1.0, -0.5, 1.0]
+    assert [row.advantages[-1] for row in as_rows(batch) if row.advantages] == [
+        0.5,
+        -1.0,
+        -0.5,
+        1.0,
+    ]
     assert {k: [s.reward for s in g] for k, g in group_samples(samples).items()} == {
         4: [1.0, 0.0],
         9: [3.0, 5.0],
@@ -72,7 +78,7 @@ def test_groups_are_cut_by_index_and_not_by_position() -> None:
 def test_given_rewards_replace_those_of_the_samples_and_batches_are_taken() -> None:
     samples = [make_sample(0, 0.0), make_sample(0, 0.0)]
     batch = prepare_grpo_batch(convert_to_batch(samples), [2.0, 0.0], norm_adv_by_std_in_grpo=False)
-    assert [row.advantages for row in batch.rows] == [[0, 0, 1, 1], [0, 0, -1, -1]]
+    assert [row.advantages for row in as_rows(batch)] == [[0, 0, 1, 1], [0, 0, -1, -1]]
 
 
 def test_tool_tokens_between_turns_get_no_advantage() -> None:
@@ -80,7 +86,7 @@ def test_tool_tokens_between_turns_get_no_advantage() -> None:
     talker.append(Segment.given("tool", [5, 5]))
     respond(talker, [8])
     batch = prepare_grpo_batch([talker, make_sample(0, 0.0)], norm_adv_by_std_in_grpo=False)
-    assert batch.rows[0].advantages == [0.0, 0.0, 0.5, 0.0, 0.0, 0.5]
+    assert batch.row(0).advantages == [0.0, 0.0, 0.5, 0.0, 0.0, 0.5]
 
 
 def test_an_empty_response_counts_in_its_groups_baseline() -> None:
@@ -88,30 +94,30 @@ def test_an_empty_response_counts_in_its_groups_baseline() -> None:
     empty.status = Status.COMPLETED
     empty.reward = -1.0
     batch = prepare_grpo_batch([make_sample(0, 1.0), empty], norm_adv_by_std_in_grpo=False)
-    assert batch.rows[0].advantages == [0.0, 0.0, 1.0, 1.0]
-    assert batch.rows[1].advantages == [0.0, 0.0]
+    assert batch.row(0).advantages == [0.0, 0.0, 1.0, 1.0]
+    assert batch.row(1).advantages == [0.0, 0.0]
 
 
 def test_weighted_masks_do_not_weigh_the_advantage_too() -> None:
     weighted = make_sample(0, 1.0)
     weighted.segments[-1].loss_mask[:] = [0.5, 1.0]
     batch = prepare_grpo_batch([weighted, make_sample(0, 0.0)], norm_adv_by_std_in_grpo=False)
-    assert batch.rows[0].advantages == [0.0, 0.0, 0.5, 0.5]
-    assert batch.rows[0].loss_mask == [0.0, 0.0, 0.5, 1.0]
+    assert batch.row(0).advantages == [0.0, 0.0, 0.5, 0.5]
+    assert batch.row(0).loss_mask == [0.0, 0.0, 0.5, 1.0]
 
 
 def test_the_first_token_is_never_a_target() -> None:
     sample = Sample(group_index=0, status=Status.COMPLETED, reward=1.0)
     respond(sample, [7, 8])
     batch = prepare_grpo_batch([sample, make_sample(0, 0.0)], norm_adv_by_std_in_grpo=False)
-    assert batch.rows[0].advantages == [0.0, 0.5]
+    assert batch.row(0).advantages == [0.0, 0.5]
 
 
 def test_log_probs_are_given_only_if_a_policy_sampled_all_targets() -> None:
     demonstration = Sample.from_prompt(make_prompt("p0"), group_index=0, index=1)
     demonstration.append(Segment.given("assistant", [7, 8], loss=1.0))
     batch = prepare_grpo_batch([make_sample(0, 1.0), demonstration])
-    assert [row.rollout_log_probs for row in batch.rows] == [None, None]
+    assert [row.rollout_log_probs for row in as_rows(batch)] == [None, None]
 
 
 def test_reward_placement_is_the_last_target_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,20 +135,22 @@ def test_reward_placement_is_the_last_target_token(monkeypatch: pytest.MonkeyPat
     assert seen["rewards"].tolist() == [[0, 0, 3, 0], [0, 0, 0, 2]]
     assert seen["response_mask"].tolist() == [[0, 0, 1, 0], [0, 0, 1, 1]]
     assert seen["index"] == [0, 1]
-    assert [row.advantages for row in batch.rows] == [[0, 0, 3, 0], [0, 0, 0, 2]]
+    assert [row.advantages for row in as_rows(batch)] == [[0, 0, 3, 0], [0, 0, 0, 2]]
 
 
 def test_rewards_of_rejected_tokens_go_to_the_last_target_before_them() -> None:
     batch = prepare_grpo_batch([make_sample(0, 3.0, [7, 8, 9]), make_sample(1, 2.0, [7, 8, 9])])
     given = [[0.0, 0.0, -1.0, -2.0, 4.0], [0.0, 0.0, -1.0, -2.0, 4.0]]
-    assert [row.loss_mask for row in batch.rows] == [[0, 0, 1, 1, 1]] * 2
-    assert carried_rewards(batch.rows, given) == given
-    batch.rows[0].loss_mask = [0, 0, 1, 0, 0]
-    batch.rows[1].loss_mask = [0, 0, 0, 1, 0]
+    assert [row.loss_mask for row in as_rows(batch)] == [[0, 0, 1, 1, 1]] * 2
+
+    def carried(*loss_masks: list[int]) -> list[list[float]]:
+        batch.loss_mask = torch.tensor(loss_masks).float().flatten()
+        return by_row(batch, carried_rewards(batch, torch.tensor(given).double().flatten()))
+
+    assert carried([0, 0, 1, 1, 1], [0, 0, 1, 1, 1]) == given
     # The first one's end says what its beginning earned; before the second one's there is nobody.
-    assert carried_rewards(batch.rows, given) == [[0, 0, 1, 0, 0], [0, 0, -1, 2, 0]]
-    batch.rows[1].loss_mask = [0] * 5
-    assert carried_rewards(batch.rows, given)[1] == given[1]
+    assert carried([0, 0, 1, 0, 0], [0, 0, 0, 1, 0]) == [[0, 0, 1, 0, 0], [0, 0, -1, 2, 0]]
+    assert carried([0, 0, 1, 0, 0], [0] * 5)[1] == given[1]
 
 
 def test_an_estimator_of_wrong_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +191,7 @@ def test_group_stats() -> None:
 
 def test_rows_with_a_baseline_need_no_company() -> None:
     samples = [make_sample(0, 1.0, [7, 8]), make_sample(1, 0.0, [7], index=1)]
-    first, second = prepare_grpo_batch(samples, baseline=0.25).rows
+    first, second = as_rows(prepare_grpo_batch(samples, baseline=0.25))
     assert first.advantages == [0.0, 0.0, 0.75, 0.75]
     assert second.advantages == [0.0, 0.0, -0.25]
     with pytest.raises(DataError, match="reward 1 is nan"):

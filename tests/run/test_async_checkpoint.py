@@ -105,7 +105,7 @@ def test_where_another_error_ends_the_run_the_save_is_waited_for_and_its_own_is_
         await made.begin(fail)
         threading.Timer(0.05, failed.set).start()
         await made.give_up()
-        assert said == ["and the last checkpoint was not written: disk full"]
+        assert said == ["the last checkpoint was not written either: disk full"]
 
     anyio.run(run)
 

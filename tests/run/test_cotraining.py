@@ -310,7 +310,7 @@ def test_a_process_beside_the_run_changes_nothing_either(
     )
     line = rl_only(tmp_path / "other", *SETTINGS, *LEARN, more, *given, reward=reward)
     assert main(line) == 0
-    assert "its optimizer begins anew" in capsys.readouterr().out
+    assert "its optimizer starts anew" in capsys.readouterr().out
     ours, theirs = policy(tmp_path / "run", 5), policy(tmp_path / "other", 5)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -320,13 +320,13 @@ def test_on_all_cores_it_learns_while_an_engine_lends_one(
 ) -> None:
     folder, reward = learned
     told: list[bool] = []
-    go_on = DraftWorker.go_on
+    set_running = DraftWorker.set_running
 
-    def noted(self: DraftWorker, wanted: bool) -> None:
-        told.append(wanted)
-        go_on(self, wanted)
+    def noted(self: DraftWorker, running: bool) -> None:
+        told.append(running)
+        set_running(self, running)
 
-    monkeypatch.setattr(DraftWorker, "go_on", noted)
+    monkeypatch.setattr(DraftWorker, "set_running", noted)
     monkeypatch.setattr(build_cotraining, "usable_cores", torch.get_num_threads)
     more = [OPPORTUNISTIC, "actor_rollout_ref.rollout.one_thread_below=4"]
     if torch.get_num_threads() == 1:
@@ -362,7 +362,7 @@ def test_a_process_that_is_killed_is_started_again(
     reward = write_reward(tmp_path)
     line = rl_only(tmp_path / "run", *SETTINGS, *LEARN, OPPORTUNISTIC, reward=reward)
     assert main(line) == 0
-    assert "ended with status -9; another one begins from the head in use" in (
+    assert "ended with status -9; a new process starts from the head in use" in (
         capsys.readouterr().out
     )
     assert len(set(pids)) == 2
@@ -377,18 +377,18 @@ from slipstream.cli import main
 from slipstream.drafter.worker import DraftWorker
 from slipstream.build import cotraining
 
-go_on = DraftWorker.go_on
+set_running = DraftWorker.set_running
 
-def gone_on(self, wanted):
-    go_on(self, wanted)
-    if not wanted:
+def note_stop(self, running):
+    set_running(self, running)
+    if not running:
         stat = Path(f"/proc/{self.pid}/stat")
         while stat.read_text().rsplit(")", 1)[1].split()[0] != "T":
             time.sleep(0.001)
         print("stopped:", self.pid, self._path, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
-DraftWorker.go_on = gone_on
+DraftWorker.set_running = note_stop
 cotraining.usable_cores = lambda: 2
 sys.exit(main(sys.argv[1:]))
 """

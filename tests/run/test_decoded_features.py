@@ -18,7 +18,7 @@ from slipstream.drafter.decoded import DecodedFeatures
 from slipstream.inference.engine.request import Running
 from slipstream.inference.engine.scheduler import Scheduler
 from slipstream.metrics.loggers import read_jsonl
-from slipstream.types import Features, TrainRow
+from slipstream.types import Features, NoiseKey
 from tests.run.helpers import assert_same_result, result_of, rl_only, write_reward
 from tests.run.test_cotraining import LEARN, SETTINGS, TRAIN
 
@@ -133,10 +133,10 @@ def test_also_of_responses_that_are_carried_over(
     compared: list[int] = []
     take, receive = DecodedFeatures.take, RowCollector.receive
 
-    def noted(self: DecodedFeatures, row: TrainRow) -> None:
-        found = take(self, row)
+    def noted(self: DecodedFeatures, key: NoiseKey | None, tokens: list[int]) -> None:
+        found = take(self, key, tokens)
         if found is not None:
-            decoded[row.key] = found
+            decoded[key] = found
 
     def checked(self: RowCollector, features: Features) -> None:
         theirs = decoded.pop(features.key, None)

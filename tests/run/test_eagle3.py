@@ -146,9 +146,9 @@ def test_the_most_frequent_tokens() -> None:
 @pytest.mark.parametrize(
     ("settings", "status", "message"),
     [
-        (THIRD[:1], 2, "inputs of layers 2, 2 and 1 of 4, are not three layers in order"),
+        (THIRD[:1], 2, "2, 2 and 1 of 4, are not three layers in order"),
         ((THIRD[0], f"{EAGLE}.aux_hidden_state_layer_ids=[0,1,4]"), 2, "not of [0, 1, 4]"),
-        ((*THIRD, f"{EAGLE}.draft_vocab_size=100000"), 2, "at most the policy's"),
+        ((*THIRD, f"{EAGLE}.draft_vocab_size=100000"), 2, "a number from 1 to the policy's"),
         ((*THIRD, f"{TRAIN}.value_weight=1"), 2, "an EAGLE3 head predicts no features"),
         (
             (*THIRD, VOCABULARY, f"{TRAIN}.topk_mass_weight=0.1", f"{EAGLE}.spec_topk=12"),
@@ -260,4 +260,4 @@ def test_a_new_head_in_rl_has_no_responses_to_count(
     assert "no responses to count tokens in; train one with" in capsys.readouterr().err
     long = (f"{TRAIN}.buffer_bytes=20000",)
     assert main(rl_only(tmp_path / "run", *RL, *long)) == 2
-    assert "whose features need" in capsys.readouterr().err
+    assert "speculative.train.buffer_bytes=20000" in capsys.readouterr().err

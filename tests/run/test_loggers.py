@@ -17,10 +17,10 @@ from tests.metrics.trackers import (
     imported_trackio,
     mlflow_client,
     mlflow_history,
-    nobodys_account,
     run_id,
     trackio_rows,
     wandb_run,
+    without_user_account,
 )
 from tests.run.helpers import records_of, rl_only, tiny, write_reward
 
@@ -30,7 +30,7 @@ SETTINGS = ("sft.total_training_steps=1", "trainer.log_val_generations=2", "data
 @pytest.fixture(autouse=True)
 def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Without an account, and offline."""
-    nobodys_account(tmp_path, monkeypatch)
+    without_user_account(tmp_path, monkeypatch)
     monkeypatch.setenv("WANDB_MODE", "offline")
     import wandb
 

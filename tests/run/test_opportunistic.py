@@ -19,9 +19,9 @@ from slipstream.drafter.buffer import BufferedSequence, BufferSettings
 from slipstream.drafter.collector import CollectorSettings
 from slipstream.drafter.cotraining import CoTrainSettings
 from slipstream.drafter.opportunistic import OpportunisticTraining
-from slipstream.drafter.sequences import PolicyEnds
+from slipstream.drafter.sequences import VocabLayers
 from slipstream.drafter.trainer import DraftTrainSettings
-from slipstream.drafter.worker import Learned, WorkerSetup
+from slipstream.drafter.worker import SliceResult, WorkerSetup
 from slipstream.errors import EngineError
 from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.metrics.loggers import read_jsonl
@@ -43,17 +43,17 @@ class QuickWorker:
         self._step = 0
         self.cpu_seconds = 0.0
 
-    def learn(self, kept: Sequence[BufferedSequence], ends: PolicyEnds, step: int) -> None:
+    def learn(self, kept: Sequence[BufferedSequence], vocab: VocabLayers, step: int) -> None:
         self._step = step
 
-    def results(self) -> list[Learned]:
+    def results(self) -> list[SliceResult]:
         if not self._step:
             return []
         self._version += 1
         self.cpu_seconds += 0.5
         draw = torch.Generator().manual_seed(self._version)
         return [
-            Learned(
+            SliceResult(
                 step=self._step,
                 metrics={"drafter/loss": 1.0},
                 version=self._version,
@@ -74,7 +74,7 @@ class QuickWorker:
     def stop(self) -> None:
         """Nothing is under way."""
 
-    def go_on(self, wanted: bool) -> None:
+    def set_running(self, running: bool) -> None:
         """Nor does anything stand still."""
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ def test_requests_under_way_go_on_with_it_and_the_policy_is_the_same(
     tmp_path: Path, published: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reward = write_reward(tmp_path)
-    monkeypatch.setattr(opportunistic, "_REST_SECONDS", 0.0)
+    monkeypatch.setattr(opportunistic, "_PUBLISH_SECONDS", 0.0)
     steps = run(tmp_path / "on", *LEARN, OPPORTUNISTIC, reward=reward)
     # One after each step but the first, before which there is nothing to learn; the others in
     # rollouts.
@@ -165,7 +165,7 @@ def training(
     )
     made = OpportunisticTraining(
         setup,
-        lambda: PolicyEnds.of(shared_decoder(), torch.float32),
+        lambda: VocabLayers.of(shared_decoder(), torch.float32),
         [Receiver()],
         compute,
         notify=notify,
@@ -201,8 +201,8 @@ def test_errors_of_either_side_come_as_themselves(monkeypatch: pytest.MonkeyPatc
 
 def test_what_is_stuck_is_not_waited_for_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opportunistic, "_POLL_SECONDS", 0.0)
-    monkeypatch.setattr(opportunistic, "_REST_SECONDS", 0.0)
-    monkeypatch.setattr(opportunistic, "_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(opportunistic, "_PUBLISH_SECONDS", 0.0)
+    monkeypatch.setattr(opportunistic, "_TIMEOUT_SECONDS", 0.01)
     monkeypatch.setattr(QuickWorker, "wait_until_ready", lambda self, seconds: False)
     results = QuickWorker.results
     # One head: it is the same that is tried again.
@@ -225,8 +225,8 @@ def test_what_is_stuck_is_not_waited_for_and_said(monkeypatch: pytest.MonkeyPatc
         anyio.run(rollout)
     finally:
         compute.close()
-    assert "has not begun within" in said[0]
-    assert "has not taken a draft head" in said[1]
+    assert "has not started within" in said[0]
+    assert "has not loaded a draft head" in said[1]
 
 
 def test_a_head_on_its_way_gets_there_although_the_rollout_ends(

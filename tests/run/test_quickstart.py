@@ -115,7 +115,7 @@ def test_without_a_head_to_begin_with_it_learns_in_rl(
     assert drafts["versions"] + drafts["hold_backs"] == 2
     assert "drafts in RL:" in shown
     assert f"{drafts['versions']:.0f} versions published" in " ".join(shown.split())
-    with pytest.raises(ConfigError, match="--no-speculation wants none"):
+    with pytest.raises(ConfigError, match="--no-speculation disables it"):
         quickstart.main(output, **given, cold_start=True, speculation=False)
 
 
@@ -151,7 +151,7 @@ def test_what_became_of_the_head_is_read_from_the_metrics() -> None:
 
 
 def test_two_of_them_do_not_share_a_folder(tmp_path: Path) -> None:
-    with locked(tmp_path), pytest.raises(CheckpointError, match="another run is working in"):
+    with locked(tmp_path), pytest.raises(CheckpointError, match="another run is using"):
         quickstart.main(tmp_path, seed=1, recipe="tiny", sft_control=False, bf16=False)
 
 

@@ -1,4 +1,4 @@
-"""Accept-if-equal on chains and trees, against a walk written differently."""
+"""Acceptance of draft tokens on chains and trees, compared with an independent implementation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ def test_a_chain_is_accepted_up_to_the_first_difference() -> None:
     assert accepted_path(tokens, parents, [5, 0, 0, 0]) == [0]
     assert accepted_path(tokens, parents, [1, 2, 7, 0]) == [0, 1, 2]
     assert accepted_path(tokens, parents, [1, 2, 3, 4]) == [0, 1, 2, 3]
-    # Equal again after a difference does not count.
+    # Tokens after the first difference do not count, even if they are equal.
     assert accepted_path(tokens, parents, [1, 7, 3, 4]) == [0, 1]
 
 
-def test_a_tree_is_walked_to_the_child_that_was_chosen() -> None:
+def test_the_path_follows_the_chosen_child() -> None:
     #      0 -> 1 (token 4) -> 3 (token 6)
     #        -> 2 (token 5) -> 4 (token 6) -> 5 (token 7)
     tokens, parents = [9, 4, 5, 6, 6, 7], [-1, 0, 0, 1, 2, 4]
@@ -29,14 +29,14 @@ def walk(tokens: list[int], parents: list[int], chosen: list[int]) -> list[int]:
     path, node = [0], 0
     while True:
         children = [i for i in range(1, len(tokens)) if parents[i] == node]
-        right = [i for i in children if tokens[i] == chosen[node]]
-        if not right:
+        accepted = [i for i in children if tokens[i] == chosen[node]]
+        if not accepted:
             return path
-        node = right[0]
+        node = accepted[0]
         path.append(node)
 
 
-def test_random_trees() -> None:
+def test_random_trees_match_the_independent_implementation() -> None:
     rng = random.Random(0)
     lengths = set()
     for _ in range(2000):
@@ -46,6 +46,6 @@ def test_random_trees() -> None:
         chosen = [rng.randrange(3) for _ in range(count)]
         path = accepted_path(tokens, parents, chosen)
         lengths.add(len(path))
-        # A draft's siblings are distinct tokens; with doubles the first is taken.
+        # Siblings in a real draft are distinct tokens; among duplicates the first counts.
         assert path == walk(tokens, parents, chosen)
     assert lengths >= {1, 2, 3, 4}

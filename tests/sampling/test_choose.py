@@ -1,4 +1,4 @@
-"""The choice: exact laws, both log-probs, greedy, and rows that do not see each other."""
+"""Token choice: exact distributions, both log-probs, greedy rows, and independence of rows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_rows(settings: list[Setting], *, first_key: int = 0) -> SamplingRows:
         any_sampled=any(s.temperature > 0 for s in settings),
         any_greedy=any(s.temperature == 0 for s in settings),
         any_tempered=any(s.temperature not in (0, 1) for s in settings),
-        cuts=any(s.truncates for s in settings),
+        any_truncated=any(s.truncates for s in settings),
     )
 
 
@@ -51,7 +51,7 @@ LOGITS = torch.tensor([1.0, 2.5, 2.5, -1.0, 0.5, 3.0])
 
 
 def law_of(setting: Setting) -> list[float]:
-    """By hand, in plain numbers."""
+    """Return the expected distribution, computed in plain Python."""
     weights = [math.exp(float(x) / setting.temperature) for x in LOGITS]
     order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
     if setting.top_k > 0:
@@ -78,7 +78,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_the_law_is_exact(setting: Setting) -> None:
+def test_sampled_tokens_follow_the_exact_distribution(setting: Setting) -> None:
     samples = 20_000
     rows = make_rows([setting] * 50)
     counts = torch.zeros(len(LOGITS))
@@ -94,7 +94,7 @@ def test_the_law_is_exact(setting: Setting) -> None:
             any_sampled=rows.any_sampled,
             any_greedy=rows.any_greedy,
             any_tempered=rows.any_tempered,
-            cuts=rows.cuts,
+            any_truncated=rows.any_truncated,
         )
         choice = choose(LOGITS.expand(2000, -1), positions, repeated)
         counts += torch.bincount(choice.tokens, minlength=len(LOGITS))
@@ -108,7 +108,7 @@ def test_the_law_is_exact(setting: Setting) -> None:
 
 
 @pytest.mark.parametrize("setting", [*SETTINGS, Setting(temperature=0, top_k=3)], ids=str)
-def test_both_log_probs(setting: Setting) -> None:
+def test_both_log_probs_are_correct(setting: Setting) -> None:
     n = 64
     choice = choose(LOGITS.expand(n, -1), torch.arange(n), make_rows([setting] * n))
     full = torch.log_softmax(LOGITS / (setting.temperature or 1.0), -1)
@@ -123,7 +123,7 @@ def test_both_log_probs(setting: Setting) -> None:
         assert torch.equal(choice.sampling_log_probs, choice.log_probs)
 
 
-def test_greedy_is_the_lowest_id_among_the_largest() -> None:
+def test_greedy_chooses_the_lowest_id_among_the_largest_logits() -> None:
     logits = torch.tensor([[1.0, 7.0, 7.0, 0.0], [7.0, 7.0, 7.0, 7.0], [0.0, -1.0, 2.0, 2.0]])
     choice = choose(logits, torch.arange(3), make_rows([Setting(temperature=0)] * 3))
     assert choice.tokens.tolist() == [1, 0, 2]
@@ -134,8 +134,8 @@ def test_greedy_is_the_lowest_id_among_the_largest() -> None:
     ]
 
 
-def test_greedy_sees_logits_that_log_softmax_rounds_to_one_value() -> None:
-    # Next to a mass far above, these two have equal log-probs; top-k must not decide, either.
+def test_greedy_compares_logits_that_log_softmax_rounds_to_one_value() -> None:
+    # The two largest logits have equal log-probs. Top-k must not decide between them either.
     high = 1.0
     logits = torch.full((1, 1000), -1.0)
     logits[0, 0] = high
@@ -154,7 +154,7 @@ def test_a_sampled_token_is_the_argmax_of_log_probs_plus_noise() -> None:
     assert torch.equal(choose(logits, positions, rows).tokens, scores.argmax(-1))
 
 
-def test_arguments_that_disagree_are_refused() -> None:
+def test_mismatched_arguments_raise_an_error() -> None:
     logits, rows = torch.zeros(3, 5), make_rows([Setting()] * 3)
     with pytest.raises(ValueError, match=r"3 positions of torch\.int32"):
         draw(logits, torch.arange(3, dtype=torch.int32), rows)
@@ -165,7 +165,7 @@ def test_arguments_that_disagree_are_refused() -> None:
 @pytest.mark.parametrize("vocab", [1, 2, 100, 129, 5000])
 @pytest.mark.parametrize("scale", [0.0, 1.0, 6.0, 60.0])
 @pytest.mark.parametrize("cut", [False, True])
-def test_tokens_that_are_ruled_out_could_not_have_won(vocab: int, scale: float, cut: bool) -> None:
+def test_draw_equals_the_argmax_over_all_noise(vocab: int, scale: float, cut: bool) -> None:
     generator = torch.Generator().manual_seed(vocab)
     rows = make_rows([Setting()] * 200)
     positions = torch.arange(200)
@@ -182,7 +182,7 @@ def test_tokens_that_are_ruled_out_could_not_have_won(vocab: int, scale: float, 
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_row_that_is_not_finite_leaves_the_others_alone(bad: float) -> None:
+def test_a_row_that_is_not_finite_does_not_affect_others(bad: float) -> None:
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(1))
     positions, rows = torch.arange(4), make_rows([Setting()] * 4)
     before = choose(logits, positions, rows)
@@ -221,7 +221,7 @@ def test_rows_of_mixed_settings_equal_single_rows(vocab: int) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("setting", MIXED, ids=str)
-def test_a_broken_row_is_marked_and_alone(bad: float, setting: Setting) -> None:
+def test_only_a_row_that_is_not_finite_has_nan_log_probs(bad: float, setting: Setting) -> None:
     logits = LOGITS.repeat(3, 1)
     logits[1, 2] = bad
     choice = choose(logits, torch.arange(3), make_rows([setting] * 3))
@@ -229,12 +229,12 @@ def test_a_broken_row_is_marked_and_alone(bad: float, setting: Setting) -> None:
     assert 0 <= int(choice.tokens[1]) < len(LOGITS)
 
 
-def test_first_argmax() -> None:
+def test_first_argmax_returns_the_lowest_index_among_equals() -> None:
     scores = torch.tensor([[0.0, 2.0, 2.0], [5.0, 5.0, 1.0], [float("-inf"), -3.0, -3.0]])
     assert first_argmax(scores).tolist() == [1, 0, 1]
 
 
-def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_the_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = make_rows([*SETTINGS, Setting(temperature=0.0), Setting()])
     logits = torch.randn(9, 500, generator=torch.Generator().manual_seed(3))
     positions = torch.arange(9) * 7
@@ -254,12 +254,12 @@ def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_of_a_large_vocabulary_are_drawn_together(
     threads: int, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By one row at a time one thread would do all of it."""
-    drawn, whole = [], kernel.draw
+    """With one row at a time, a single thread would do all the work."""
+    drawn, original = [], kernel.draw
 
-    def recorded(*given: int) -> None:
-        drawn.append(given[-2])
-        whole(*given)
+    def recorded(*arguments: int) -> None:
+        drawn.append(arguments[-2])
+        original(*arguments)
 
     monkeypatch.setattr(kernel, "draw", recorded)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)

@@ -1,4 +1,4 @@
-"""Keyed noise: golden values, uniformity, independence, finiteness."""
+"""Keyed noise: golden values, uniformity, independence and finiteness."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def many_keys(count: int) -> torch.Tensor:
 
 
 def words(count: int, positions: int, vocab: int) -> torch.Tensor:
-    """k of `count` samples at `positions` positions: (count, positions, vocab)."""
+    """Return k of `count` samples at `positions` positions: (count, positions, vocab)."""
     rows = many_keys(count).repeat_interleave(positions, 0)
     at = torch.arange(positions).repeat(count)
     return hash_words(rows, at, vocab).view(count, positions, vocab)
 
 
-def test_golden_values() -> None:
-    # Recorded runs are replayed by these numbers: a change of the hash is a change of the format.
+def test_hash_and_noise_have_their_golden_values() -> None:
+    # A change of the hash would make recorded runs impossible to replay.
     assert key_words(KEY) == GOLDEN_KEY
     k = hash_words(keys(KEY, KEY), torch.tensor([0, 2_000_000]), 5)
     assert k.tolist() == GOLDEN_WORDS
@@ -53,7 +53,7 @@ def mix(x: int) -> int:
     return x ^ x >> 16
 
 
-def test_the_hash_in_plain_integers() -> None:
+def test_the_hash_equals_one_in_python_integers() -> None:
     a, b = (w & 0xFFFFFFFF for w in key_words(KEY))
     got = hash_words(keys(KEY), torch.tensor([977]), 300)[0].tolist()
     golden = 0x9E3779B9
@@ -66,7 +66,7 @@ def test_the_hash_in_plain_integers() -> None:
     assert got == expected
 
 
-def test_parts_of_a_key_do_not_run_together() -> None:
+def test_the_boundaries_between_key_parts_matter() -> None:
     variants: list[tuple[int | str, ...]] = [
         ("ab", "c"),
         ("a", "bc"),
@@ -97,7 +97,7 @@ def test_every_field_of_a_key_matters() -> None:
 
 
 def chi_square(counts: torch.Tensor) -> float:
-    """Deviation of a chi-square statistic of equal cells from its mean, in standard deviations."""
+    """Return a chi-square statistic of equal cells as standard deviations from its mean."""
     counts = counts.double()
     expected = counts.mean()
     cells = counts.numel()
@@ -112,8 +112,8 @@ def test_words_are_uniform_in_high_and_low_bits() -> None:
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["keys", "positions", "token ids"])
-def test_neighbours_are_independent(axis: int) -> None:
-    # Pairs at several distances along one axis: 32 x 32 cells of their top bits.
+def test_neighbors_are_independent(axis: int) -> None:
+    # Pairs at several distances along one axis, in 32 x 32 cells of their top bits.
     k = words(64, 64, 64) >> 27
     for distance in (1, 2, 3, 16):
         left = k.narrow(axis, 0, 64 - distance)
@@ -150,7 +150,7 @@ def test_one_bit_of_the_key_flips_half_of_the_bits() -> None:
             assert 0.47 < flipped < 0.53, (word, bit)
 
 
-def test_gumbel_has_its_moments() -> None:
+def test_gumbel_noise_has_the_right_mean_and_variance() -> None:
     g = gumbel_noise(many_keys(50), torch.arange(50), 4000).flatten()
     n = g.numel()
     assert float(g.mean()) == pytest.approx(0.5772156649, abs=4 * 1.2825 / math.sqrt(n))
@@ -174,7 +174,7 @@ def test_rows_are_independent_of_their_batch() -> None:
     for i in range(5):
         alone = gumbel_noise(many_keys(5)[i : i + 1], positions[i : i + 1], 67)
         assert torch.equal(alone[0], together[i])
-    # A larger vocabulary only adds words.
+    # A larger vocabulary only adds values.
     assert torch.equal(hash_words(many_keys(5), positions, 99)[:, :67], words_of(positions))
 
 
@@ -182,6 +182,6 @@ def words_of(positions: torch.Tensor) -> torch.Tensor:
     return hash_words(many_keys(5), positions, 67)
 
 
-def test_token_ids_never_share_a_word() -> None:
+def test_all_token_ids_have_different_hashes() -> None:
     k = hash_words(keys(KEY), torch.tensor([9]), 200_000)
     assert len(set(k[0].tolist())) == 200_000

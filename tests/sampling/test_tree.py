@@ -1,16 +1,16 @@
-"""Which candidates are verified: a budget for the whole batch."""
+"""Selection of draft-tree candidates under a budget for the whole batch."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from slipstream.sampling.tree import Branches, Candidates, best_branches
+from slipstream.sampling.tree import Candidates, GrowingTree, best_nodes
 
 NONE = -np.inf
 
 
 def candidates(*scores: list[float]) -> Candidates:
-    """Two after the root, two after the first of these, one after the second."""
+    """Return trees with two children of the root, two of the first child, and one of the second."""
     count = len(scores)
     return Candidates(
         np.tile([10, 11, 12, 13, 14], (count, 1)),
@@ -21,33 +21,33 @@ def candidates(*scores: list[float]) -> Candidates:
 
 
 def best(drafts: int, *scores: list[float]) -> list[tuple[list[int], list[int]]]:
-    """Tokens and parents."""
-    return [found[:2] for found in candidates(*scores).best(drafts)]
+    """Return tokens and parents of the selected candidates."""
+    return [selected[:2] for selected in candidates(*scores).best(drafts)]
 
 
-def test_the_batch_shares_its_budget() -> None:
-    sure, unsure = [-0.1, -2.0, -0.2, -3.0, -2.5], [-1.5, -1.6, -2.6, -3.1, -4.0]
-    assert best(4, sure, unsure) == [([10, 12], [0, 1]), ([10, 11], [0, 0])]
-    assert best(2, sure, unsure) == [([10, 12], [0, 1]), ([], [])]
-    assert best(0, sure, unsure) == [([], []), ([], [])]
-    (*_, scores), _ = candidates(sure, unsure).best(2)
+def test_all_requests_of_a_batch_share_the_budget() -> None:
+    likely, unlikely = [-0.1, -2.0, -0.2, -3.0, -2.5], [-1.5, -1.6, -2.6, -3.1, -4.0]
+    assert best(4, likely, unlikely) == [([10, 12], [0, 1]), ([10, 11], [0, 0])]
+    assert best(2, likely, unlikely) == [([10, 12], [0, 1]), ([], [])]
+    assert best(0, likely, unlikely) == [([], []), ([], [])]
+    (*_, scores), _ = candidates(likely, unlikely).best(2)
     assert scores == [-0.1, -0.2]
 
 
-def test_what_is_not_worth_its_row_is_left_out() -> None:
-    sure, unsure = [-0.1, -2.0, -0.2, -3.0, -2.5], [-1.5, -1.6, -2.6, -3.1, -4.0]
-    found = [kept[0] for kept in candidates(sure, unsure).best(9, least=-1.5)]
-    assert found == [[10, 12], [10]]
+def test_candidates_below_the_minimum_score_are_not_selected() -> None:
+    likely, unlikely = [-0.1, -2.0, -0.2, -3.0, -2.5], [-1.5, -1.6, -2.6, -3.1, -4.0]
+    tokens = [selected[0] for selected in candidates(likely, unlikely).best(9, least=-1.5)]
+    assert tokens == [[10, 12], [10]]
 
 
-def test_parents_come_first_among_equals() -> None:
+def test_parents_come_first_among_equal_scores() -> None:
     equal = [-0.5, -2.0, -0.5, -0.5, -2.0]
     assert best(1, equal) == [([10], [0])]
     assert best(3, equal) == [([10, 12, 13], [0, 1, 1])]
     assert best(4, equal) == [([10, 12, 13, 11], [0, 1, 1, 0])]
 
 
-def test_a_tree_is_a_walk_with_the_best_child_first() -> None:
+def test_nodes_are_in_depth_first_order_with_the_best_child_first() -> None:
     equal = [-0.5, -2.0, -0.5, -0.5, -2.0]
     assert best(9, equal) == [([10, 12, 13, 11, 14], [0, 1, 1, 0, 4])]
     deep = Candidates(
@@ -62,14 +62,14 @@ def test_a_tree_is_a_walk_with_the_best_child_first() -> None:
     assert scores == [0.0, -2.0, -7.0, -3.0, -6.0, -1.0, -4.0, -5.0]
 
 
-def test_what_has_no_chance_is_left_out() -> None:
+def test_candidates_with_a_score_of_minus_infinity_are_not_selected() -> None:
     few = [-0.5, NONE, -0.6, NONE, NONE]
     for budget in (4, 5, 6):
         assert best(budget, few, few) == [([10, 12], [0, 1])] * 2
 
 
-def test_a_path_is_merged_by_its_tokens() -> None:
-    tree = Branches.of([5, 10, 11, 12], [-1, 0, 0, 1], [-0.5, -1.0, -0.9])
+def test_a_path_is_merged_into_a_tree_by_its_tokens() -> None:
+    tree = GrowingTree.of([5, 10, 11, 12], [-1, 0, 0, 1], [-0.5, -1.0, -0.9])
     tree.add([10, 13, 12], [-0.2, -0.3, -0.4])
     assert tree.tokens == [5, 10, 11, 12, 13, 12]
     assert tree.parents == [-1, 0, 0, 1, 1, 4]
@@ -77,19 +77,19 @@ def test_a_path_is_merged_by_its_tokens() -> None:
     tree.add([11], [-3.0])
     assert tree.scores[2] == -1.0
     tree.add([], [])
-    other = Branches.of([6], [-1], [])
-    assert best_branches([tree, other], 3) == [[0, 1, 4, 5], [0]]
+    other = GrowingTree.of([6], [-1], [])
+    assert best_nodes([tree, other], 3) == [[0, 1, 4, 5], [0]]
     part = tree.part([0, 1, 4, 5])
-    assert part == Branches([5, 10, 13, 12], [-1, 0, 1, 2], [0.0, -0.2, -0.3, -0.4])
+    assert part == GrowingTree([5, 10, 13, 12], [-1, 0, 1, 2], [0.0, -0.2, -0.3, -0.4])
     other.add([7], [-0.35])
-    assert best_branches([tree, other], 3) == [[0, 1, 4], [0, 1]]
-    assert best_branches([tree, other], 0) == [[0], [0]]
-    # What one has no room for goes to the others.
-    assert best_branches([tree, other], 3, most=1) == [[0, 1], [0, 1]]
+    assert best_nodes([tree, other], 3) == [[0, 1, 4], [0, 1]]
+    assert best_nodes([tree, other], 0) == [[0], [0]]
+    # If one tree is full, the rest of the budget goes to the others.
+    assert best_nodes([tree, other], 3, most=1) == [[0, 1], [0, 1]]
 
 
-def test_where_rows_are_a_matrix_each_has_its_own_best() -> None:
-    # By itself the first would have all of them.
+def test_best_of_each_selects_the_same_number_for_every_request() -> None:
+    # With a shared budget, the first request would get all drafts.
     scores = np.array([[-0.1, -0.2, -0.3], [-5.0, -6.0, -7.0]])
     candidates = Candidates(
         tokens_NC=np.array([[1, 2, 3], [4, 5, 6]]),

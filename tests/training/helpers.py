@@ -10,6 +10,7 @@ import torch
 
 from slipstream.models import Decoder, ModelConfig
 from slipstream.training import OptimSettings, SingleProcessBackend
+from slipstream.training.columns import train_batch
 from slipstream.types import TrainBatch, TrainRow
 
 VOCAB = 64
@@ -58,7 +59,16 @@ def observe(backend: SingleProcessBackend, look: Callable[[TrainBatch], T]) -> l
 
 
 def rows_of(batch: TrainBatch) -> int:
-    return len(batch.rows)
+    return len(batch)
+
+
+def as_rows(batch: TrainBatch) -> list[TrainRow]:
+    return [batch.row(index) for index in range(len(batch))]
+
+
+def by_row(batch: TrainBatch, values_T: torch.Tensor) -> list[list[float]]:
+    """A column as one list per row."""
+    return [values.tolist() for values in values_T.split(batch.lengths)]
 
 
 def make_row(rng: random.Random, length: int, *, prompt: int = 3, policy: bool = True) -> TrainRow:
@@ -73,8 +83,12 @@ def make_row(rng: random.Random, length: int, *, prompt: int = 3, policy: bool =
 
 
 def make_batch(lengths: list[int], *, seed: int = 0, policy: bool = True) -> TrainBatch:
+    return train_batch(make_rows(lengths, seed=seed, policy=policy))
+
+
+def make_rows(lengths: list[int], *, seed: int = 0, policy: bool = True) -> list[TrainRow]:
     rng = random.Random(seed)
-    return TrainBatch(rows=[make_row(rng, n, policy=policy) for n in lengths])
+    return [make_row(rng, n, policy=policy) for n in lengths]
 
 
 def gradients(backend: SingleProcessBackend) -> dict[str, torch.Tensor]:

@@ -16,9 +16,10 @@ from slipstream.models.critic_io import load_critic
 from slipstream.models.lora import LoraConfig, add_lora, lora_layers, merged_weights
 from slipstream.models.value_model import ValueModel
 from slipstream.training import OptimSettings
+from slipstream.training.columns import train_batch
 from slipstream.training.critic import Critic, ValueLossSettings, explained_variance
 from slipstream.types import TrainBatch, TrainRow
-from tests.training.helpers import VOCAB, relative_difference, tiny_decoder
+from tests.training.helpers import VOCAB, as_rows, by_row, relative_difference, tiny_decoder
 
 LENGTHS = [9, 33, 17, 40, 5]
 SPLITS: tuple[dict[str, Any], ...] = (
@@ -55,7 +56,7 @@ def row(rng: random.Random, length: int, *, prompt: int = 3) -> TrainRow:
 
 def batch_of(lengths: list[int], seed: int = 0) -> TrainBatch:
     rng = random.Random(seed)
-    return TrainBatch(rows=[row(rng, n) for n in lengths])
+    return train_batch([row(rng, n) for n in lengths])
 
 
 def reference_values(model: ValueModel, tokens: list[int]) -> torch.Tensor:
@@ -69,19 +70,17 @@ def reference_values(model: ValueModel, tokens: list[int]) -> torch.Tensor:
 def test_values_are_of_the_state_before_each_token() -> None:
     batch, work = batch_of(LENGTHS), critic()
     values = work.values(batch).wait()
-    for given, got in zip(batch.rows, values, strict=True):
+    for given, got in zip(as_rows(batch), by_row(batch, values), strict=True):
         expected = reference_values(work.model, given.tokens).detach()
         mask = torch.tensor(given.loss_mask).double()
         torch.testing.assert_close(
             torch.tensor(got).double(), expected * mask, atol=1e-5, rtol=1e-5
         )
     # The last token is nobody's state, the first nobody's target.
-    other = TrainBatch(
-        rows=[TrainRow(tokens=list(r.tokens), loss_mask=r.loss_mask) for r in batch.rows]
-    )
-    for changed in other.rows:
+    others = as_rows(batch)
+    for changed in others:
         changed.tokens[-1] = (changed.tokens[-1] + 1) % VOCAB
-    assert work.values(other).wait() == values
+    assert torch.equal(work.values(train_batch(others)).wait(), values)
     work.close()
 
 
@@ -100,7 +99,7 @@ def test_a_new_critic_expects_nothing_and_is_no_second_policy() -> None:
             assert parameter.data_ptr() != merged[name].data_ptr()
     work = critic(model)
     values = work.values(batch_of(LENGTHS)).wait()
-    assert all(v == 0.0 for line in values for v in line)
+    assert not values.any()
     work.close()
 
 
@@ -109,7 +108,7 @@ def test_values_do_not_depend_on_the_split(dtype: torch.dtype) -> None:
     results = []
     for limits in SPLITS:
         work = critic(dtype=dtype, **limits)
-        results.append(work.values(batch).wait())
+        results.append(work.values(batch).wait().tolist())
         work.close()
     assert results[0] == results[1] == results[2]
 
@@ -120,7 +119,7 @@ def test_the_update_is_that_of_the_formula_whatever_the_split(mode: str) -> None
     model = tiny_model()
     total = torch.zeros((), dtype=torch.float64)
     clipped_tokens, tokens = 0, batch.num_target_tokens
-    for given in batch.rows:
+    for given in as_rows(batch):
         assert given.returns is not None
         assert given.values is not None
         targets = [t for t in range(1, len(given.tokens)) if given.loss_mask[t]]
@@ -133,8 +132,8 @@ def test_the_update_is_that_of_the_formula_whatever_the_split(mode: str) -> None
             line = line + torch.maximum(plain, within)
         weight = {
             "token-mean": tokens,
-            "seq-mean-token-sum": len(batch.rows),
-            "seq-mean-token-mean": len(batch.rows) * len(targets),
+            "seq-mean-token-sum": len(batch),
+            "seq-mean-token-mean": len(batch) * len(targets),
         }[mode]
         total = total + 0.5 * line / weight
     loss = float(total.detach())
@@ -159,12 +158,10 @@ def test_the_update_is_that_of_the_formula_whatever_the_split(mode: str) -> None
 
 def test_masked_places_may_hold_anything() -> None:
     clean, dirty = batch_of(LENGTHS), batch_of(LENGTHS)
-    for given in dirty.rows:
-        assert given.returns is not None
-        assert given.values is not None
-        for t, weight in enumerate(given.loss_mask):
-            if not weight:
-                given.returns[t], given.values[t] = math.nan, math.inf
+    assert dirty.returns is not None
+    assert dirty.values is not None
+    dirty.returns[dirty.loss_mask == 0] = math.nan
+    dirty.values[dirty.loss_mask == 0] = math.inf
     one, other = critic(), critic()
     assert one.update(clean).wait() == other.update(dirty).wait()
     for (_, a), (_, b) in zip(
@@ -178,35 +175,30 @@ def test_masked_places_may_hold_anything() -> None:
 def learn(work: Critic, batch: TrainBatch, steps: int) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for _ in range(steps):
-        for given, values in zip(batch.rows, work.values(batch).wait(), strict=True):
-            given.values = values
+        batch.values = work.values(batch).wait()
         metrics = work.update(batch).wait()
     return metrics
 
 
 def test_it_learns_a_constant() -> None:
     batch = batch_of([12, 20, 28])
-    for given in batch.rows:
-        given.returns = [1.5] * len(given.tokens)
+    batch.returns = torch.full((batch.num_tokens,), 1.5)
     work = critic(tiny_model(head=False), optim=OptimSettings(lr=1e-2, weight_decay=0.0))
     learn(work, batch, 60)
-    values = work.values(batch).wait()
-    for given, line in zip(batch.rows, values, strict=True):
-        assert line[3:] == pytest.approx([1.5] * (len(given.tokens) - 3), abs=0.1)
+    for line in by_row(batch, work.values(batch).wait()):
+        assert line[3:] == pytest.approx([1.5] * (len(line) - 3), abs=0.1)
     work.close()
 
 
 def test_it_learns_what_is_linear_in_the_hidden_state() -> None:
     teacher = critic(tiny_model())
     batch = batch_of([24, 40, 33])
-    for given, line in zip(batch.rows, teacher.values(batch).wait(), strict=True):
-        given.returns = line
+    batch.returns = teacher.values(batch).wait()
     work = critic(tiny_model(head=False), optim=OptimSettings(lr=1e-2, weight_decay=0.0))
     first = learn(work, batch, 1)
     assert explained_variance(batch) == pytest.approx(0.0, abs=1e-4)
     last = learn(work, batch, 100)
-    for row, values in zip(batch.rows, work.values(batch).wait(), strict=True):
-        row.values = values
+    batch.values = work.values(batch).wait()
     assert (explained_variance(batch) or 0.0) > 0.97
     assert last["critic/vf_loss"] < 0.03 * first["critic/vf_loss"]
     teacher.close()
@@ -221,10 +213,9 @@ def test_explained_variance_by_hand() -> None:
         values=[9.0, 0.0, 9.0, 3.0],
     )
     # Returns 1 and 3 have variance 2, errors 1 and 0 have 0.5; column 0 is no target.
-    batch = TrainBatch(rows=[given])
-    assert explained_variance(batch) == pytest.approx(1 - 0.5 / 2.00001)
+    assert explained_variance(train_batch([given])) == pytest.approx(1 - 0.5 / 2.00001)
     given.loss_mask = [0.0, 1.0, 0.0, 0.0]
-    assert explained_variance(batch) is None
+    assert explained_variance(train_batch([given])) is None
 
 
 def test_metrics() -> None:
@@ -239,7 +230,7 @@ def test_metrics() -> None:
         "critic/skipped_steps",
     }
     values = critic().values(batch).wait()
-    mean = sum(map(sum, values)) / batch.num_target_tokens
+    mean = float(values.sum()) / batch.num_target_tokens
     assert metrics["critic/vpred_mean"] == pytest.approx(mean, rel=1e-5)
     assert metrics["critic/lr"] == 1e-3
     work.close()
@@ -256,15 +247,15 @@ def test_equal_values_to_transformers_and_a_round_trip(tmp_path: Path) -> None:
         str(tmp_path / "critic"), dtype=torch.float32
     ).eval()
     assert theirs.config.num_labels == 1
-    for given, line in zip(batch.rows, values, strict=True):
+    for given, line in zip(as_rows(batch), by_row(batch, values), strict=True):
         with torch.no_grad():
             logits = theirs(torch.tensor(given.tokens)[None]).logits[0, :, 0]
         torch.testing.assert_close(torch.tensor(line[3:]), logits[2:-1], atol=1e-5, rtol=1e-5)
     again = critic(load_critic(tmp_path / "critic"))
-    assert again.values(batch).wait() == values
+    assert torch.equal(again.values(batch).wait(), values)
     theirs.save_pretrained(str(tmp_path / "theirs"))
     third = critic(load_critic(tmp_path / "theirs"))
-    assert third.values(batch).wait() == values
+    assert torch.equal(third.values(batch).wait(), values)
     for part in (work, again, third):
         part.close()
 
@@ -308,8 +299,8 @@ def test_non_finite_updates_are_skipped_and_counted() -> None:
     work = critic(max_nonfinite_steps=1)
     before = {n: p.detach().clone() for n, p in work.model.named_parameters()}
     batch = batch_of(LENGTHS)
-    assert batch.rows[0].returns is not None
-    batch.rows[0].returns[4] = math.inf
+    assert batch.returns is not None
+    batch.returns[4] = math.inf
     assert work.update(batch).wait()["critic/skipped_steps"] == 1.0
     with pytest.raises(TrainingError, match="returns or recorded values in the batch"):
         work.update(batch).wait()
@@ -321,17 +312,20 @@ def test_non_finite_updates_are_skipped_and_counted() -> None:
 @pytest.mark.parametrize("missing", ["returns", "values"])
 def test_a_row_without_a_column_is_refused(missing: str) -> None:
     work, batch = critic(), batch_of(LENGTHS)
-    for given in batch.rows:
-        setattr(given, missing, None)
-    with pytest.raises(DataError, match=rf"row 0 .* has no {missing}"):
+    setattr(batch, missing, None)
+    with pytest.raises(DataError, match=f"the batch has no {missing}"):
         work.update(batch).wait()
-    batch = batch_of(LENGTHS)
-    setattr(batch.rows[1], missing, None)
+    rows = as_rows(batch_of(LENGTHS))
+    setattr(rows[1], missing, None)
     with pytest.raises(DataError, match=f"row 1 has no {missing}"):
-        work.update(batch).wait()
-    batch = batch_of(LENGTHS)
-    getattr(batch.rows[2], missing).pop()
+        train_batch(rows)
+    rows = as_rows(batch_of(LENGTHS))
+    getattr(rows[2], missing).pop()
     with pytest.raises(DataError, match=f"{missing} has 16 entries for 17"):
+        train_batch(rows)
+    batch = batch_of(LENGTHS)
+    setattr(batch, missing, torch.zeros(103))
+    with pytest.raises(DataError, match=f"{missing} has 103 entries for 104 tokens"):
         work.update(batch).wait()
     # Nothing of a refused update stays.
     assert work.update(batch_of(LENGTHS)).wait()["critic/grad_norm"] > 0

@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 from slipstream.models import Decoder, ModelConfig
 from slipstream.models.numerics import pad_rows, rows_are_exact
+from slipstream.training.columns import train_batch
 from slipstream.types import TrainBatch
-from tests.training.helpers import make_row, tiny_backend, tiny_decoder
+from tests.training.helpers import as_rows, by_row, make_row, tiny_backend, tiny_decoder
 
 
 def wide_decoder(max_positions: int) -> Decoder:
@@ -36,7 +37,7 @@ def wide_decoder(max_positions: int) -> Decoder:
 
 def log_probs(decoder: Decoder, batch: TrainBatch, **settings: object) -> list[list[float]]:
     backend = tiny_backend(decoder, **settings)
-    out = backend.compute_log_probs(batch).wait()
+    out = by_row(batch, backend.compute_log_probs(batch).wait())
     backend.close()
     return out
 
@@ -45,7 +46,7 @@ def log_probs(decoder: Decoder, batch: TrainBatch, **settings: object) -> list[l
 def test_log_probs_do_not_depend_on_the_split(dtype: torch.dtype, temperature: float) -> None:
     rng = random.Random(0)
     rows = [make_row(rng, rng.randrange(5, 150), prompt=rng.randrange(1, 5)) for _ in range(14)]
-    batch = TrainBatch(rows=rows, temperature=temperature)
+    batch = train_batch(rows, temperature=temperature)
     # bf16 is emulated on many CPUs: a smaller model keeps the test short.
     decoder = wide_decoder(512) if dtype == torch.float32 else tiny_decoder()
 
@@ -73,15 +74,13 @@ def test_long_contexts_do_not_depend_on_padding_or_company(dtype: torch.dtype) -
 
     together = log_probs(
         decoder,
-        TrainBatch(rows=[long, shorter, make_row(rng, 40)]),
+        train_batch([long, shorter, make_row(rng, 40)]),
         dtype=dtype,
         max_tokens_per_micro_batch=6000,
     )
-    alone = log_probs(
-        decoder, TrainBatch(rows=[long]), dtype=dtype, max_tokens_per_micro_batch=2000
-    )
+    alone = log_probs(decoder, train_batch([long]), dtype=dtype, max_tokens_per_micro_batch=2000)
     shorter_alone = log_probs(
-        decoder, TrainBatch(rows=[shorter]), dtype=dtype, max_tokens_per_micro_batch=2000
+        decoder, train_batch([shorter]), dtype=dtype, max_tokens_per_micro_batch=2000
     )
 
     assert together[0] == alone[0]
@@ -94,14 +93,14 @@ def test_log_probs_are_what_an_engine_computes_from_the_same_hidden_states(
     dtype: torch.dtype,
 ) -> None:
     rng = random.Random(2)
-    batch = TrainBatch(rows=[make_row(rng, n) for n in (30, 77)], temperature=0.9)
+    batch = train_batch([make_row(rng, n) for n in (30, 77)], temperature=0.9)
     decoder = tiny_decoder()
 
     ours = log_probs(decoder, batch, dtype=dtype)
 
     with torch.no_grad():
         packed = decoder.pack(dtype)
-        for row, got in zip(batch.rows, ours, strict=True):
+        for row, got in zip(as_rows(batch), ours, strict=True):
             ids = torch.tensor(row.tokens + [0] * (-len(row.tokens) % 4))[None]
             hidden = packed.forward(ids, torch.arange(ids.shape[1])[None]).final[0]
             for t in range(3, len(row.tokens), 13):
@@ -126,6 +125,6 @@ def test_the_kernels_are_exact_whatever_torch_does(monkeypatch: pytest.MonkeyPat
         assert rows_are_exact(torch.float32, cpu)
         assert rows_are_exact(torch.bfloat16, cpu)
         with monkeypatch.context() as elsewhere:
-            elsewhere.setattr("slipstream.models.numerics.suited", lambda: False)
+            elsewhere.setattr("slipstream.models.numerics.kernels_supported", lambda: False)
             assert rows_are_exact(torch.float32, cpu) is torchs
     assert not rows_are_exact(torch.float32, torch.device("meta"))

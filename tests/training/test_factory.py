@@ -16,6 +16,7 @@ from slipstream.training import (
     create_warmup_cosine_scheduler,
     load_hf_model,
 )
+from slipstream.training.columns import train_batch
 from slipstream.types import TrainBatch, TrainRow
 from tests.training.helpers import tiny_decoder
 
@@ -26,7 +27,7 @@ def counting_batch() -> TrainBatch:
     rows = [
         TrainRow(tokens=[s + i for i in range(12)], loss_mask=[0.0] + [1.0] * 11) for s in starts
     ]
-    return TrainBatch(rows=rows)
+    return train_batch(rows)
 
 
 def test_tier_one_parts_learn_together(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,7 +37,7 @@ def updates(backend: Any, lengths: list[int], dtype: torch.dtype) -> dict[str, A
     for number in range(2):
         batch = make_batch(lengths, seed=number)
         if number == 0:
-            out["log_probs"] = backend.compute_log_probs(batch).wait()
+            out["log_probs"] = backend.compute_log_probs(batch).wait().tolist()
         metrics = backend.forward_backward(batch, loss).wait()
         metrics |= backend.optim_step().wait()
         out["metrics"].append(metrics)
@@ -126,8 +125,8 @@ def poisoned(ranks: Ranks) -> Any:
     backend = ShardedBackend(tiny_decoder(), ranks, optim=optim("AdamW"), **SETTINGS)
     start = weights(backend)
     batch = make_batch(LENGTHS)
-    batch = replace(batch, rows=[replace(row) for row in batch.rows])
-    batch.rows[3].advantages = [float("nan")] * len(batch.rows[3].tokens)
+    assert batch.advantages is not None
+    batch.advantages[batch.slice_of(3)] = float("nan")
     loss = policy_loss_fn()
     backend.forward_backward(batch, loss).wait()
     skipped = backend.optim_step().wait()["training/skipped_steps"]

@@ -12,10 +12,11 @@ from slipstream.errors import CheckpointError, TrainingError
 from slipstream.inference.hf import HFCore
 from slipstream.models.hf_policy import HFPolicy, load_hf_policy
 from slipstream.training import OptimSettings, SingleProcessBackend, sft_loss
+from slipstream.training.columns import train_batch
 from slipstream.types import SamplingParams, TrainBatch
 from tests.models.foreign import KINDS, save_foreign
 from tests.models.helpers import load_theirs
-from tests.training.helpers import make_row, tiny_backend
+from tests.training.helpers import as_rows, by_row, make_row, tiny_backend
 from tests.training.test_single import RecordingSink
 
 TEMPERATURE = 0.7
@@ -23,7 +24,7 @@ TEMPERATURE = 0.7
 
 def batch_of(*lengths: int) -> TrainBatch:
     rng = random.Random(0)
-    return TrainBatch(rows=[make_row(rng, n) for n in lengths], temperature=TEMPERATURE)
+    return train_batch([make_row(rng, n) for n in lengths], temperature=TEMPERATURE)
 
 
 def backend_of(folder: Path, **settings: object) -> tuple[SingleProcessBackend, HFPolicy]:
@@ -37,7 +38,7 @@ def laws(folder: Path, batch: TrainBatch) -> list[torch.Tensor]:
     model = load_theirs(folder)
     return [
         (model(input_ids=torch.tensor([row.tokens])).logits[0] / batch.temperature).log_softmax(-1)
-        for row in batch.rows
+        for row in as_rows(batch)
     ]
 
 
@@ -51,11 +52,11 @@ def test_log_probs_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
         {"max_rows_per_micro_batch": 1, "log_prob_chunk": 8},
     ):
         backend, _ = backend_of(tmp_path, **settings)
-        found = backend.compute_log_probs(batch).wait()
-        squares = backend.compute_sum_pi_squared(batch).wait()
+        found = by_row(batch, backend.compute_log_probs(batch).wait())
+        squares = by_row(batch, backend.compute_sum_pi_squared(batch).wait())
         kept = backend.compute_kept_ids(batch, SamplingParams(max_tokens=1, top_k=5)).wait()
         backend.close()
-        for r, (row, law) in enumerate(zip(batch.rows, expected, strict=True)):
+        for r, (row, law) in enumerate(zip(as_rows(batch), expected, strict=True)):
             for t in range(1, len(row.tokens)):
                 if not row.loss_mask[t]:
                     assert found[r][t] == squares[r][t] == len(kept[r][t]) == 0
@@ -72,10 +73,10 @@ def test_the_kl_over_the_vocabulary_is_that_of_both_laws(tmp_path: Path) -> None
     batch = batch_of(9, 30)
     backend, _ = backend_of(tmp_path / "own")
     backend.use_full_kl(load_hf_policy(tmp_path / "other"))
-    found = backend.compute_full_kl(batch, "reverse").wait()
+    found = by_row(batch, backend.compute_full_kl(batch, "reverse").wait())
     backend.close()
     own, other = laws(tmp_path / "own", batch), laws(tmp_path / "other", batch)
-    for row, values, p, q in zip(batch.rows, found, own, other, strict=True):
+    for row, values, p, q in zip(as_rows(batch), found, own, other, strict=True):
         kl = (p.exp() * (p - q)).sum(-1)
         for t in range(1, len(row.tokens)):
             wanted = float(kl[t - 1]) if row.loss_mask[t] else 0.0

@@ -5,6 +5,7 @@ import torch
 
 from slipstream.errors import DataError
 from slipstream.models.config import ContextLimit
+from slipstream.training.columns import train_batch
 from slipstream.training.packing import (
     build_micro_batch,
     check_batch,
@@ -12,7 +13,7 @@ from slipstream.training.packing import (
     padded_length,
     plan_micro_batches,
 )
-from slipstream.types import TrainBatch, TrainRow
+from slipstream.types import TrainRow
 from tests.training.helpers import make_batch
 
 
@@ -76,7 +77,7 @@ def test_micro_batch_values() -> None:
     ]
 
     micro = build_micro_batch(
-        TrainBatch(rows=rows), [1, 0], pad_id=3, max_positions=10, device=torch.device("cpu")
+        train_batch(rows), [1, 0], pad_id=3, max_positions=10, device=torch.device("cpu")
     )
 
     assert micro.ids.shape == (2, 16)
@@ -100,7 +101,7 @@ def test_micro_batch_values_without_padding() -> None:
     ]
 
     micro = build_micro_batch(
-        TrainBatch(rows=rows),
+        train_batch(rows),
         [1, 0],
         pad_id=3,
         max_positions=10,
@@ -132,25 +133,27 @@ def test_head_rows_obey_the_row_rule() -> None:
 
 
 def test_column_is_aligned_with_tokens() -> None:
-    like = torch.zeros(1)
+    batch = train_batch([TrainRow(tokens=[1] * n, loss_mask=[1.0] * n) for n in (2, 3, 1)])
+    like = torch.zeros(2, 4, dtype=torch.float64)
+    values = torch.tensor([1.0, 2.0, 7.0, 8.0, 9.0, 3.0])
 
-    out = column([[1.0, 2.0], None, [3.0]], torch.Size((3, 4)), like)
+    out = column(values, batch, [2, 0], like)
 
     assert out is not None
-    assert out.tolist() == [[1, 2, 0, 0], [0, 0, 0, 0], [3, 0, 0, 0]]
-    assert column([None, None], torch.Size((2, 4)), like) is None
+    assert out.dtype == torch.float64
+    assert out.tolist() == [[3, 0, 0, 0], [1, 2, 0, 0]]
+    assert column(None, batch, [2, 0], like) is None
 
 
 def test_check_batch_names_what_is_wrong() -> None:
     limit = ContextLimit(4, "the model is short")
 
     def refuse(row: TrainRow, match: str, others: list[TrainRow] | None = None) -> None:
-        batch = TrainBatch(rows=[*(others or []), row])
         with pytest.raises(DataError, match=match):
-            check_batch(batch, vocab_size=10, limit=limit)
+            check_batch(train_batch([*(others or []), row]), vocab_size=10, limit=limit)
 
     ok = TrainRow(tokens=[1, 2], loss_mask=[0, 1])
-    check_batch(TrainBatch(rows=[ok]), vocab_size=10, limit=limit)
+    check_batch(train_batch([ok]), vocab_size=10, limit=limit)
     refuse(TrainRow(tokens=[1, 2], loss_mask=[1, 0]), "no target token")
     refuse(TrainRow(tokens=[1, 2], loss_mask=[0, 1, 1]), "loss_mask has 3 entries for 2 tokens")
     refuse(TrainRow(tokens=[1, 10], loss_mask=[0, 1]), r"ids from 1 to 10.*0 \.\. 9")

@@ -29,13 +29,17 @@ from slipstream.training import (
     policy_loss_fn,
     sft_loss,
 )
+from slipstream.training.columns import train_batch
 from slipstream.training.losses import FULL_KL
 from slipstream.types import Features, SamplingParams, TrainBatch, TrainRow
 from tests.training.helpers import (
+    as_rows,
     assert_same,
+    by_row,
     gradients,
     make_batch,
     make_row,
+    make_rows,
     relative_difference,
     tiny_backend,
     tiny_decoder,
@@ -74,7 +78,7 @@ def reference_gradients(
     model = in_float64(decoder)
     other = None if full_kl is None else in_float64(full_kl[0])
     total = torch.zeros((), dtype=torch.float64)
-    for row in batch.rows:
+    for row in as_rows(batch):
         assert row.advantages is not None
         assert row.old_log_probs is not None
         assert row.ref_log_probs is not None
@@ -114,17 +118,17 @@ def test_the_whole_vocabularys_kl_is_that_of_the_distributions(direction: KLDire
     with pytest.raises(TrainingError, match="call use_full_kl"):
         backend.compute_full_kl(batch, direction).wait()
     backend.use_full_kl(other)
-    found = backend.compute_full_kl(batch, direction).wait()
+    found = by_row(batch, backend.compute_full_kl(batch, direction).wait())
     laws = []
     for decoder in (backend.decoder, other):
         assert isinstance(decoder, Decoder)
         packed = decoder.pack(torch.float32)
         heads = [
             packed.forward(torch.tensor([row.tokens]), torch.arange(len(row.tokens))[None]).final[0]
-            for row in batch.rows
+            for row in as_rows(batch)
         ]
         laws.append([torch.log_softmax(packed.lm_head(h).double(), -1) for h in heads])
-    for row, values, own, theirs in zip(batch.rows, found, *laws, strict=True):
+    for row, values, own, theirs in zip(as_rows(batch), found, *laws, strict=True):
         p, q = (own, theirs) if direction == "reverse" else (theirs, own)
         kl = (p.exp() * (p - q)).sum(-1)[:-1] * (torch.tensor(row.loss_mask[1:]) != 0)
         torch.testing.assert_close(torch.tensor(values), F.pad(kl, (1, 0)).float())
@@ -210,8 +214,7 @@ def test_metric_names() -> None:
 
 def test_rows_without_old_log_probs_are_on_policy() -> None:
     batch = make_batch(LENGTHS)
-    for row in batch.rows:
-        row.old_log_probs = None
+    batch.old_log_probs = None
     backend = tiny_backend()
     metrics = backend.forward_backward(batch, policy_loss_fn()).wait()
     assert metrics["actor/ppo_kl"] == 0.0
@@ -219,25 +222,22 @@ def test_rows_without_old_log_probs_are_on_policy() -> None:
     on_policy = gradients(backend)
 
     explicit = tiny_backend()
-    computed = explicit.compute_log_probs(batch).wait()
-    for row, values in zip(batch.rows, computed, strict=True):
-        row.old_log_probs = values
+    batch.old_log_probs = explicit.compute_log_probs(batch).wait()
     explicit.forward_backward(batch, policy_loss_fn()).wait()
     assert_same(on_policy, gradients(explicit))
 
     # Some rows with, some without.
-    batch.rows[0].old_log_probs = batch.rows[3].old_log_probs = None
+    rows = as_rows(batch)
+    rows[0].old_log_probs = rows[3].old_log_probs = None
     mixed = tiny_backend()
-    mixed.forward_backward(batch, policy_loss_fn()).wait()
+    mixed.forward_backward(train_batch(rows), policy_loss_fn()).wait()
     assert_same(on_policy, gradients(mixed))
 
 
 def test_recorded_log_probs_of_the_same_weights_are_bitwise_equal() -> None:
     batch = make_batch(LENGTHS)
     backend = tiny_backend(max_tokens_per_micro_batch=100)
-    recorded = backend.compute_log_probs(batch).wait()
-    for row, values in zip(batch.rows, recorded, strict=True):
-        row.rollout_log_probs = values
+    batch.rollout_log_probs = backend.compute_log_probs(batch).wait()
 
     metrics = backend.forward_backward(batch, policy_loss_fn()).wait()
 
@@ -448,11 +448,12 @@ class RecordingSink:
 
 @pytest.mark.parametrize("in_update", [True, False])
 def test_sink_gets_aligned_unpadded_detached_features(in_update: bool) -> None:
-    batch = make_batch(LENGTHS)
-    for index, row in enumerate(batch.rows):
+    rows = make_rows(LENGTHS)
+    for index, row in enumerate(rows):
         row.uid = f"row{index}"
     # Nothing to learn in row 4, but its features are wanted.
-    batch.rows[4].loss_mask = [0.0] * len(batch.rows[4].tokens)
+    rows[4].loss_mask = [0.0] * len(rows[4].tokens)
+    batch = train_batch(rows)
     backend = tiny_backend(max_tokens_per_micro_batch=130)
     updates(backend, 0, 1)
     sink = RecordingSink({1, 4, 6}, aux_layers=(0, 1))
@@ -465,7 +466,7 @@ def test_sink_gets_aligned_unpadded_detached_features(in_update: bool) -> None:
     with torch.no_grad():
         packed = backend.decoder.pack(torch.float32)
     for features in sink.received:
-        row = batch.rows[int(features.uid[3:])]
+        row = rows[int(features.uid[3:])]
         ids = torch.tensor(row.tokens + [0] * (-len(row.tokens) % 16))[None]
         with torch.no_grad():
             alone = packed.forward(ids, torch.arange(ids.shape[1])[None], aux_layers=(0, 1))
@@ -484,8 +485,8 @@ def test_sink_gets_aligned_unpadded_detached_features(in_update: bool) -> None:
 
 def test_log_probs_are_zero_off_target_and_rows_without_targets_are_not_computed() -> None:
     batch = make_batch([20, 30])
-    batch.rows[1].loss_mask = [0.0] * 30
-    out = tiny_backend().compute_log_probs(batch).wait()
+    batch.loss_mask[20:] = 0.0
+    out = by_row(batch, tiny_backend().compute_log_probs(batch).wait())
     assert out[1] == [0.0] * 30
     assert out[0][:3] == [0.0] * 3
     assert all(-20 < x < 0 for x in out[0][3:])
@@ -495,15 +496,15 @@ def test_padding_may_reach_beyond_the_models_positions() -> None:
     batch = make_batch([25])
     short = tiny_decoder(max_positions=25)
     roomy = tiny_decoder(max_positions=512)
-    assert (
-        tiny_backend(short).compute_log_probs(batch).wait()
-        == tiny_backend(roomy).compute_log_probs(batch).wait()
+    assert torch.equal(
+        tiny_backend(short).compute_log_probs(batch).wait(),
+        tiny_backend(roomy).compute_log_probs(batch).wait(),
     )
 
 
 def test_bad_batches_are_refused_where_awaited() -> None:
     backend = tiny_backend()
-    empty = TrainBatch(rows=[TrainRow(tokens=[1, 2], loss_mask=[1.0, 0.0])])
+    empty = train_batch([TrainRow(tokens=[1, 2], loss_mask=[1.0, 0.0])])
     with pytest.raises(DataError, match="no target token"):
         backend.forward_backward(empty, sft_loss()).wait()
     with pytest.raises(DataError, match="no target token"):
@@ -559,10 +560,10 @@ def test_log_probs_over_what_a_sampler_kept() -> None:
     batch = make_batch([5, 9, 7], policy=False)
     cuts = SamplingParams(max_tokens=1, top_k=6, top_p=0.8)
     kept = backend.compute_kept_ids(batch, cuts).wait()
-    full = backend.compute_log_probs(batch).wait()
+    full = by_row(batch, backend.compute_log_probs(batch).wait())
     assert isinstance(backend.decoder, Decoder)
     packed = backend.decoder.pack(torch.float32)
-    for row, ids, log_probs in zip(batch.rows, kept, full, strict=True):
+    for row, ids, log_probs in zip(as_rows(batch), kept, full, strict=True):
         tokens = torch.tensor([row.tokens])
         hidden = packed.forward(tokens, torch.arange(len(row.tokens))[None]).final[0]
         log_p = torch.log_softmax(packed.lm_head(hidden), dim=-1)
@@ -578,8 +579,8 @@ def test_log_probs_over_what_a_sampler_kept() -> None:
                 own.append(row.tokens[t])
             mass = float(log_p[t - 1][list(own)].logsumexp(0))
             log_probs[t] -= mass
-        row.kept_ids = ids
-    replayed = backend.compute_log_probs(batch).wait()
+    batch.kept_ids = kept
+    replayed = by_row(batch, backend.compute_log_probs(batch).wait())
     for found, expected in zip(replayed, full, strict=True):
         assert found == pytest.approx(expected, abs=1e-5)
     backend.close()
@@ -594,8 +595,7 @@ def test_padding_may_reach_beyond_the_window() -> None:
     decoder.init_weights(0)
     backend = tiny_backend(decoder)
     rng = random.Random(0)
-    (row,) = backend.compute_log_probs(TrainBatch(rows=[make_row(rng, 20)])).wait()
-    assert len(row) == 20
+    assert len(backend.compute_log_probs(train_batch([make_row(rng, 20)])).wait()) == 20
     with pytest.raises(DataError, match=r"row 0 .* has 21 tokens, .* has sliding_window"):
-        backend.compute_log_probs(TrainBatch(rows=[make_row(rng, 21)])).wait()
+        backend.compute_log_probs(train_batch([make_row(rng, 21)])).wait()
     backend.close()

@@ -28,7 +28,7 @@ from slipstream.algorithms.advantages.token_baseline import (
     optimal_token_baseline,
     tir_optimal_token_baseline,
 )
-from slipstream.algorithms.advantages.whiten import masked_var, masked_whiten
+from slipstream.algorithms.advantages.whiten import masked_whiten
 
 __all__ = [
     "GroupScores",
@@ -40,7 +40,6 @@ __all__ = [
     "group_scores",
     "grpo",
     "grpo_passk",
-    "masked_var",
     "masked_whiten",
     "on_policy_distillation",
     "opo",

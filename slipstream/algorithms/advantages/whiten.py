@@ -1,4 +1,4 @@
-"""Variance and whitening over the target tokens of a whole batch.
+"""Whitening over the target tokens of a whole batch.
 
 Called by the estimators that whiten. Knows nothing about what the values are.
 """
@@ -15,17 +15,6 @@ WHITENING = frozenset({"gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plu
 """The estimators that whiten: they need two target tokens."""
 
 
-def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance over the places where `mask` is not 0, a float64 scalar; with n - 1 if `unbiased`.
-
-    `values` and `mask` have one shape; masked places may hold anything.
-
-    Raises:
-        ValueError: no such place, or only one with `unbiased`.
-    """
-    return _moments(values, mask, unbiased)[1]
-
-
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) where `mask` is not 0, else 0; var with n - 1.
 
@@ -37,14 +26,14 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     Raises:
         ValueError: fewer than two places to whiten over.
     """
-    mean, var = _moments(values, mask, unbiased=True)
+    mean, var = _moments(values, mask)
     whitened = (values.double() - mean) * (var + WHITEN_EPS).rsqrt()
     if not shift_mean:
         whitened = whitened + mean
     return zero_masked(whitened, mask).to(values.dtype)
 
 
-def _moments(values: Tensor, mask: Tensor, unbiased: bool) -> tuple[Tensor, Tensor]:
+def _moments(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     if values.shape != mask.shape:
         raise ValueError(
             f"values and mask must have one shape, got {tuple(values.shape)} and "
@@ -52,12 +41,12 @@ def _moments(values: Tensor, mask: Tensor, unbiased: bool) -> tuple[Tensor, Tens
         )
     target = mask != 0
     count = int(target.sum())
-    if count < 1 + unbiased:
+    if count < 2:
         raise ValueError(
-            f"a variance needs at least {1 + unbiased} target tokens, got {count}: there is "
+            f"a variance needs at least 2 target tokens, got {count}: there is "
             f"nothing to compare with; use a larger batch, or an algorithm.adv_estimator that does "
             f"not whiten (such as grpo)"
         )
     chosen = values.double()[target]
     mean = chosen.mean()
-    return mean, (chosen - mean).square().sum() / (count - unbiased)
+    return mean, (chosen - mean).square().sum() / (count - 1)

@@ -5,7 +5,6 @@ support replay for samplers that truncate their law.
 """
 
 from slipstream.algorithms.correction.apply import (
-    compute_rollout_correction_and_rejection_mask,
     rollout_correction,
 )
 from slipstream.algorithms.correction.settings import PRESETS, RolloutCorrectionConfig
@@ -13,16 +12,13 @@ from slipstream.algorithms.correction.support_replay import (
     KeptIds,
     log_probs_on_support,
     support_log_mass,
-    support_log_mass_from_logits,
 )
 
 __all__ = [
     "PRESETS",
     "KeptIds",
     "RolloutCorrectionConfig",
-    "compute_rollout_correction_and_rejection_mask",
     "log_probs_on_support",
     "rollout_correction",
     "support_log_mass",
-    "support_log_mass_from_logits",
 ]

@@ -6,8 +6,6 @@ it), and with the present log-probs by the loss of `bypass_mode`. Pure; all resu
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -84,20 +82,3 @@ def rollout_correction(
         # Not merely unused there: a NaN times a loss gradient of 0 would be a NaN.
         weights = zero_masked(made.final, new_mask)
     return weights, new_mask, as_floats(metrics)
-
-
-def compute_rollout_correction_and_rejection_mask(
-    old_log_prob: Tensor,
-    rollout_log_prob: Tensor | None,
-    response_mask: Tensor,
-    **settings: Any,
-) -> tuple[Tensor | None, Tensor, dict[str, float]]:
-    """`rollout_correction` in VERL's spelling: settings are keywords named as in
-    `RolloutCorrectionConfig`. Weights come as a tensor, where VERL wraps them in a `DataProto`.
-
-    Raises:
-        TypeError: a keyword that is no setting.
-        ValueError: as `rollout_correction` and `RolloutCorrectionConfig`.
-    """
-    config = RolloutCorrectionConfig(**settings)
-    return rollout_correction(old_log_prob, rollout_log_prob, response_mask, config)

@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal, cast
 
-IsLevel = Literal["token", "sequence"]
 RsLevel = Literal["token", "seq_sum", "seq_mean", "seq_max"]
 RsStatistic = Literal["ratio", "k1", "k2", "k3"]
 

@@ -80,29 +80,6 @@ def log_probs_on_support(log_probs: Tensor, kept_log_mass: Tensor) -> Tensor:
     return log_probs - kept_log_mass
 
 
-def support_log_mass_from_logits(
-    logits_NV: Tensor, kept: KeptIds, temperature: float = 1.0
-) -> Tensor:
-    """log p(K) = logsumexp_K z - logsumexp z per position, with z = logits / temperature.
-
-    `logits_NV` (N, V); returns (N,), float32 (float64 for float64). For long batches see
-    `support_log_mass`.
-
-    Raises:
-        ValueError: `temperature` is not positive, or `kept` is of another number of positions.
-    """
-    check_temperature(temperature)
-    _check_positions(len(logits_NV), kept)
-    z = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
-    log_p = torch.log_softmax(z / temperature, dim=-1)
-    row, ids = kept.rows(slice(0, len(logits_NV)))
-    mask = torch.zeros_like(log_p, dtype=torch.bool)
-    mask[row, ids] = True
-    cut = mask.any(dim=-1)
-    kept_log_p = torch.where(mask | ~cut[:, None], log_p, -torch.inf)
-    return torch.where(cut, torch.logsumexp(kept_log_p, dim=-1), 0.0)
-
-
 def support_log_mass(
     hidden_ND: Tensor,
     weight_VD: Tensor | None,

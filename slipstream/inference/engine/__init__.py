@@ -7,6 +7,7 @@
     prefill       contexts into keys and values: together, or a long one in pieces
     prefix_cache  keys and values of ended requests, for contexts that begin as theirs
     kv_cache      contiguous keys and values, one dense block of rows
+    counters      what it counts
     memory        how many bytes they may take
     runner        weights and forward passes: prefill a group once, decode a batch, choose tokens
     graphs        decode steps that a GPU replays (`graph_shapes`: which; `recorder`: how)

@@ -53,7 +53,7 @@ class ChoiceGraphs:
         next. `hidden_MD` may have more rows."""
         M = len(positions_M)
         shape = _ChoiceShape(bucket(M), rows.kinds)
-        if rows.cuts or shape.rows > self._most_rows:
+        if rows.any_truncated or shape.rows > self._most_rows:
             return choosing(hidden_MD, positions_M, rows)
         self._seen[shape] += 1
         values = [hidden_MD[:M], positions_M, rows.keys_N2, rows.temperature_N]
@@ -78,7 +78,7 @@ class ChoiceGraphs:
     ) -> tuple[Inputs, Recorded]:
         inputs = Inputs([(shape.rows, *value.shape[1:]) for value in values], values)
         hidden, positions, keys, temperature = inputs.buffers
-        settings = rows.uncut(keys, temperature)
+        settings = rows.without_truncation(keys, temperature)
 
         def compute() -> tuple[Tensor, ...]:
             choice = choosing(hidden, positions, settings)

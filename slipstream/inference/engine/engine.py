@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
-from itertools import accumulate
 from math import gcd
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError, EngineError, RequestError
 from slipstream.inference.engine.batch_sampling import BatchSampling, sampling_rows
+from slipstream.inference.engine.counters import Counters
 from slipstream.inference.engine.kv_cache import KVStore
 from slipstream.inference.engine.memory import FreedMemory
 from slipstream.inference.engine.prefill import Prefill
@@ -26,13 +26,7 @@ from slipstream.inference.engine.runner import Runner
 from slipstream.inference.engine.scheduler import Admission, Scheduler
 from slipstream.inference.engine.settings import EngineSettings
 from slipstream.inference.engine.verification import verification
-from slipstream.inference.protocol import (
-    BATCH_LIMITS,
-    MOST_DEPTHS,
-    EngineStats,
-    batch_class,
-    check_request,
-)
+from slipstream.inference.protocol import EngineStats, check_request
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.protocol import (
     DraftBatch,
@@ -47,7 +41,7 @@ from slipstream.inference.speculation.selector import (
     StepRecord,
     StrategySelector,
 )
-from slipstream.kernels.team import by_itself
+from slipstream.kernels.team import single_threaded
 from slipstream.models.decoder import Decoder, HiddenStates
 from slipstream.models.numerics import check_widths
 from slipstream.sampling.accept import accepted_path
@@ -144,13 +138,7 @@ class Engine:
         self._lends = False
         # Versions may repeat (a resumed run publishes its first one again); loads do not.
         self._weights = 0
-        self._counts: dict[str, float] = {}
-        self._batch_tokens = [0] * (len(BATCH_LIMITS) + 1)
-        self._batch_seconds = [0.0] * (len(BATCH_LIMITS) + 1)
-        self._offered_depths = [0] * MOST_DEPTHS
-        self._accepted_depths = [0] * MOST_DEPTHS
-        self._plan_seconds: dict[tuple[int, DraftPlan], float] = {}
-        self._last_plan = OFF
+        self._counters = Counters()
 
     @property
     def plan(self) -> DraftPlan:
@@ -210,7 +198,7 @@ class Engine:
             self._lend()
             self._admit()
             self._lend()
-            with by_itself(self._lends):
+            with single_threaded(self._lends):
                 self._decode()
             self._when_idle()
         ended, self._ended = self._ended, []
@@ -239,7 +227,7 @@ class Engine:
                 self._scheduler.keep(request, self._weights)
                 self._scheduler.remove(request)
             self._when_idle()
-        self._count(aborted=len(stopped))
+        self._counters.aborted += len(stopped)
         return _ordinary([request.generation(self._decode_text) for request in stopped])
 
     def interrupt(self, wanted: bool) -> None:
@@ -250,7 +238,7 @@ class Engine:
         """Send running requests back to the queue, as a lack of memory would."""
         for request in [r for r in self._scheduler.running if r.request_id in set(request_ids)]:
             self._scheduler.preempt(request, self._weights)
-            self._count(preempted=1)
+            self._counters.preempted += 1
 
     @torch.inference_mode()
     def update_weights(self, update: WeightUpdate) -> None:
@@ -313,22 +301,11 @@ class Engine:
             self._own_selector.changed(drafter=True)
 
     def stats(self) -> EngineStats:
-        return EngineStats(
-            **self._counts,  # type: ignore[arg-type]
+        return self._counters.stats(
             version=self.version,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             kv_bytes=self._scheduler.kv_bytes,
-            batch_tokens=tuple(self._batch_tokens),
-            batch_seconds=tuple(self._batch_seconds),
-            offered_depths=tuple(accumulate(self._offered_depths[::-1]))[::-1],
-            accepted_depths=tuple(accumulate(self._accepted_depths[::-1]))[::-1],
-            plan=_name(self._last_plan),
-            plan_seconds={
-                # Copied at once: a display asks from another thread.
-                (size, _name(plan)): seconds
-                for (size, plan), seconds in dict(self._plan_seconds).items()
-            },
         )
 
     def _store(
@@ -354,11 +331,11 @@ class Engine:
             admission = self._scheduler.admit(self._weights)
             started = time.perf_counter()
             if admission.long is not None:
-                self._count(prompt_tokens=self._prefill.piece(admission.long, self._weights))
+                self._counters.prompt_tokens += self._prefill.piece(admission.long, self._weights)
             elif admission.fresh or admission.restored:
                 self._sampling = None
                 self._begin(admission, self._scheduler.running[before:])
-            self._count(prefill_seconds=time.perf_counter() - started)
+            self._counters.prefill_seconds += time.perf_counter() - started
             if not admission.fresh and not admission.restored:
                 return
 
@@ -376,11 +353,9 @@ class Engine:
                 drafts = self._proposer is not None and len(request.request.prompt_ids) >= BLOCK
                 if drafts or request.wants_context:
                     request.keep_features(states[request.request_id], for_drafts=drafts)
-            self._count(
-                prompt_tokens=done.computed,
-                shared_prompt_tokens=done.shared,
-                reused_prompt_tokens=done.reused,
-            )
+            self._counters.prompt_tokens += done.computed
+            self._counters.shared_prompt_tokens += done.shared
+            self._counters.reused_prompt_tokens += done.reused
             trees = [DraftTree.chain(r.context[-1], ()) for r in fresh]
             self._accept(fresh, trees, choice, done.last, range(len(fresh)))
         self._begin_drafts(admitted, states)
@@ -430,13 +405,10 @@ class Engine:
             self._proposer.observe(sampling.names, tokens, features)
             proposed += time.perf_counter() - observing
         self._collect(running)
-        self._count(
-            preempted=len(preempted),
-            max_batch=max(0, count - self._counts.get("max_batch", 0)),
-        )
+        self._counters.preempted += len(preempted)
         self._account(plan, trees, paths, tokens, time.perf_counter() - started, proposed)
         if self._unseen:
-            self._count(recess_steps=1)
+            self._counters.recess_steps += 1
             self._unseen -= 1
             if not self._unseen:
                 self._proposer = self._own_proposer
@@ -454,30 +426,18 @@ class Engine:
         """Count a decode step that took `seconds`, `proposed` of them for its drafts, and tell the
         selector of it."""
         drafted = [len(tree) - 1 for tree in trees]
-        emitted, drafts, count = sum(map(len, tokens)), sum(drafted), len(tokens)
-        size = batch_class(count)
-        self._count(decode_steps=1, decode_tokens=emitted, decode_seconds=seconds)
-        self._batch_tokens[size] += emitted
-        self._batch_seconds[size] += seconds
+        drafts, count = sum(drafted), len(tokens)
+        self._counters.decoded(count, sum(map(len, tokens)), seconds)
         if self._own_proposer is not None:
-            self._last_plan = plan if drafts else OFF
-            used = size, self._last_plan
-            self._plan_seconds[used] = self._plan_seconds.get(used, 0.0) + seconds
+            self._counters.planned(plan if drafts else OFF, count, seconds)
         if drafts:
-            self._count(
-                draft_tokens=drafts,
-                head_draft_tokens=sum(tree.by_head for tree in trees),
-                verifications=sum(n > 0 for n in drafted),
-                draft_steps=1,
-                draft_depth=plan.steps,
-                draft_seconds=seconds,
-                propose_seconds=proposed,
+            by_head = sum(tree.by_head for tree in trees)
+            self._counters.drafted(
+                plan, drafted, by_head=by_head, seconds=seconds, proposing=proposed
             )
             for tree, new in zip(trees, tokens, strict=True):
                 if len(tree) > 1:
-                    self._offered_depths[min(tree.depth, MOST_DEPTHS) - 1] += 1
-                    if len(new) > 1:
-                        self._accepted_depths[min(len(new) - 1, MOST_DEPTHS) - 1] += 1
+                    self._counters.verified(tree.depth, len(new) - 1)
         if self._selector is not None and self._proposer is not None:
             step = StepRecord(
                 running=count,
@@ -561,7 +521,9 @@ class Engine:
                 if request.stop_reason is not None:
                     break
             new += request.length - known
-        self._count(generated_tokens=new, accepted_tokens=accepted, sibling_tokens=siblings)
+        self._counters.generated_tokens += new
+        self._counters.accepted_tokens += accepted
+        self._counters.sibling_tokens += siblings
         return paths
 
     def _straighten(self, paths: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
@@ -585,7 +547,7 @@ class Engine:
                     self._scheduler.keep(request, self._weights)
                 self._scheduler.remove(request)
                 self._ended.append(request.generation(self._decode_text))
-                self._count(finished=1)
+                self._counters.finished += 1
 
     def _left(self, request: Running) -> None:
         """A request has given up its row."""
@@ -595,14 +557,6 @@ class Engine:
         elif self._unseen and self._own_proposer is not None and request.stop_reason is not None:
             known = len(request.request.prompt_ids) + len(request.request.prior_ids)
             self._own_proposer.remember(request.request.prompt_ids, request.context, known)
-
-    def _count(self, **more: float) -> None:
-        for name, value in more.items():
-            self._counts[name] = self._counts.get(name, 0) + value
-
-
-def _name(plan: DraftPlan) -> str:
-    return "off" if plan == OFF else str(plan)
 
 
 def _straight(trees: Sequence[DraftTree], paths: Sequence[Sequence[int]]) -> list[tuple[int, int]]:

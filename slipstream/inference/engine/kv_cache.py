@@ -22,7 +22,7 @@ from slipstream.kernels.move import move_slots
 from slipstream.models.attention import Context, as_context, padded_keys
 from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_attention import SLOT_BLOCK, KeyPlaces
-from slipstream.models.decoder import takes_sequences_in_a_row
+from slipstream.models.decoder import supports_varlen
 from slipstream.models.numerics import (
     KEY_CHUNK,
     WIDTH_MULTIPLE,
@@ -161,7 +161,7 @@ class KVStore:
         """Copy keys and values within their rows, in the given order: row, slot, and slot to copy
         them to. No slot is read after it was written."""
         layers, _, rows, heads, slots, width = self.data.shape
-        if not takes_sequences_in_a_row(self._config, self._dtype, self._device):
+        if not supports_varlen(self._config, self._dtype, self._device):
             # As lines of one layer's keys or values: two operations, each over all layers.
             row_M, source_M, target_M = np.array(moves).T
             first_MH = (row_M[:, None] * heads + np.arange(heads)) * slots

@@ -30,7 +30,7 @@ from slipstream.models.decoder import (
     Decoder,
     HiddenStates,
     PlacedKVCache,
-    takes_sequences_in_a_row,
+    supports_varlen,
 )
 from slipstream.models.hf_io import copy_tensors
 from slipstream.models.numerics import ROW_MULTIPLE, pad_rows, round_up
@@ -77,9 +77,7 @@ class Runner:
         # Asked for in every step, and no different from one to the next.
         self.tokens_multiple = self.packed.row_multiple
         """Tokens of a forward pass, padding included, come in so many."""
-        self.row_by_row = takes_sequences_in_a_row(
-            self.config, self.packed.compute_dtype, self.device
-        )
+        self.row_by_row = supports_varlen(self.config, self.packed.compute_dtype, self.device)
         """Whether the rows of a step need no matrix."""
 
     @property

@@ -19,6 +19,7 @@ from slipstream.models.draft.forward import DraftPass, LevelPass, of_parents
 from slipstream.models.draft.model import PackedDraft
 from slipstream.sampling.choose import choose
 from slipstream.sampling.noise import AT_ONCE, gumbel_noise
+from slipstream.tree_size import candidate_count
 
 
 def chain_by_columns(
@@ -26,7 +27,7 @@ def chain_by_columns(
 ) -> Tensor:
     """Chains (N, `steps`) into `kv`, whose first `num_keys` slots have room for them."""
     hidden_ND, lm_head = given.hidden_ND, batch.policy.lm_head
-    laws = None if batch.rows.cuts else _Laws(batch, steps, lm_head.weight.shape[0])
+    laws = None if batch.rows.any_truncated else _Laws(batch, steps, lm_head.weight.shape[0])
 
     def draft(step: int) -> Tensor:
         logits_NV = head.logits(hidden_ND, lm_head)
@@ -94,9 +95,11 @@ def _parents(followed: list[Tensor], N: int, topk: int, device: torch.device) ->
     root_N1 = torch.full((N, 1), -1, device=device)
     if not followed:
         return root_N1.expand(-1, topk)
-    # The first level has `topk` candidates, the others as many for each that is followed.
+    # `candidate_count` of 0, 1, ... levels, in two operations: all levels but the first have the
+    # same width, so only the start of the first has to be raised to 0.
     wide = topk * topk
-    begins = torch.arange(topk - wide, topk + wide * (len(followed) - 1), wide, device=device)
+    end = candidate_count(len(followed), topk)
+    begins = torch.arange(topk - wide, end, wide, device=device)
     numbers_NLF = torch.stack(followed, 1) + begins.clamp(min=0)[:, None]
     return torch.cat([root_N1, numbers_NLF.flatten(1)], 1).repeat_interleave(topk, 1)
 

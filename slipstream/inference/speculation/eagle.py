@@ -218,8 +218,8 @@ class EagleProposer:
         self, batch: DraftBatch, plan: DraftPlan, starts_N: Ints, waiting: PendingFeatures
     ) -> list[DraftTree]:
         packed = self._packed
-        in_one_call = packed.together is not None
-        if plan.topk == 1 and (not in_one_call or batch.rows.cuts):
+        in_one_call = packed.fused is not None
+        if plan.topk == 1 and (not in_one_call or batch.rows.any_truncated):
             drafts = self._by_columns(batch, plan, starts_N, waiting).tolist()
             pairs = zip(batch.last, drafts, strict=True)
             return [DraftTree.chain(last, chain, by_head=True) for last, chain in pairs]
@@ -328,7 +328,7 @@ class EagleProposer:
         waits = PrefillInput(torch.from_numpy(numbers).to(device), features_NWF, self._scale[1])
         num_keys = int(starts_N.max()) + width + (plan.steps - 1) * plan.topk
         # Laws that are cut take as many tokens as there are.
-        if self._graphs is None or batch.rows.cuts:
+        if self._graphs is None or batch.rows.any_truncated:
             return drafting(batch, waits, num_keys)
         return self._graphs.draft(drafting, batch, plan, waits, self._store.data[0], num_keys)
 
@@ -336,7 +336,7 @@ class EagleProposer:
         """What drafts begin with, once the head has taken in what waits."""
         starts_N, counts_N = waits.numbers[:, 0], waits.numbers[:, 1]
         ids_NW, width = waits.numbers[:, 2:], waits.width
-        states_NWD = self._packed.taken(waits.features)
+        states_NWD = self._packed.to_states(waits.features)
         slots_NW = starts_N[:, None] + torch.arange(width, device=starts_N.device)
         hidden: list[Tensor] = []
         for start in range(0, width, _COLUMNS):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from slipstream.errors import ConfigError
+from slipstream.tree_size import candidate_count
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -43,7 +44,7 @@ class DraftPlan:
     @property
     def candidates(self) -> int:
         """Drafts among which those to verify are chosen."""
-        return self.topk + (self.steps - 1) * self.topk**2 if self.steps else 0
+        return candidate_count(self.steps, self.topk)
 
     @property
     def draft_rows(self) -> int:

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from slipstream.inference.speculation.plan import DraftPlan
-from slipstream.models.decoder import PackedDecoder, takes_sequences_in_a_row
+from slipstream.models.decoder import PackedDecoder, supports_varlen
 from slipstream.sampling.choose import SamplingRows
 from slipstream.types import WeightUpdate
 
@@ -89,7 +89,7 @@ class DraftBatch:
         """Whether all requests have as many rows to verify as the one that has most, filled up."""
         policy = self.policy
         device = policy.embedding.device
-        return not takes_sequences_in_a_row(policy.config, policy.compute_dtype, device)
+        return not supports_varlen(policy.config, policy.compute_dtype, device)
 
     @property
     def least(self) -> float:

@@ -23,7 +23,7 @@ from slipstream.inference.speculation.protocol import (
     DraftTree,
     LearningProposer,
 )
-from slipstream.sampling.tree import Branches, best_branches
+from slipstream.sampling.tree import GrowingTree, best_nodes
 from slipstream.types import WeightUpdate
 
 _AGREEMENTS = (4, 6, 9, 13)
@@ -158,16 +158,16 @@ def _merged(
         if scores is None:
             # Where it says nothing of itself it drafts nothing, or a chain that is all there is.
             scores = [0.0] * (len(tree) - 1)
-        both = Branches.of(tree.tokens, tree.parents, scores)
+        both = GrowingTree.of(tree.tokens, tree.parents, scores)
         chances = [log(max(rate, 1e-9)) for rate in curve.rates(len(past))]
         both.add(past, list(accumulate(chances)))
         merged.append(both)
     drafts, least = plan.verify_tokens - 1, batch.least
     if batch.as_matrix:
-        chosen = [best_branches([both], drafts, least)[0] for both in merged]
+        chosen = [best_nodes([both], drafts, least)[0] for both in merged]
     else:
         most = plan.most_drafts(len(merged))
-        chosen = best_branches(merged, len(merged) * drafts, least, most=most)
+        chosen = best_nodes(merged, len(merged) * drafts, least, most=most)
     kept = []
     for tree, both, nodes in zip(trees, merged, chosen, strict=True):
         part = both.part(nodes)

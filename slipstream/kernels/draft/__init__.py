@@ -1,1 +1,1 @@
-"""Compiled CPU kernels of draft heads: prefill, draft chains and trees, selection of nodes."""
+"""Compiled CPU kernels for draft heads: prefill, draft chains and trees, selection of nodes."""

@@ -1,14 +1,15 @@
-"""What a draft in one call begins with: where everything is, and the head catching up with what the
-policy has written since.
+"""Prefill of a draft head: process the tokens that the policy has written since the last draft.
 
-Of the tokens that it catches up with only keys and values are computed, but for the last of each
-sequence, which is drafted from. Two kinds of heads (`models.draft.eagle1`, `models.draft.eagle3`):
+Drafting starts from the last new token of each sequence. For all earlier new tokens, only keys and
+values are computed. There are two kinds of heads (`models.draft.eagle1`, `models.draft.eagle3`):
 
-    EAGLE     x = fc([embedding ; feature]), and the layer takes x
-    EAGLE-3   x = fc(feature) of a true one, or a state as it is; the layer adds to x, and its
-              products take [norm(embedding) ; norm(x)]. `norm` is that of x, 0 for the first kind.
+    EAGLE     x = fc([embedding ; feature]); x is the layer's input
+    EAGLE-3   x = fc(feature) of a true feature, or the state itself; x is the residual stream, and
+              the q, k and v projections read [norm(embedding) ; norm(x)]. `norm` is the norm of x;
+              it is 0 for EAGLE.
 
-Used by `tree`.
+`tree` uses this module. Shapes: N sequences, E new tokens that are not the last of their sequence,
+D hidden width, F feature width, M rows.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from slipstream.kernels.product import product_part
 from slipstream.kernels.rows import add_norm_part
 from slipstream.kernels.team import wait
 
-TAKEN_IN = 512
-"""Tokens that are taken in at once: what they leave behind stays in the cache."""
+PREFILL_TOKENS = 512
+"""Maximum number of tokens of one prefill pass, so that its buffers stay in the CPU cache."""
 
 _SEQUENCES_FROM = 128
-"""Threads take sequences of their own from one each to so many numbers of a feature on."""
+"""Threads draft for their own sequences if each has at least one sequence per this number of
+elements of a hidden state."""
 
 
 @kernel
 def _join(embedding, ids, features, both, M, D, part, parts):
-    """Embeddings beside features, (M, 2D)."""
+    """Concatenate embeddings and features to (M, 2D)."""
     words, rows = carray(ints_at(ids), (M,)), carray(ints_at(features), (M,))
     for m in range(M * part // parts, M * (part + 1) // parts):
         word = carray(floats_at(embedding + words[m] * D * 4), (D,))
@@ -44,7 +46,7 @@ def _join(embedding, ids, features, both, M, D, part, parts):
 
 @kernel
 def _gather(features, rows, M, F, part, parts):
-    """Rows (M, F) from where they are."""
+    """Copy features from their addresses to rows (M, F)."""
     places = carray(ints_at(features), (M,))
     for m in range(M * part // parts, M * (part + 1) // parts):
         feature = carray(floats_at(places[m]), (F,))
@@ -54,14 +56,17 @@ def _gather(features, rows, M, F, part, parts):
 
 
 @kernel
-def enter(
+def layer_inputs(
     embedding, ids, features, true, fc, fc_start, norm, layer, eps, wide, both, x, M, D, F, size,
     part, parts,
 ):  # fmt: skip
-    """What the layer begins with, x (M, D), of tokens `ids` and the `features` (F,) or states (D,)
-    before them, addresses; `true`: they are the policy's. For EAGLE-3 also what its products take,
-    `both` (M, 2D). `layer`: the addresses of its weights. `wide`: room for (M, F) numbers. Nobody
-    may read x or `both` before all have come this far."""
+    """Compute the layer's input x (M, D) for tokens `ids` with features or states before them.
+
+    `features` are addresses of the policy's features (F,) if `true`, else of states (D,). For
+    EAGLE-3 the input `both` (M, 2D) of the q, k and v projections is computed, too. `layer` is the
+    address of the layer's weight table. `wide` is a buffer for (M, F) numbers. Call `wait` before
+    reading x or `both`.
+    """
     if not norm:
         _join(embedding, ids, features, both, M, D, part, parts)
         wait(parts)
@@ -87,41 +92,46 @@ def draft_prefill(
     spots, E, begin, end, most, embedding, fc, fc_start, norm, weights, eps, wide, both, x, qkv,
     cos, sin, head_stride, keys, values, D, F, Q, H, K, size, part, parts,
 ):  # fmt: skip
-    """Keys and values of some of E tokens whose own predictions nobody asks for, `most` at a time:
-    the rest of the layer is left out."""
+    """Compute keys and values of tokens `begin` to `end` of the E tokens, `most` at a time.
+
+    Their predictions are not needed, so the rest of the layer is skipped.
+    """
     table = carray(ints_at(weights), (WEIGHTS,))
-    given, inputs = (both, 2 * D) if norm else (x, D)
+    rows_in, inputs = (both, 2 * D) if norm else (x, D)
     panels, start, norms = table[1] + size * Q * K * inputs, table[2] + 4 * Q * K, table[3]
     if norms:
         norms += 4 * Q * K
     while begin < end:
         rows, at = min(most, end - begin), spots + 8 * begin
-        enter(
+        layer_inputs(
             embedding, at + 8 * E, at, True, fc, fc_start, norm, weights, eps, wide, both, x, rows,
             D, F, size, part, parts,
         )  # fmt: skip
         wait(parts)
-        product_part(given, panels, start, qkv, rows, 2 * H * K, inputs, size, part, parts)
+        product_part(rows_in, panels, start, qkv, rows, 2 * H * K, inputs, size, part, parts)
         wait(parts)
-        placed = (
+        place_arguments = (
             qkv, norms, eps, cos, sin, at + 16 * E, 0, keys, values, at + 24 * E, head_stride,
             rows, 0, H, K,
         )  # fmt: skip
-        place_sized(size, placed, part, parts)
+        place_sized(size, place_arguments, part, parts)
         wait(parts)
         begin += rows
 
 
 @kernel
-def lay_out(given, spots, E, limit, head_stride, N, H, K):
-    """`spots` from what is `given`: of the E new tokens that are not the last of their sequence the
-    address of the feature before them, themselves, the place in the rotation tables, `own` as in
-    `attend`; of the last ones (N each) the address of the feature, place, own, first, seen as in
-    `attend`, and themselves."""
-    counts = carray(ints_at(given), (N,))
-    cached = carray(ints_at(given + 8 * N), (N,))
-    ids = carray(ints_at(given + 16 * N), (E + N,))
-    features = carray(ints_at(given + 16 * N + 8 * (E + N)), (E + N,))
+def lay_out(inputs, spots, E, limit, head_stride, N, H, K):
+    """Fill `spots` from `inputs`, both as in `tree.tree`.
+
+    For the E new tokens that are not the last of their sequence, `spots` gets E numbers each of:
+    address of the feature before the token, token, row of the rotation tables, `own` as in
+    `attend`. For the last tokens it gets N numbers each of: address of the feature, row of the
+    tables, `own`, `first` and `seen` as in `attend`, token.
+    """
+    counts = carray(ints_at(inputs), (N,))
+    cached = carray(ints_at(inputs + 8 * N), (N,))
+    ids = carray(ints_at(inputs + 16 * N), (E + N,))
+    features = carray(ints_at(inputs + 16 * N + 8 * (E + N)), (E + N,))
     early = carray(ints_at(spots), (4, E))
     last = carray(ints_at(spots + 32 * E), (6, N))
     t = e = 0
@@ -138,9 +148,9 @@ def lay_out(given, spots, E, limit, head_stride, N, H, K):
 
 
 @kernel
-def _early_before(given, first):
-    """Of the new tokens, how many that are not the last of their sequence come before one."""
-    counts = carray(ints_at(given), (first,))
+def _early_before(inputs, first):
+    """Return the number of early tokens (not the last of their sequence) before a sequence."""
+    counts = carray(ints_at(inputs), (first,))
     found = 0
     for n in range(first):
         found += counts[n] - 1
@@ -148,20 +158,27 @@ def _early_before(given, first):
 
 
 @kernel
-def share(given, E, N, D, topk, part, parts):
-    """Sequences and tokens that this thread takes in and drafts for, with all others or alone: the
-    first one and how many, the first and the last token, how many at once, and the first row, where
-    a sequence has up to `topk` rows; and which part of how many it is from here on."""
+def share(inputs, E, N, D, topk, part, parts):
+    """Return the sequences and tokens for which this thread works.
+
+    If there are enough sequences, each thread works on its own ones; else all threads share all.
+    The results are: first sequence, number of sequences, first and end of the early tokens, maximum
+    number of tokens of a pass, first buffer row (a sequence has up to `topk` rows), and the part
+    and the number of parts that the thread uses from here on.
+    """
     if parts == 1 or N // parts * _SEQUENCES_FROM < D:
-        return 0, N, 0, E, TAKEN_IN, 0, part, parts
-    first, n, early, earlies, most, m = 0, 0, 0, 0, max(TAKEN_IN // parts, 1), 0
+        return 0, N, 0, E, PREFILL_TOKENS, 0, part, parts
+    first, n, early, early_end, most, m = 0, 0, 0, 0, max(PREFILL_TOKENS // parts, 1), 0
     for p in range(part + 1):
-        m += max(n * topk, min(earlies - early, most))
+        m += max(n * topk, min(early_end - early, most))
         first, n = N * p // parts, N * (p + 1) // parts - N * p // parts
-        early, earlies = _early_before(given, first), _early_before(given, first + n)
-    return first, n, early, earlies, most, m, 0, 1
+        early, early_end = _early_before(inputs, first), _early_before(inputs, first + n)
+    return first, n, early, early_end, most, m, 0, 1
 
 
-def most_rows(sequences: int, early: int) -> int:
-    """Rows that are computed at once, by all threads together."""
-    return sequences + min(early, TAKEN_IN)
+def most_rows(rows: int, early: int) -> int:
+    """Return the maximum number of buffer rows that all threads need together.
+
+    `rows` is the number of rows of a tree level, and `early` the number of early tokens.
+    """
+    return rows + min(early, PREFILL_TOKENS)

@@ -1,16 +1,19 @@
-"""A whole draft in one call: the head catches up with the policy, tokens are drawn from each
-sequence's feature, those that promise most are fed back, and so on. A chain is a tree of one
-branch. The parts of the other files in a row, as in `layers`: with several sequences each thread
-drafts for its own.
+"""Draft trees for all sequences in one call. A chain is a tree with one branch.
 
-Level by level (EAGLE-2's trees, Li et al. 2024): each of the `topk` nodes that are followed gives
-`topk` candidates, and of all candidates of a level the `topk` of the best scores are followed. What
-a candidate promises is the share of its exp((score + noise) / scale) among those of the `WIDTH`
-best tokens of its row: with the noise that the policy's own choice will be made with, more is known
-than how likely the token is (docs/log/trees.md). The scale says how far the scores of the policy
-are from those of the head. A node's score is the sum of the logarithms down to it; where it is not
-worth its row through the policy, nothing that follows is, and it takes none through the head
-either.
+The head first processes the tokens that are new since the last draft (`prefill`). Then it drafts
+level by level, as in EAGLE-2 (Li et al. 2024). Each of the `topk` nodes that are followed gives
+`topk` candidates. Of all candidates of a level, the `topk` with the best scores are followed in the
+next level. If there are enough sequences, each thread drafts for its own ones.
+
+The estimated acceptance probability of a candidate is its share of exp((score + noise) / scale)
+among the `WIDTH` best tokens of its row. The noise is the one with which the policy will choose the
+token, so the estimate is better than the token's probability alone (docs/log/trees.md). The scale
+reflects how far the policy's scores differ from the head's. A node's score is the sum of the log
+probabilities on the path from the root. If the score is below the minimum, verifying the node does
+not pay, and neither does any node below it. So the head does not follow it.
+
+Shapes: N sequences, M rows (nodes of a level), C candidates of a sequence, Z tokens of the draft
+vocabulary, W = `WIDTH`; others as in `prefill` and `layers`.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from slipstream.kernels.compiling import kernel
-from slipstream.kernels.draft.prefill import draft_prefill, enter, lay_out, share
+from slipstream.kernels.draft.prefill import draft_prefill, lay_out, layer_inputs, share
 from slipstream.kernels.draw_top import draw_top
 from slipstream.kernels.layers import layers_part, room_from
 from slipstream.kernels.memory import doubles_at, floats_at, hold, ints_at
@@ -28,21 +31,24 @@ from slipstream.kernels.numeric import ZERO
 from slipstream.kernels.product import product_part
 from slipstream.kernels.rows import add_norm_part
 from slipstream.kernels.team import for_team, part_count, part_number, run, wait
+from slipstream.tree_size import candidate_count
 
 WIDTH = 8
-"""Tokens of a row that are compared, and most that are followed."""
+"""Number of best tokens of a row that are compared, and the maximum of `topk`."""
+
+_candidates = kernel(candidate_count)
 
 _FIELDS = 10
-"""Numbers of a node that is followed: the address of its feature, its place in the rotation tables,
-`own`, `first` and `seen` as in `attend`, its token, its number among the candidates, its sequence,
-its rank among those that were followed, its score."""
+"""Number of fields of a followed node: address of its feature, row of the rotation tables, `own`,
+`first` and `seen` as in `attend`, token, index among the candidates, sequence, rank among the
+followed nodes of its level, score."""
 
 
 @kernel
 def _predict(
     states, spare, last_norm, eps, lm_head, lm_start, logits, M, padded, D, size, part, parts
 ):  # fmt: skip
-    """Logits (M, padded) of states (M, D), by way of `spare` where these are normed first."""
+    """Compute logits (M, padded) of states (M, D). `spare` is a buffer for normed states."""
     if last_norm:
         add_norm_part(states, 0, last_norm, eps, 0, spare, M, D, part, parts)
         wait(parts)
@@ -52,54 +58,60 @@ def _predict(
 
 @kernel
 def _draw_rows(
-    logits, padded, V, known, Z, keys_N2, temperatures, position, sequences, owners, topk, scale,
-    tokens, scores, gaps, begin, end,
+    logits, padded, V, draft_tokens, Z, keys_N2, temperatures, position, sequences, owners, topk,
+    scale, tokens, scores, gaps, begin, end,
 ):  # fmt: skip
-    """Of rows `begin` to `end` of the sequences `owners` (0: a row of each) the `topk` best tokens
-    and the logarithms of what they promise, (rows, topk) each; to `gaps`, unless 0, by how much the
-    scores of the `WIDTH` best are below the first, (rows, WIDTH)."""
-    # Noise goes by token, so a smaller vocabulary is put where its tokens are.
-    tokens_of = carray(ints_at(known), (Z if known else 0,))
-    spread = np.empty(V if known else 0, np.float32)
-    spread[:] = -np.inf
+    """Draw the `topk` best tokens of rows `begin` to `end`, with their log probabilities.
+
+    Both results are (rows, topk); the probabilities are the estimated acceptance probabilities of
+    the module docstring. `owners` are the rows' sequences (0: one row for each sequence). Unless
+    `gaps` is 0, it gets the score differences of the `WIDTH` best tokens to the best, (rows,
+    WIDTH).
+    """
+    # Noise depends on the token id, so the scores of a draft vocabulary go to the tokens' ids.
+    tokens_of = carray(ints_at(draft_tokens), (Z if draft_tokens else 0,))
+    all_scores = np.empty(V if draft_tokens else 0, np.float32)
+    all_scores[:] = -np.inf
     at = carray(ints_at(position), (sequences,))
     owner = carray(ints_at(owners), (end if owners else 0,))
-    heat = carray(floats_at(temperatures), (sequences,))
+    temperature = carray(floats_at(temperatures), (sequences,))
     best, ids = np.empty(WIDTH, np.float64), np.empty(WIDTH, np.int64)
     for row in range(begin, end):
         n = owner[row] if owners else row
-        t = heat[n]
+        t = temperature[n]
         line = carray(floats_at(logits + row * padded * 4), (Z,))
         if t != ZERO:
             for j in range(Z):
                 line[j] = line[j] / t
         scored = logits + row * padded * 4
-        if known:
+        if draft_tokens:
             for j in range(Z):
-                spread[tokens_of[j]] = line[j]
-            scored = spread.ctypes.data
+                all_scores[tokens_of[j]] = line[j]
+            scored = all_scores.ctypes.data
         draw_top(scored, keys_N2 + 8 * n, at[n], t, V, best, ids)
-        mass, some = 0.0, np.isfinite(best[0])
+        mass, finite = 0.0, np.isfinite(best[0])
         for i in range(WIDTH):
-            gap = best[i] - best[0] if some else -np.inf
+            gap = best[i] - best[0] if finite else -np.inf
             mass += np.exp(gap / scale)
             if gaps:
                 carray(doubles_at(gaps + 8 * (WIDTH * row + i)), (1,))[0] = gap
         chosen = carray(ints_at(tokens + 8 * topk * row), (topk,))
-        promised = carray(doubles_at(scores + 8 * topk * row), (topk,))
+        log_probs = carray(doubles_at(scores + 8 * topk * row), (topk,))
         for i in range(topk):
             chosen[i] = ids[i]
-            promised[i] = (best[i] - best[0]) / scale - np.log(mass) if some else -np.inf
-    hold(spread)
+            log_probs[i] = (best[i] - best[0]) / scale - np.log(mass) if finite else -np.inf
+    hold(all_scores)
 
 
 @kernel
 def _record(
     level, topk, followed, rows, begin, end, tokens, scores, out_tokens, out_parents, out
 ):  # fmt: skip
-    """A level's candidates of a sequence, whose rows are `begin` to `end`, to their place among all
+    """Write a level's candidates of one sequence to the output arrays.
+
+    Rows `begin` to `end` belong to the sequence. The output arrays have room for all candidates
     of it."""
-    start = topk + (level - 1) * topk * topk if level else 0
+    start = _candidates(level, topk)
     fields = carray(ints_at(followed), (_FIELDS, rows))
     sums = carray(doubles_at(followed + 8 * 9 * rows), (rows,))
     for row in range(begin, end):
@@ -115,17 +127,19 @@ def _follow(
     level, topk, before, followed, rows, begin, end_row, paths, paths_before, depth, n, first, end,
     limit, normed, D, K, out_tokens, out,
 ):  # fmt: skip
-    """The `topk` best candidates of a level of sequence `n`, whose rows were `begin` to `end_row`
+    """Choose the nodes of sequence `n` to follow after a level.
+
+    Rows `begin` to `end_row` belong to the sequence. Its `topk` best candidates, which are children
     of those that were followed `before`, become the nodes that are `followed`, and have `paths`."""
-    start = topk + (level - 1) * topk * topk if level else 0
-    count = topk * topk if level else topk
+    start = _candidates(level, topk)
+    count = _candidates(level + 1, topk) - start
     old = carray(ints_at(before), (_FIELDS, rows))
     new = carray(ints_at(followed), (_FIELDS, rows))
     sums = carray(doubles_at(followed + 8 * 9 * rows), (rows,))
     last = -1
     top = np.inf
     for i in range(topk):
-        # The next one in order of scores and, among equals, of numbers.
+        # The next candidate by score and, among equals, by index.
         found = -1
         for c in range(start, start + count):
             later = out[c] < top or (out[c] == top and c > last)
@@ -134,7 +148,7 @@ def _follow(
         last, top = found, out[found]
         row, parent = n * topk + i, begin
         if level:
-            # One that is worth following follows a row that was.
+            # A candidate with a sufficient score has a parent that was followed.
             while parent < end_row - 1 and old[8, parent] != (found - start) // topk:
                 parent += 1
         slot = end + level * topk + i
@@ -157,9 +171,11 @@ def _grow(
     level, steps, topk, before, following, rows, starts, above, below, depth, given, N, first,
     begin, end, apart, limit, normed, D, K, drawn, promised, tokens, parents, scores,
 ):  # fmt: skip
-    """What was drawn becomes candidates of sequences `begin` to `end` of those from the `first` on,
+    """Record the candidates of a level and choose the nodes to follow.
+
+    This covers sequences `begin` to `end`, counted from `first`. All drawn tokens are candidates,
     and the best of these what is followed."""
-    C = topk + (steps - 1) * topk * topk
+    C = _candidates(steps, topk)
     ends, begins = carray(ints_at(given), (2, N)), carray(ints_at(starts), (end + 1,))
     level_tokens = carray(ints_at(drawn), (begins[end] * topk,))
     level_scores = carray(doubles_at(promised), (begins[end] * topk,))
@@ -182,39 +198,42 @@ def _grow(
 
 @kernel
 def _keep(followed, paths, rows, depth, n, topk, floor, starts):
-    """Of the nodes that `_follow` chose for `n` sequences, those with a score of at least `floor`,
-    without gaps; to `starts` (n + 1,) the first row of each sequence, and how many there are."""
+    """Keep the nodes of `_follow` with a score of at least `floor`, and close the gaps.
+
+    `starts` (n + 1,) gets the first row of each of the `n` sequences, then the number of nodes.
+    """
     begins = carray(ints_at(starts), (n + 1,))
     fields = carray(ints_at(followed), (_FIELDS, rows))
     sums = carray(doubles_at(followed + 8 * 9 * rows), (rows,))
     path = carray(ints_at(paths), (rows, depth))
-    kept = 0
+    count = 0
     for i in range(n):
-        begins[i] = kept
+        begins[i] = count
         for row in range(i * topk, (i + 1) * topk):
             if not sums[row] >= floor:
                 continue
-            if kept < row:
+            if count < row:
                 for f in range(_FIELDS):
-                    fields[f, kept] = fields[f, row]
+                    fields[f, count] = fields[f, row]
                 for j in range(depth):
-                    path[kept, j] = path[row, j]
-            kept += 1
-    begins[n] = kept
+                    path[count, j] = path[row, j]
+            count += 1
+    begins[n] = count
 
 
 @kernel
 def _tree(
     given, drawn_at, spots, E, embedding, fc, fc_start, lm_head, lm_start, V, padded,
-    norm, last_norm, known, Z, keys_N2, temperatures, tokens, parents, scores, steps, topk, judged,
-    gaps, weights, eps, logits, wide, both, x, spare, delta, normed, qkv, q, mixed, gates, gated,
-    own_rows, cos, sin, limit, head_stride, longest, keys, values, N, D, F, Q, H, K, W, size, part,
-    parts,
+    norm, last_norm, draft_tokens, Z, keys_N2, temperatures, tokens, parents, scores, steps, topk,
+    thresholds, gaps, weights, eps, logits, wide, both, x, spare, delta, normed, qkv, q, mixed,
+    gates, gated, own_rows, cos, sin, limit, head_stride, longest, keys, values, N, D, F, Q, H, K,
+    W, size, part, parts,
 ):  # fmt: skip
+    """Compute one of `parts` parts of `tree`."""
     if part == 0:
         lay_out(given, spots, E, limit, head_stride, N, H, K)
     wait(parts)
-    C = topk + (steps - 1) * topk * topk
+    C = _candidates(steps, topk)
     first, n, early, earlies, most, m, part, parts = share(given, E, N, D, topk, part, parts)
     wide, both, x = wide + 4 * F * m, both + 8 * D * m, x + 4 * D * m
     spare, delta, qkv, q, mixed, gates, gated = room_from(
@@ -227,15 +246,16 @@ def _tree(
         qkv, cos, sin, head_stride, keys, values, D, F, Q, H, K, size, part, parts,
     )  # fmt: skip
     now = spots + 32 * E + 8 * first
-    features, word, place, own, opens, seen = (
+    features, word, place, own, first_slots, seen = (
         now, now + 40 * N, now + 8 * N, now + 16 * N, now + 24 * N, now + 32 * N
     )  # fmt: skip
-    # After what `lay_out` fills: what is drawn for, the rows of each sequence, tokens and scores of
-    # a level, and twice, for they are made of one another, nodes that are followed and their paths.
+    # `spots` continues after the part that `lay_out` fills: positions to draw for, first row of
+    # each sequence, tokens and scores of a level, followed nodes and their paths. The last two have
+    # two buffers each, because a level's nodes are computed from those of the level before.
     positions = spots + 32 * E + 48 * N + 8 * first
     starts = spots + 32 * E + 56 * N + 16 * first
     at, begins = carray(ints_at(positions), (n,)), carray(ints_at(starts), (n + 1,))
-    asked = carray(ints_at(drawn_at + 8 * first), (n,))
+    first_positions = carray(ints_at(drawn_at + 8 * first), (n,))
     depth, rows = steps + 1, n * topk
     drawn = spots + 32 * E + 72 * N + 8 * topk * topk * first
     promised = drawn + 8 * topk * topk * N
@@ -246,24 +266,24 @@ def _tree(
     nodes_apart, paths_apart = 8 * _FIELDS * topk * N, 8 * depth * topk * N
     mine, my_end = n * part // parts, n * (part + 1) // parts
     for i in range(mine, my_end):
-        at[i], begins[i] = asked[i], i
+        at[i], begins[i] = first_positions[i], i
         carray(doubles_at(scores + 8 * C * (first + i)), (C,))[:] = -np.inf
     if part == 0:
         begins[n] = n
-    floor, scale = carray(doubles_at(judged), (2,))
-    M, products_take = n, 0
+    floor, scale = carray(doubles_at(thresholds), (2,))
+    M, qkv_input = n, 0
     if norm:
-        products_take = both
+        qkv_input = both
     for level in range(steps):
-        enter(
+        layer_inputs(
             embedding, word, features, level == 0, fc, fc_start, norm, weights, eps, wide, both, x,
             M, D, F, size, part, parts,
         )  # fmt: skip
         wait(parts)
         layers_part(
             weights, 1, 0, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated, cos, sin,
-            place, own, opens, seen, path, path_step, head_stride, longest, keys, values, 0,
-            0, 0, 0, products_take, 2 * D, own_rows, M, D, Q, H, K, W, size, part, parts,
+            place, own, first_slots, seen, path, path_step, head_stride, longest, keys, values, 0,
+            0, 0, 0, qkv_input, 2 * D, own_rows, M, D, Q, H, K, W, size, part, parts,
         )  # fmt: skip
         wait(parts)
         _predict(
@@ -271,10 +291,10 @@ def _tree(
             parts,
         )  # fmt: skip
         wait(parts)
-        told = 0 if level else gaps + 8 * WIDTH * first
+        level_gaps = 0 if level else gaps + 8 * WIDTH * first
         _draw_rows(
-            logits, padded, V, known, Z, keys_N2, temperatures, positions, n, owners, topk, scale,
-            drawn, promised, told, M * part // parts, M * (part + 1) // parts,
+            logits, padded, V, draft_tokens, Z, keys_N2, temperatures, positions, n, owners, topk,
+            scale, drawn, promised, level_gaps, M * part // parts, M * (part + 1) // parts,
         )  # fmt: skip
         wait(parts)
         before, following = nodes + level % 2 * nodes_apart, nodes + (level + 1) % 2 * nodes_apart
@@ -295,7 +315,7 @@ def _tree(
         M = begins[n]
         if not M:
             break
-        features, place, own, opens, seen, word, owners = (
+        features, place, own, first_slots, seen, word, owners = (
             following, following + 8 * rows, following + 16 * rows, following + 24 * rows,
             following + 32 * rows, following + 40 * rows, following + 56 * rows,
         )  # fmt: skip
@@ -308,34 +328,36 @@ def _tree_shared(p):
 
 
 def tree(*arguments: int, work: int) -> None:
-    """Take in new tokens of N sequences, then draft a tree for each, `steps` levels deep. In this
-    order:
+    """Prefill the head with new tokens of N sequences, then draft a tree of `steps` levels each.
 
-    given: int64, the counts (N,) of new tokens of each sequence, at least one, and of those that it
-    has cached; the new tokens, E + N of them, sequence by sequence, and the addresses of the
-    features (F,) before them; drawn_at: the positions (N,) that the first tokens are drawn for;
-    spots: room for `tree_numbers` int64 numbers; E;
-    embedding (V, D); fc, fc_start: packed, 2D, or for EAGLE-3 F, to D; lm_head, lm_start: packed,
-    `padded` outputs, of which Z are tokens; V; padded; norm, last_norm: of a state, before the
-    layer and before the LM head (0: none, see `draft_prefill`); known: which tokens (Z,) these
-    are, int64 (0: all); Z; keys_N2, temperatures: as in `draw`;
-    tokens, parents (N, C) int64, scores (N, C) float64: of the C = topk + (steps - 1) topk^2
+    Arguments, in this order:
+
+    given: int64; for each sequence the number of new tokens (at least 1), then for each sequence
+    the number of cached tokens; the E + N new tokens, sequence by sequence; the addresses of the
+    features (F,) before them; drawn_at: the positions (N,) of the first draft tokens; spots: buffer
+    for `tree_numbers` int64 numbers; E;
+    embedding (V, D); fc, fc_start: packed, with 2D inputs (EAGLE-3: F) and D outputs; lm_head,
+    lm_start: packed, with `padded` outputs, of which Z are tokens; V; padded; norm, last_norm: of a
+    state, before the layer and before the LM head (0: none, see `prefill`); draft_tokens: the draft
+    vocabulary (Z,), int64 (0: all tokens); Z; keys_N2, temperatures: as in `draw`;
+    tokens, parents (N, C) int64, scores (N, C) float64: of the C = `candidate_count(steps, topk)`
     candidates of each sequence, level by level, the token, the number of the candidate that it
-    follows (-1: none), and the score; -inf, and nothing else of meaning, where it was not gone on;
-    steps; topk, at most `WIDTH`; judged: two numbers, float64: a score that what is followed must
-    have at least, and the scale; gaps (N, WIDTH) float64, of the first level: by how much the
-    scores of the best tokens are below the first;
-    weights, eps: as in `layers`, of one layer; room: logits (N topk, padded), wide (R, F; EAGLE-3
-    only), both (R, 2D), x (R, D), and as in `layers` for R rows, R = `most_rows(N topk, E)`, but of
-    normed (N topk, D);
+    follows (-1: none), and the score; where a node was not followed, the score of its children is
+    -inf, and their token and parent are arbitrary;
+    steps; topk, at most `WIDTH`; thresholds: two float64 numbers, the minimum score of a followed
+    node and the scale; gaps (N, WIDTH) float64: output, the score differences of the best tokens of
+    the first level to the best one;
+    weights, eps: as in `layers`, for one layer; buffers: logits (N topk, padded), wide (R, F;
+    EAGLE-3 only), both (R, 2D), x (R, D), and the buffers of `layers` for R rows, except normed
+    (N topk, D), with R = `most_rows(N topk, E)`;
     cos, sin: tables; limit: their last row; head_stride, longest, keys, values: as in `attend`;
     N, D, F, Q, H, K, W; size: as in `layers`.
-    Drafts go to `topk` slots a level but the last, after what is taken in.
+    Each level but the last needs `topk` slots of the cache, after the new tokens.
     """
     run(_tree, _tree_shared, arguments, work)
 
 
 def tree_numbers(sequences: int, early: int, steps: int, topk: int) -> int:
-    """Numbers that `tree` needs room for, to say where everything is."""
+    """Return the size of the buffer `spots` of `tree`, in numbers."""
     nodes = 2 * (_FIELDS + steps + 1) * topk
     return 4 * early + sequences * (9 + 2 * topk * topk + nodes)

@@ -1,17 +1,17 @@
-"""EAGLE-3 draft head: from the policy's hidden states at three depths to tokens.
+"""The EAGLE-3 draft head predicts tokens from the policy's hidden states at three depths.
 
     slot t:  g = fc([inputs of three of the policy's layers at token t])
              layer over [norm(embedding of token t+1) ; norm(g)], added to g -> state
              lm_head(norm(state)): token t+2
 
-What comes out of the layer is not meant to be any feature of the policy. It takes the place of g
-for the next token, and how well is learned by drafting several in a row (Li et al. 2025, EAGLE-3).
-The head has a norm and an LM head of its own, which may know the most frequent tokens only;
-embeddings are the policy's.
+The state does not approximate a feature of the policy. It replaces g for the next draft token, and
+training unrolls several steps so that the head learns to use its own states (Li et al. 2025,
+EAGLE-3). The head has its own norm and LM head. Its LM head may cover only the most frequent
+tokens. The embedding is the policy's.
 
-The layer is one of Llama's family, whatever the policy's, as the engines' classes for such heads
-have it; names are those of published heads (`midlayer.hidden_norm.weight`, ...). Shapes as in
-`draft_model`.
+The layer is of the Llama family for all policies, as in the classes of vLLM and SGLang for such
+heads. Parameters have the names of published heads (`midlayer.hidden_norm.weight`, ...). Shapes as
+in `models.draft.model`.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from torch.nn import functional as F
 from slipstream.errors import ConfigError
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder, Layer, Norm, init_parameters
-from slipstream.models.draft.model import DraftModel, PackedDraft, one_call
+from slipstream.models.draft.model import DraftModel, PackedDraft, fuse_layer
 from slipstream.models.functional import add_norm
 from slipstream.models.linear import PackedLinear
 from slipstream.models.numerics import activation_dtype
 
 NUM_AUX_LAYERS = 3
-"""As the engines' classes have it."""
+"""The number of auxiliary layers, as in the classes of vLLM and SGLang."""
 
 _FEWEST_LAYERS = 7
-"""The least number of layers for which the default auxiliary layers are three layers in order."""
+"""With fewer layers, the default auxiliary layers are not three layers in ascending order."""
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
-    """The layers whose inputs vLLM and SGLang read if a head names none.
+    """Return the layers whose inputs vLLM and SGLang read if a head names none.
 
-    Raises ConfigError for a policy of too few layers for that.
+    Raises ConfigError if the policy has too few layers.
     """
     if num_layers < _FEWEST_LAYERS:
         raise ConfigError(
-            f"the usual auxiliary layers of an EAGLE-3 head, 2, {num_layers // 2} and "
+            f"the default auxiliary layers of an EAGLE-3 head, 2, {num_layers // 2} and "
             f"{num_layers - 3} of {num_layers}, are not three layers in order; name three with "
             "speculative.eagle.aux_hidden_state_layer_ids, or set "
             "speculative.eagle.spec_algorithm=EAGLE"
@@ -56,7 +56,7 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 
 class MidLayer(Layer):
-    """The layer, with a norm for each half of what it is given."""
+    """The head's layer, with a norm for each half of its input."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, inputs=2 * config.hidden_size)
@@ -64,20 +64,20 @@ class MidLayer(Layer):
 
 
 class Eagle3Head(DraftModel):
-    """The parameters: `fc` (D, 3D), the layer, `norm` and `lm_head` (Z, D)."""
+    """The parameters of an EAGLE-3 head: `fc` (D, 3D), the layer, `norm` and `lm_head` (Z, D)."""
 
     algorithm = "EAGLE3"
 
     def __init__(
         self, config: ModelConfig, aux_layers: Sequence[int], tokens: Sequence[int] | None = None
     ) -> None:
-        """`config` of the policy, or with other sizes of the layer; `tokens`, in order, are those
-        that it can draft, None: all.
+        """`config` is the policy's configuration, possibly with other sizes of the layer.
 
-        Raises ConfigError for auxiliary layers that are not three layers in order, and for
-        tokens that are not some of the policy's in order.
+        `tokens` is the draft vocabulary in ascending order; None: all tokens. Raises ConfigError
+        unless `aux_layers` are three layers in ascending order and `tokens` are ascending token ids
+        of the policy.
         """
-        # Nor has it a window, which a policy's may leave nothing out with either.
+        # The head has no sliding window. The decoder's own windows never hide a token either.
         config = replace(
             config,
             family="llama",
@@ -88,7 +88,7 @@ class Eagle3Head(DraftModel):
         super().__init__(config)
         self.aux_layers = tuple(aux_layers)
         self.tokens = None if tokens is None else tuple(tokens)
-        _check_aux_layers(self.aux_layers, config.num_layers)
+        check_aux_layers(self.aux_layers, config.num_layers)
         if self.tokens is not None:
             check_tokens(self.tokens, config.vocab_size)
         D = config.hidden_size
@@ -99,14 +99,16 @@ class Eagle3Head(DraftModel):
 
     @property
     def draft_vocab_size(self) -> int:
-        """Z."""
+        """Z, the number of tokens that the head can draft."""
         return self.config.vocab_size if self.tokens is None else len(self.tokens)
 
     @torch.no_grad()
     def init_weights(self, seed: int, policy: Decoder | None = None) -> None:
-        """At first the head returns the last of its inputs, plus a little noise; with the policy's
-        norm and LM head, where it is at hand, that drafts the token after next as if it were the
-        next."""
+        """Initialize the head so that it returns the last of its inputs, plus a little noise.
+
+        If `policy` is given, the head starts with its norm and LM head. Then it drafts as if the
+        token after next were the next token.
+        """
         init_parameters(self, self.config.initializer_range, 1, seed)
         D = self.config.hidden_size
         self.fc.weight[:, -D:] += torch.eye(D)
@@ -116,7 +118,7 @@ class Eagle3Head(DraftModel):
             self.norm.weight.copy_(policy.model.norm.weight)
 
     def pack(self, dtype: torch.dtype) -> PackedEagle3Head:
-        """See `DraftModel`."""
+        """Return the weights in compute form. Differentiable."""
         device = self.device
         rows = activation_dtype(dtype, device)
         packed = self.midlayer.pack(self.config, dtype)
@@ -127,7 +129,7 @@ class Eagle3Head(DraftModel):
             fc=PackedLinear.of(self.fc.weight.to(dtype)),
             layer=packed,
             eps=eps,
-            together=one_call(packed, self.config, eps),
+            fused=fuse_layer(packed, self.config, eps),
             hidden_norm=self.midlayer.hidden_norm.weight.to(rows),
             norm=self.norm.weight.to(rows),
             lm_head=PackedLinear.of(self.lm_head.weight.to(dtype)),
@@ -135,13 +137,13 @@ class Eagle3Head(DraftModel):
         )
 
     def blank(self) -> Self:
-        """See `DraftModel`."""
+        """Return an uninitialized head of the same shape, auxiliary layers and draft vocabulary."""
         return type(self)(self.config, self.aux_layers, self.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedEagle3Head(PackedDraft):
-    """Weights in compute form."""
+    """An EAGLE-3 head in compute form."""
 
     hidden_norm: Tensor
     norm: Tensor
@@ -150,29 +152,29 @@ class PackedEagle3Head(PackedDraft):
 
     @property
     def tokens(self) -> Tensor | None:
-        """See `PackedDraft`."""
+        """The draft vocabulary (Z,); None: all tokens."""
         return self.draft_tokens
 
     @property
     def state_norms(self) -> tuple[Tensor | None, Tensor | None]:
-        """See `PackedDraft`."""
+        """The norm of a state before the layer, and the norm before the LM head."""
         return self.hidden_norm, self.norm
 
     @property
     def own_lm_head(self) -> PackedLinear | None:
-        """See `PackedDraft`."""
+        """The head's own LM head, over the draft vocabulary."""
         return self.lm_head
 
-    def taken(self, features: Tensor) -> Tensor:
-        """See `PackedDraft`."""
+    def to_states(self, features: Tensor) -> Tensor:
+        """Return fc(features): one state for the hidden states of three layers."""
         return self.fc(features)
 
-    def enter(
+    def layer_inputs(
         self, ids_BT: Tensor, states_BTD: Tensor, embedding_VD: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """See `PackedDraft`."""
+        """Return the states and, as input of q, k and v, [norm(embedding) ; norm(state)]."""
         embedded = F.embedding(ids_BT.flatten(), embedding_VD)
-        # Kernels read rows by address.
+        # Contiguous, because the kernels read rows by address.
         states = states_BTD.reshape(len(embedded), -1).contiguous()
         assert self.layer.input_norm is not None
         halves = (
@@ -182,33 +184,34 @@ class PackedEagle3Head(PackedDraft):
         return states, torch.cat(halves, -1)
 
     def draft_logits(self, states_MD: Tensor, lm_head: PackedLinear) -> Tensor:
-        """See `PackedDraft`; the policy's LM head is not needed."""
-        # Kernels read rows by address.
+        """Return logits (M, Z) by the head's own norm and LM head; `lm_head` is not used."""
+        # Contiguous, because the kernels read rows by address.
         states_MD = states_MD.contiguous()
         return self.lm_head(add_norm(states_MD, None, self.norm, self.eps)[1])
 
 
-def _check_aux_layers(aux_layers: tuple[int, ...], num_layers: int) -> None:
+def check_aux_layers(aux_layers: Sequence[int], num_layers: int) -> None:
+    """Raises ConfigError for auxiliary layers that are not three of `num_layers` in order."""
     in_order = all(a < b for a, b in pairwise(aux_layers))
     inside = all(0 <= layer < num_layers for layer in aux_layers)
     if len(aux_layers) != NUM_AUX_LAYERS or not in_order or not inside:
         raise ConfigError(
-            f"an EAGLE-3 head takes the inputs of {NUM_AUX_LAYERS} of {num_layers} layers, "
-            f"from the first on and numbered from 0, not of {list(aux_layers)}; set "
-            "speculative.eagle.aux_hidden_state_layer_ids so, or leave it at null"
+            f"an EAGLE-3 head reads the inputs of {NUM_AUX_LAYERS} of {num_layers} layers, "
+            f"numbered from 0 and in ascending order, not of {list(aux_layers)}; set "
+            "speculative.eagle.aux_hidden_state_layer_ids to such a list, or leave it at null"
         )
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
-    """Raises ConfigError for a draft vocabulary that is not some of `vocab_size` tokens in order,
-    each once."""
+    """Raise ConfigError unless `tokens` are ascending ids below `vocab_size`, and at least one."""
     if not tokens or len(tokens) > vocab_size:
         raise ConfigError(
-            f"a draft vocabulary of {len(tokens)} tokens: it must have at least 1 and at most the "
-            f"policy's {vocab_size}; set speculative.eagle.draft_vocab_size so"
+            f"the draft vocabulary has {len(tokens)} tokens; set "
+            "speculative.eagle.draft_vocab_size to a number from 1 to the policy's "
+            f"{vocab_size}"
         )
     if tokens[0] < 0 or tokens[-1] >= vocab_size or any(a >= b for a, b in pairwise(tokens)):
         raise ConfigError(
-            f"the draft vocabulary must name some of the policy's {vocab_size} tokens, each once "
-            "and from the lowest on; train another head with `slipstream draft`"
+            f"the draft vocabulary must name tokens of the policy's {vocab_size}, each once and in "
+            "ascending order; train another head with `slipstream draft`"
         )

@@ -1,11 +1,13 @@
-"""EAGLE-3 heads as files: what vLLM and SGLang load as `LlamaForCausalLMEagle3`, out and in again.
+"""Read and write EAGLE-3 heads as the files that vLLM and SGLang load as `LlamaForCausalLMEagle3`.
 
-Tensors have the names of published heads. A draft vocabulary is `d2t`, what must be added to its
-ids to have the policy's, and `t2d`, which of the policy's tokens are in it. Both engines read the
-tapped layers from `config.json`, counted differently (vLLM 0.32: layers whose input is tapped;
-SGLang 0.5: layers whose output is): at the top vLLM's count, which comes first there and is ours,
-and in `eagle_config` that of the engine that the file is for. Called by `draft_io` and
-`draft_layouts`.
+Tensors have the names of published heads. Two tensors describe a draft vocabulary: `d2t` holds the
+offsets from draft ids to the policy's ids, and `t2d` marks which of the policy's tokens are in it.
+
+Both engines read the auxiliary layers from `config.json`, but number them differently. vLLM 0.32
+names a layer whose input is read, as we do; SGLang 0.5 names the layer whose output is read. The
+top level of the file has vLLM's numbers, which vLLM reads first. `eagle_config` has the numbers of
+the engine for which the file is written. `models.draft.files` and `models.draft.layouts` call this
+module.
 """
 
 from __future__ import annotations
@@ -28,25 +30,28 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _OFFSETS, _MASK = "d2t", "t2d"
 _VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Of engines' classes, which compute something else where one of these is set."""
+"""Settings with which the engines' classes compute something other than this head."""
 
 
 def config_of(head: Eagle3Head, dtype: torch.dtype, *, by_outputs: bool = False) -> dict[str, Any]:
-    """The contents of `config.json`; `by_outputs`: `eagle_config` counts as SGLang does."""
-    aux_layers = list(head.aux_layers)
+    """Return the contents of `config.json`.
+
+    With `by_outputs`, `eagle_config` numbers auxiliary layers as SGLang does.
+    """
+    layer_ids = list(head.aux_layers)
     return head.config.one_layer().to_hf(dtype=str(dtype).removeprefix("torch.")) | {
         "architectures": [ARCHITECTURE],
         "draft_vocab_size": head.draft_vocab_size,
-        _IDS: aux_layers,
+        _IDS: layer_ids,
         "eagle_config": {
             "use_aux_hidden_state": True,
-            _IDS: [aux_layer - by_outputs for aux_layer in aux_layers],
+            _IDS: [layer - by_outputs for layer in layer_ids],
         },
     }
 
 
 def tensors_of(head: Eagle3Head) -> dict[str, Tensor]:
-    """All tensors of the file."""
+    """Return all tensors of the file by name."""
     found = {name: p.detach() for name, p in head.named_parameters()}
     if head.tokens is not None:
         tokens = torch.tensor(head.tokens)
@@ -63,16 +68,17 @@ def head_of(
     policy: ModelConfig | None,
     folder: Path,
 ) -> Eagle3Head:
-    """A head from `config.json`, as it is and as sizes of the layer, and the tensors beside it.
-    `policy` None: for whatever policy.
+    """Return the head in a folder.
 
-    Raises CheckpointError where it is for a policy of other sizes, of a variant that is not drafted
-    with here, or where auxiliary layers, draft vocabulary or tensors cannot be.
+    `raw` is its `config.json`, `own` the sizes of the layer from it, and `tensors` its weights.
+    With `policy` None, the head may belong to any policy. Raises CheckpointError if the head is for
+    a policy of other sizes, if it is an unsupported variant, or if auxiliary layers, draft
+    vocabulary or tensors are invalid.
     """
     others = [f"its {name} is set" for name in _VARIANTS if _setting(raw, name)]
     if not others and policy is not None:
         others = [
-            f"{name} is {theirs} there and {ours} in the policy"
+            f"{name} is {theirs} in the head and {ours} in the policy"
             for name, theirs, ours in (
                 ("vocab_size", own.vocab_size, policy.vocab_size),
                 ("hidden_size", own.hidden_size, policy.hidden_size),
@@ -86,12 +92,12 @@ def head_of(
         ]
     if others:
         raise CheckpointError(
-            f"{folder} is no EAGLE-3 head of this policy: {'; '.join(others)}; train one with "
+            f"{folder} is no EAGLE-3 head for this policy: {'; '.join(others)}; train one with "
             "`slipstream draft`, or set speculative.eagle.spec_model_path to the folder of one"
         )
-    aux_layers = _aux_layers(raw, policy, folder)
+    layer_ids = aux_layers(raw, policy, folder)
     layers = (
-        (max(aux_layers) + 1 if aux_layers else NUM_AUX_LAYERS)
+        (max(layer_ids) + 1 if layer_ids else NUM_AUX_LAYERS)
         if policy is None
         else policy.num_layers
     )
@@ -99,10 +105,10 @@ def head_of(
     config = replace(own, num_layers=layers, max_position_embeddings=positions)
     try:
         tokens = _tokens(raw, tensors, own.vocab_size)
-        head = Eagle3Head(config, aux_layers, tokens)
+        head = Eagle3Head(config, layer_ids, tokens)
     except ConfigError as error:
         raise _unfit(folder, error) from error
-    # vLLM's own name of the layer is the other one.
+    # vLLM's own heads name the layer `layers.0`.
     weights = {
         name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name: tensor
         for name, tensor in tensors.items()
@@ -113,16 +119,16 @@ def head_of(
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}. An EAGLE-3 head has {', '.join(dict(head.named_parameters()))}, all finite, "
-            f"{_OFFSETS} and {_MASK} where it drafts some tokens only, and nothing else: export it "
-            "so, or train one with `slipstream draft`"
+            f"also {_OFFSETS} and {_MASK} if its vocabulary is smaller than the policy's, and "
+            "nothing else; export it like this, or train one with `slipstream draft`"
         ) from error
     return head
 
 
 def _unfit(folder: Path, why: object) -> CheckpointError:
     return CheckpointError(
-        f"{folder}: {why}. It is the head's files that say so: export it anew, or train one with "
-        "`slipstream draft`"
+        f"{folder}: {why}. The values are in the head's files: export the head again, or train one "
+        "with `slipstream draft`"
     )
 
 
@@ -131,30 +137,29 @@ def _setting(raw: Mapping[str, Any], name: str) -> object:
     return raw.get(name) or (isinstance(nested, Mapping) and nested.get(name))
 
 
-def _aux_layers(
-    raw: Mapping[str, Any], policy: ModelConfig | None, folder: Path
-) -> tuple[int, ...]:
-    """As vLLM reads them."""
+def aux_layers(raw: Mapping[str, Any], policy: ModelConfig | None, folder: Path) -> tuple[int, ...]:
+    """Return the auxiliary layers, numbered as in vLLM. Raises CheckpointError if `config.json`
+    does not name them."""
     ids = _setting(raw, _IDS)
     if not ids:
         if policy is None:
             raise CheckpointError(
-                f"{folder}: config.json does not say which layers of the policy the head reads; "
-                f"add {_IDS}"
+                f"{folder}: config.json does not name the layers of the policy that the head "
+                f"reads; add {_IDS}"
             )
         try:
             return default_aux_layers(policy.num_layers)
         except ConfigError as error:
             raise _unfit(folder, f"config.json names no auxiliary layers, and {error}") from error
     if not isinstance(ids, Sequence) or not all(type(i) is int for i in ids):
-        raise _unfit(folder, f"{_IDS} must be layers' numbers, got {ids!r}")
+        raise _unfit(folder, f"{_IDS} must be a list of layer indices, got {ids!r}")
     return tuple(ids)
 
 
 def _tokens(
     raw: Mapping[str, Any], tensors: Mapping[str, Tensor], vocab_size: int
 ) -> tuple[int, ...] | None:
-    """The draft vocabulary. Raises ConfigError where its tensors do not make one."""
+    """Return the draft vocabulary, None for all tokens. Raises ConfigError if it is invalid."""
     size = raw.get("draft_vocab_size") or vocab_size
     offsets, known = tensors.get(_OFFSETS), tensors.get(_MASK)
     if offsets is None and size == vocab_size:
@@ -162,20 +167,21 @@ def _tokens(
     if offsets is None or offsets.dtype not in (torch.int32, torch.int64):
         shown = "missing" if offsets is None else f"of {offsets.dtype}"
         raise ConfigError(
-            f"a draft vocabulary of {size} of {vocab_size} tokens needs {_OFFSETS}, whole numbers "
-            f"that lead from its ids to the policy's, which is {shown}; export the head anew"
+            f"a draft vocabulary of {size} of {vocab_size} tokens needs {_OFFSETS}, the integer "
+            f"offsets from its ids to the policy's, but {_OFFSETS} is {shown}; export the head "
+            "again"
         )
     if offsets.shape != (size,):
         raise ConfigError(
-            f"{_OFFSETS} has shape {tuple(offsets.shape)}, and draft_vocab_size is {size}; export "
-            "the head anew"
+            f"{_OFFSETS} has shape {tuple(offsets.shape)}, but draft_vocab_size is {size}; export "
+            "the head again"
         )
     tokens = (offsets.long() + torch.arange(len(offsets))).tolist()
     if known is not None:
         named = set(known.flatten().nonzero()[:, 0].tolist())
         if known.shape != (vocab_size,) or named != set(tokens):
             raise ConfigError(
-                f"{_MASK} names other tokens than {_OFFSETS}, or is not one number for each of "
-                f"{vocab_size}; export the head anew"
+                f"{_MASK} names other tokens than {_OFFSETS}, or does not have one number for each "
+                f"of {vocab_size} tokens; export the head again"
             )
     return None if tokens == list(range(vocab_size)) else tuple(tokens)

@@ -1,8 +1,8 @@
-"""Draft heads as folders: `config.json` and `model.safetensors`, as EAGLE heads are published.
+"""Read and write draft heads as folders with `config.json` and `model.safetensors`.
 
-Tensors have the names of published heads; what is the policy's, the embedding and, but in EAGLE-3,
-the LM head, is not among them. Writes plainly into a folder: that nobody sees half of it is the
-caller's matter.
+Tensors have the names of published EAGLE heads. The policy's tensors are not among them: the
+embedding and, for EAGLE-1, the LM head. Saving is not atomic. The caller must ensure that no reader
+sees a half-written folder.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLMEagle",
     "mistral": "MistralForCausalLMEagle",
 }
-"""Llama's as vLLM names it, Qwen2's as SGLang and FastRL do; no engine has one for Qwen3
-or Mistral.
-What engines want besides is in `draft_layouts`."""
+"""Architecture names by family: for Llama as in vLLM, for Qwen2 as in SGLang and FastRL. No engine
+has a class for Qwen3 or Mistral. `layouts` has the other requirements of the engines."""
 
 _MUST_AGREE = (
     "family",
@@ -54,7 +53,7 @@ _MUST_AGREE = (
 
 
 def save_draft_head(head: DraftModel, folder: Path, *, dtype: torch.dtype = torch.float32) -> None:
-    """Write `head` into `folder`, over what it holds."""
+    """Write `head` into `folder`. Existing files are overwritten."""
     if isinstance(head, Eagle3Head):
         config = eagle3_files.config_of(head, dtype)
         write_tensors(folder, config, eagle3_files.tensors_of(head), dtype=dtype)
@@ -65,29 +64,31 @@ def save_draft_head(head: DraftModel, folder: Path, *, dtype: torch.dtype = torc
 
 
 def load_draft_head(folder: Path, policy: ModelConfig | None = None) -> DraftModel:
-    """A head with fp32 parameters for the policy of that architecture (None: for whatever policy it
-    was made for), from a folder of ours or in one of `draft_layouts`.
+    """Return the head in `folder` with fp32 parameters.
 
-    Raises CheckpointError, naming both sides, where the head was made for a policy of another
-    family or other sizes, and naming the file where it is missing or cannot be read, or where
-    tensors are missing, extra, misshapen or not finite.
+    The folder may have our layout or one of `layouts.LAYOUTS`. `policy` is the architecture for
+    which the head must fit; None accepts any.
+
+    Raises CheckpointError if the head belongs to a policy of another family or size (the error
+    names both values), if a file is missing or unreadable (the error names it), or if tensors are
+    missing, unexpected, misshapen or not finite.
     """
     theirs = load_config(folder)
-    third = any("eagle3" in name.lower() for name in _architectures(folder))
+    is_eagle3 = any("eagle3" in name.lower() for name in _architectures(folder))
     if theirs.num_layers != 1:
         raise _not_of_this_policy(
-            folder, [f"it has {theirs.num_layers} layers and a draft head has 1"]
+            folder, [f"it has {theirs.num_layers} layers, but a draft head has 1"]
         )
-    different = [] if third or policy is None else _different(theirs, policy)
+    different = [] if is_eagle3 or policy is None else _different(theirs, policy)
     if different:
         raise _not_of_this_policy(folder, different)
     try:
         tensors = read_tensors(folder)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error}; put a whole draft head there, or train one with `slipstream draft`"
+            f"{error}; put a complete draft head there, or train one with `slipstream draft`"
         ) from error
-    if third:
+    if is_eagle3:
         return eagle3_files.head_of(_config(folder), theirs, tensors, policy, folder)
     head = DraftHead(theirs if policy is None else policy)
     try:
@@ -95,15 +96,25 @@ def load_draft_head(folder: Path, policy: ModelConfig | None = None) -> DraftMod
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}. A draft head has {', '.join(dict(head.named_parameters()))}, all finite, "
-            "and nothing else: export it so, or train one with `slipstream draft`"
+            "and nothing else; export it like this, or train one with `slipstream draft`"
         ) from error
     return head
+
+
+def aux_layers_in(folder: Path, policy: ModelConfig) -> tuple[int, ...]:
+    """The auxiliary layers that a head of `policy` in a folder reads, none for EAGLE.
+
+    Raises CheckpointError if they cannot be told from `config.json`.
+    """
+    if not any("eagle3" in name.lower() for name in _architectures(folder)):
+        return ()
+    return eagle3_files.aux_layers(_config(folder), policy, folder)
 
 
 def _different(theirs: ModelConfig, policy: ModelConfig) -> list[str]:
     ours, found = asdict(policy), asdict(theirs)
     return [
-        f"{name} is {found[name]} there and {ours[name]} in the policy"
+        f"{name} is {found[name]} in the head and {ours[name]} in the policy"
         for name in _MUST_AGREE
         if found[name] != ours[name]
     ]
@@ -111,19 +122,19 @@ def _different(theirs: ModelConfig, policy: ModelConfig) -> list[str]:
 
 def _not_of_this_policy(folder: Path, why: list[str]) -> CheckpointError:
     return CheckpointError(
-        f"{folder} is no draft head of this policy: {'; '.join(why)}; train one with "
+        f"{folder} is no draft head for this policy: {'; '.join(why)}; train one with "
         "`slipstream draft`, or set speculative.eagle.spec_model_path to the folder of one"
     )
 
 
 def is_draft_head(folder: Path) -> bool:
-    """Whether there is one, of whatever engine's layout, by its configuration."""
+    """Return whether `folder` holds a draft head in any layout, judged by its `config.json`."""
     there = (folder / "config.json").is_file()
     return there and any("eagle" in name.lower() for name in _architectures(folder))
 
 
 def _architectures(folder: Path) -> list[str]:
-    """As its configuration, which has been read, names them."""
+    """Return the architecture names in `config.json`, which must be readable."""
     return [str(name) for name in _config(folder).get("architectures") or ()]
 
 

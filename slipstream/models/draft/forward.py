@@ -1,12 +1,13 @@
-"""The draft head's forward pass as drafting uses it: fast, and not exact where that costs.
+"""The draft head's forward pass for drafting: fast, but not in exact mode.
 
-Nothing that a draft is changes what is generated, so nothing here needs exact mode: no padding of
-rows and keys, no sums in order. What several steps of one draft share (rotations, masks, where keys
-go) is computed once. Training uses `PackedDraft.unroll`; `tests/models/draft/test_forward.py`
-holds the two together. Knows nothing of sampling or requests.
+Drafts do not change the generated tokens. So this pass needs no exact mode: rows and keys are not
+padded, and sums may run in any order. Values that several steps of one draft share (rotations,
+masks, cache slots) are computed once. Training uses `PackedDraft.unroll`;
+`tests/models/draft/test_forward.py` checks that both agree. This module knows nothing of sampling
+or requests.
 
-Shapes: N sequences, T columns of new tokens, C columns of a whole draft, H key-value heads, S slots
-of the cache, K head width, D hidden width.
+Shapes: N sequences, T columns of new tokens, C columns of a whole draft, F nodes of a tree level
+for each sequence, H key-value heads, S slots of the cache, K head width, D hidden width.
 """
 
 from __future__ import annotations
@@ -25,33 +26,35 @@ from slipstream.models.decoder import PackedDecoder
 from slipstream.models.draft.model import PackedDraft
 from slipstream.models.functional import rms_norm, rope_at, rope_table, rotate
 from slipstream.models.linear import present
+from slipstream.tree_size import candidate_count
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
 class TreeDrafter:
-    """A head that drafts trees for a policy in one call, on a CPU.
+    """Draft trees in one kernel call on a CPU, for a draft head and its policy.
 
-    Both are of one dtype, and the head has its layer `together`. What the call is told of their
-    weights is found once: it would take as long as a level of a small head.
+    Both must have the same dtype, and the kernels must support the head (`PackedDraft.fused`).
+    The constructor collects the addresses of the weights, because this takes as long as drafting a
+    level with a small head.
     """
 
     def __init__(self, head: PackedDraft, policy: PackedDecoder) -> None:
-        # Held: what is told are addresses.
+        # Kept alive, because the kernel gets only addresses.
         self.head, self.policy = head, policy
-        together = head.together
-        assert together is not None
-        self._together = together
+        fused = head.fused
+        assert fused is not None
+        self._fused = fused
         c, fc = head.config, head.fc
         lm_head = head.own_lm_head or policy.lm_head
         norm, last_norm = head.state_norms
-        known, like = head.tokens, policy.embedding
+        draft_tokens, like = head.tokens, policy.embedding
         cos, sin = rope_table(c, like.dtype, like.device)
-        self._held = norm, last_norm, known, cos, sin
+        self._held = norm, last_norm, draft_tokens, cos, sin
         self._padded = len(present(lm_head.start))
         self._widths = c.hidden_size, fc.weight.shape[1]
-        self._mixes_words = norm is not None
+        self._is_eagle3 = norm is not None
         self._models = (
             like.data_ptr(),
             present(fc.panels).data_ptr(),
@@ -62,13 +65,13 @@ class TreeDrafter:
             self._padded,
             0 if norm is None else norm.data_ptr(),
             0 if last_norm is None else last_norm.data_ptr(),
-            0 if known is None else known.data_ptr(),
+            0 if draft_tokens is None else draft_tokens.data_ptr(),
             len(lm_head.weight),
         )
-        self._layer = together.table, head.eps.data_ptr()
+        self._layer = fused.table, head.eps.data_ptr()
         self._rotation = cos.data_ptr(), sin.data_ptr(), c.max_position_embeddings - 1
         heads = c.num_heads, c.num_kv_heads, c.head_dim
-        self._shape = *self._widths, *heads, c.intermediate_size, together.dtype.itemsize
+        self._shape = *self._widths, *heads, c.intermediate_size, fused.dtype.itemsize
 
     def __call__(
         self,
@@ -85,27 +88,30 @@ class TreeDrafter:
         least: float = -inf,
         scale: float = 1.0,
     ) -> tuple[Ints, Ints, Floats, Floats]:
-        """The candidates of a tree of `steps` levels for each sequence: tokens, parents and scores
-        (N, C), and gaps of the first level (N, W): see `kernels.draft.tree`. With `topk` 1 they
-        are a chain.
+        """Prefill the head, then draft a tree of `steps` levels for each sequence.
 
-        `kv` is of the models' dtype. First the head takes in `ids`, `counts` of each sequence, at
-        least one, one sequence after the other, with the features before them: the addresses of
-        rows (F,), which the caller holds. They go to the slots after the `cached` ones. The first
-        tokens drawn from what it then predicts stand at `positions`; those whose scores are best,
-        and at least `least`, are fed back in their turn, and take `topk` slots a level.
+        Returns the candidates' tokens, parents and scores, (N, C) each, and the score gaps of the
+        first level (N, W), as `kernels.draft.tree` defines them. With `topk` 1 the tree is a chain.
+
+        `kv` is the head's KV cache in the models' dtype. The prefill covers the new tokens `ids`,
+        sequence by sequence, `counts` (at least 1) of each. `features` are the addresses of the
+        feature rows before them, which the caller keeps alive. The new tokens go to the slots after
+        the `cached` ones. `positions` are the positions of the first draft tokens. The candidates
+        with the best scores, of at least `least`, are followed in the next level; a level takes
+        `topk` slots. `scale` is the scale of the scores in `kernels.draft.tree`.
         """
         n = len(counts_N)
-        shape = n, topk + (steps - 1) * topk**2
+        shape = n, candidate_count(steps, topk)
         tokens, parents = np.empty((2, *shape), np.int64)
         scores, gaps = np.empty(shape), np.empty((n, WIDTH))
-        judged = np.array([least, scale])
-        given = np.concatenate([counts_N, cached_N, ids_T, features_T])
+        limits = np.array([least, scale])
+        inputs = np.concatenate([counts_N, cached_N, ids_T, features_T])
         early = len(ids_T) - n
         D, F = self._widths
         rows, most = n * topk, most_rows(n * topk, early)
-        # Logits, true features, what goes into products and the layer, and what comes out.
-        sizes = rows * self._padded, most * F if self._mixes_words else 0, most * 2 * D, most * D
+        # Buffers for logits, true features, inputs of products, and inputs of the layer. The last
+        # buffer, for the layer's output, follows them.
+        sizes = rows * self._padded, most * F if self._is_eagle3 else 0, most * 2 * D, most * D
         like = self.policy.embedding
         memory = like.new_empty(sum(sizes) + rows * D)
         buffers = [memory.data_ptr()]
@@ -114,10 +120,10 @@ class TreeDrafter:
         *before, normed = buffers
         positions_N = positions_N.contiguous()
         spots = np.empty(tree_numbers(n, early, steps, topk), np.int64)
-        layer_memory, (spare, delta, *others) = self._together.room(like, most)
+        layer_memory, (spare, delta, *others) = self._fused.buffers(like, most)
         keys, slots = kv.data_ptr(), kv.shape[3]
         tree(
-            given.ctypes.data,
+            inputs.ctypes.data,
             positions_N.data_ptr(),
             spots.ctypes.data,
             early,
@@ -129,7 +135,7 @@ class TreeDrafter:
             scores.ctypes.data,
             steps,
             topk,
-            judged.ctypes.data,
+            limits.ctypes.data,
             gaps.ctypes.data,
             *self._layer,
             *before,
@@ -144,14 +150,14 @@ class TreeDrafter:
             keys + kv.nbytes // 2,
             n,
             *self._shape,
-            work=self._together.size,
+            work=self._fused.size,
         )
-        del memory, layer_memory, spots, judged  # until here
+        del memory, layer_memory, spots, limits  # The kernel used them until here.
         return tokens, parents, scores, gaps
 
 
 class DraftPass:
-    """One draft of N sequences over cached keys and values of the head."""
+    """The forward passes of one draft of N sequences, over the head's KV cache."""
 
     def __init__(
         self,
@@ -161,8 +167,10 @@ class DraftPass:
         slots_NC: Tensor,
         num_keys: int,
     ) -> None:
-        """`kv` (2, rows, H, S, K) is written to, rows 0 .. N-1; `slots_NC` says where the tokens of
-        each column go and that they see the slots up to there; `num_keys` is beyond all of them.
+        """`kv` (2, rows, H, S, K) is the head's cache; the pass writes to its rows 0 .. N-1.
+
+        `slots_NC` are the slots of the tokens in each column. A token sees the slots up to its own.
+        `num_keys` must be greater than all of them.
         """
         self._head, self._embedding = head, embedding_VD
         positions = slots_NC.clamp(max=head.config.max_position_embeddings - 1)
@@ -170,28 +178,30 @@ class DraftPass:
         self._places: KeyPlaces | None = None
         self._columns: _Columns | None = None
         self._mask_NCS: Tensor | None = None
-        if head.together is not None:
+        if head.fused is not None:
             rows = torch.arange(len(slots_NC))[:, None].expand_as(slots_NC)
             self._places = KeyPlaces.of(kv[None], rows, slots_NC, num_keys)
         else:
             unseen = torch.arange(num_keys, device=kv.device) > slots_NC[:, :, None]
             self._columns = _Columns(head, kv, slots_NC, positions, num_keys)
             mask_NCS, heads = _additive(unseen, kv.dtype), head.config.num_kv_heads
-            # For each key-value head of each sequence.
+            # One mask for each key-value head of each sequence.
             self._mask_NCS = mask_NCS.repeat_interleave(heads, 0) if heads > 1 else mask_NCS
 
     def run(self, start: int, ids_NT: Tensor, states_NTD: Tensor) -> Tensor:
-        """Next states (N, T, D) of `ids_NT`, which stand in the columns from `start` on, each from
-        the state before it."""
+        """Return the next states (N, T, D) of `ids_NT`, each from the state before it.
+
+        The tokens are in the columns from `start` on.
+        """
         head = self._head
         n, T = ids_NT.shape
         columns = slice(start, start + T)
-        if head.together is not None and self._places is not None:
-            x, given = head.enter(ids_NT, states_NTD, self._embedding)
+        if head.fused is not None and self._places is not None:
+            x, qkv_input = head.layer_inputs(ids_NT, states_NTD, self._embedding)
             places = self._places.columns(columns)
-            # What is added to is written over, and may be the states themselves.
-            x = x if given is None else x.clone()
-            out, _ = head.together(x, self._positions[:, columns], places, given_ME=given)
+            # Copied, because the call overwrites x, which can be the states themselves.
+            x = x if qkv_input is None else x.clone()
+            out, _ = head.fused(x, self._positions[:, columns], places, qkv_input_ME=qkv_input)
         else:
             assert self._columns is not None
             assert self._mask_NCS is not None
@@ -204,10 +214,10 @@ class DraftPass:
 
 
 class LevelPass:
-    """The levels of draft trees, one after the other, by torch's operations. What they share is
-    computed once: to start an operation takes a GPU longer than it computes.
+    """The forward passes of draft trees, one for each level, by torch's operations.
 
-    F tokens of each sequence are given at a level, A levels are given in all.
+    Values that the levels share are computed once, because on a GPU starting an operation takes
+    longer than the operation itself. A level has F tokens of each sequence; there are A levels.
     """
 
     def __init__(
@@ -220,8 +230,10 @@ class LevelPass:
         levels: int,
         topk: int,
     ) -> None:
-        """`kv` as in `DraftPass`; of each sequence `ends` slots are filled, which all see, and
-        `topk` a level come after them, `num_keys` beyond all."""
+        """`kv` is as in `DraftPass`. `ends_N` are the numbers of filled slots, which all nodes see.
+
+        Each level adds `topk` slots after them. `num_keys` must be greater than all slots.
+        """
         self._head, self._embedding, self._topk = head, embedding_VD, topk
         device = kv.device
         first_N1 = ends_N[:, None]
@@ -233,8 +245,11 @@ class LevelPass:
         self._mask_NFS = _additive(unseen_N1S, kv.dtype)
 
     def run(self, level: int, ids_NF: Tensor, states_NFD: Tensor, parents_NF: Tensor) -> Tensor:
-        """Next states (N, F, D) of `ids_NF` at `level`, each from the state before it; it sees
-        what its parent sees, by the number of that in the level before, and itself."""
+        """Return the next states (N, F, D) of `ids_NF` at `level`, each from the state before it.
+
+        A node sees itself and what its parent sees. `parents_NF` are the parents' indices in the
+        level before.
+        """
         n, T = ids_NF.shape
         columns = slice(level * self._topk, level * self._topk + T)
         if level:
@@ -251,7 +266,7 @@ class LevelPass:
 
 
 def of_parents(x_NFX: Tensor, parents_NG: Tensor) -> Tensor:
-    """(N, F, X) -> (N, G, X): of each node what its parent has."""
+    """Return the parents' entries of `x` for G nodes of the next level: (N, F, X) -> (N, G, X)."""
     return x_NFX.gather(1, parents_NG[..., None].expand(-1, -1, x_NFX.shape[-1]))
 
 
@@ -261,7 +276,7 @@ def _additive(unseen: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Columns:
-    """What the columns of a draft share where torch's operations compute them."""
+    """Values that all columns of a draft share if torch's operations compute them."""
 
     def __init__(
         self,
@@ -284,11 +299,13 @@ class _Columns:
 
 
 class _ColumnAttention:
-    """`Attention` of some columns by torch's operations."""
+    """The attention of some columns by torch's operations."""
 
     def __init__(self, shared: _Columns, columns: slice, positions: slice, mask: Tensor) -> None:
-        """At some of the positions that have been turned to; `mask` is (N * H, 1, S), or instead of
-        1 for each query head of a key-value head's group all T columns, one head after the other.
+        """`positions` selects entries of the shared rotations.
+
+        `mask` is (N * H, 1, S), or (N * H, G * T, S) with the T columns of each query head of a
+        group one head after the other.
         """
         self._shared, self._columns, self._positions = shared, columns, positions
         self._mask = mask

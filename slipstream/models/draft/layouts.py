@@ -1,10 +1,9 @@
-"""Draft heads in the layouts that serving engines load, out and in again.
+"""Read and write draft heads in the file layouts of vLLM and SGLang.
 
-Both engines take tensors named as in `draft_io`, without what they take from the policy. For
-EAGLE-1 heads they differ in `config.json` and in the bias of `fc`, as their loaders are written
-(vLLM 0.32 `llama_eagle.py`; SGLang 0.5.23 `llama_eagle.py`, `qwen2_eagle.py`); for EAGLE-3 heads
-see `draft_files3`. Writes plainly into a folder: that nobody sees half of it is the caller's
-matter.
+Both engines use the tensor names of `models.draft.files`, without the tensors of the policy. For
+EAGLE-1 heads their loaders differ in `config.json` and in the bias of `fc` (vLLM 0.32
+`llama_eagle.py`; SGLang 0.5.23 `llama_eagle.py`, `qwen2_eagle.py`). `eagle3_files` covers EAGLE-3
+heads. Saving is not atomic. The caller must ensure that no reader sees a half-written folder.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from slipstream.models.draft.model import DraftModel
 from slipstream.models.hf_io import write_tensors
 
 FC_BIAS = "fc.bias"
-"""Of no head that is trained here."""
+"""The name of a bias that heads trained here do not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What an engine's loader wants beyond the head's own tensors.
+    """The requirements of an engine's loader beyond the head's own tensors.
 
-    `architectures` are its classes by family. With `fc_bias` the class has a bias that a folder
-    without one leaves at random numbers. `untied`: where `config.json` ties embedding and LM head,
-    the class has one module for both and cannot take the policy's two.
+    `architectures` are its classes by family. With `fc_bias`, the class has a bias for `fc`, which
+    stays uninitialized if the folder has none. With `untied`, `config.json` must not tie embedding
+    and LM head: the class would use one module for both and could not load the policy's two.
     """
 
     engine: str
@@ -40,13 +39,14 @@ class Layout:
     fc_bias: bool
     untied: bool
     by_outputs: bool
-    """How the auxiliary layers of an EAGLE-3 head are counted: see `draft_files3`."""
+    """Whether the engine numbers an EAGLE-3 head's auxiliary layers by their outputs
+    (`eagle3_files`)."""
     usage: str
-    """Command line that loads `{head}`, one of an `{algorithm}` as the engine writes it, for
-    `{policy}`: `command`."""
+    """The command line that serves `{policy}` with `{head}`; `{algorithm}` is the engine's name of
+    the head's algorithm."""
 
     def command(self, head: DraftModel, *, policy: str, folder: object) -> str:
-        """How the engine is started with a head in `folder`."""
+        """Return the command line that starts the engine with the head in `folder`."""
         algorithm = head.algorithm.lower() if self.engine == "vLLM" else head.algorithm
         return self.usage.format(policy=policy, head=folder, algorithm=algorithm)
 
@@ -77,37 +77,39 @@ LAYOUTS: Mapping[str, Layout] = {
 def export_draft_head(
     head: DraftModel, folder: Path, layout: str, *, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write `head` into `folder` as the engine `layout` (a key of `LAYOUTS`) loads it, over what it
-    holds. `load_draft_head` reads it back.
+    """Write `head` into `folder` in the layout of an engine (a key of `LAYOUTS`).
 
-    Raises ConfigError where the engine has no class for heads of this family.
+    Existing files are overwritten. `load_draft_head` reads the folder back. Raises ConfigError if
+    the engine has no class for heads of this family.
     """
-    wanted, family = LAYOUTS[layout], head.config.family
+    target, family = LAYOUTS[layout], head.config.family
     if isinstance(head, Eagle3Head):
-        config = eagle3_files.config_of(head, dtype, by_outputs=wanted.by_outputs)
+        config = eagle3_files.config_of(head, dtype, by_outputs=target.by_outputs)
         write_tensors(folder, config, eagle3_files.tensors_of(head), dtype=dtype)
         return
-    if family not in wanted.architectures:
+    if family not in target.architectures:
         elsewhere = [name for name, other in LAYOUTS.items() if family in other.architectures]
         remedy = f"export for {' or '.join(elsewhere)}" if elsewhere else "serve it with Slipstream"
         raise ConfigError(
-            f"{wanted.engine} has no class for EAGLE heads of the family {family}, only for "
-            f"{' and '.join(wanted.architectures)}; {remedy}, or train a policy with "
-            f"actor_rollout_ref.model.init.family={next(iter(wanted.architectures))}"
+            f"{target.engine} has no class for EAGLE heads of the family {family}, only for "
+            f"{' and '.join(target.architectures)}; {remedy}, or train a policy with "
+            f"actor_rollout_ref.model.init.family={next(iter(target.architectures))}"
         )
     config = head.config.one_layer().to_hf(dtype=str(dtype).removeprefix("torch."))
-    config |= {"architectures": [wanted.architectures[family]]}
+    config |= {"architectures": [target.architectures[family]]}
     tensors = {name: p.detach() for name, p in head.named_parameters()}
-    if wanted.untied:
+    if target.untied:
         config["tie_word_embeddings"] = False
-    if wanted.fc_bias:
+    if target.fc_bias:
         tensors[FC_BIAS] = torch.zeros(head.config.hidden_size)
     write_tensors(folder, config, tensors, dtype=dtype)
 
 
 def own_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`tensors` of a folder in any of the layouts as a head here has them: without a bias that adds
-    nothing. One that adds something stays, for the caller to refuse."""
+    """Return the tensors of a folder in any layout, without a bias of `fc` whose values are all 0.
+
+    A bias with other values stays, so that the caller raises an error for it.
+    """
     bias = tensors.get(FC_BIAS)
-    silent = bias is not None and not bias.any()
-    return {name: t for name, t in tensors.items() if not (silent and name == FC_BIAS)}
+    drops_bias = bias is not None and not bias.any()
+    return {name: t for name, t in tensors.items() if not (drops_bias and name == FC_BIAS)}

@@ -1,11 +1,13 @@
-"""What every draft head is: drafts of several tokens in a row from the policy's features.
+"""The common interface of all draft heads, which draft several tokens from the policy's features.
 
-    taken(features) -> state;  state, next token -> one decoder layer -> state -> logits
+    to_states(features) -> state;  state, next token -> one decoder layer -> state -> logits
 
-A state takes the place of a feature from the second draft on. Heads differ in what they take from
-the policy, in what goes into the layer, and in how logits come of a state (`draft_head`: EAGLE-1
-and 2; `draft_head3`: EAGLE-3); training, acceptance, drafting and files are the same. Knows nothing
-of sampling, requests or losses. Shapes as in `decoder`; F width of a feature, Z draft vocabulary.
+From the second draft token on, the head's own state replaces a feature. Heads differ in three
+respects: which features they read, what goes into the layer, and how a state becomes logits
+(`eagle1`: EAGLE-1 and 2; `eagle3`: EAGLE-3). Training, acceptance, drafting and files are the same.
+This module knows nothing of sampling, requests or losses.
+
+Shapes as in `models.decoder`; F width of a feature, Z draft vocabulary.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from torch.nn import functional as F
 
 from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_attention import ChainKeys, CpuAttention
-from slipstream.models.cpu_layers import CpuLayers, suits
+from slipstream.models.cpu_layers import CpuLayers, supports_layers
 from slipstream.models.decoder import (
     Attention,
     Decoder,
     PackedLayer,
     layer_between,
-    takes_sequences_in_a_row,
+    supports_varlen,
 )
 from slipstream.models.functional import rms_norm, rope_at, rotate
 from slipstream.models.linear import PackedLinear
@@ -36,36 +38,36 @@ from slipstream.models.numerics import activation_dtype, has_kernels
 
 
 class DraftModel(nn.Module, ABC):
-    """The parameters of a head: one decoder layer with what is around it."""
+    """The parameters of a draft head: one decoder layer, its input projection and its output."""
 
     algorithm: str
-    """Its name among SGLang's algorithms."""
+    """The name of the algorithm in SGLang."""
     aux_layers: tuple[int, ...]
-    """Layers of the policy whose inputs, side by side, are its features; none: the policy's final
-    hidden states are."""
+    """Layers of the policy whose inputs, concatenated, are the features. If empty, the features are
+    the policy's final hidden states."""
     tokens: tuple[int, ...] | None = None
-    """Those that it can draft, in order; None: all."""
+    """The draft vocabulary in ascending order; None: all tokens."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """`config` has the sizes of the layer, and the policy's number of layers."""
+        """`config` has the sizes of the head's layer, and the policy's number of layers."""
         super().__init__()
         self.config = config
         self.fc: nn.Linear
 
     @abstractmethod
     def init_weights(self, seed: int, policy: Decoder | None = None) -> None:
-        """The weights that training begins with; where the `policy` is at hand, from its own."""
+        """Initialize the weights for training, in part from the `policy` if it is given."""
 
     @abstractmethod
     def pack(self, dtype: torch.dtype) -> PackedDraft:
-        """Weights as the forward pass uses them. Differentiable."""
+        """Return the weights in compute form. Differentiable."""
 
     @abstractmethod
     def blank(self) -> Self:
-        """Another one of the same shape, without weights that mean anything."""
+        """Return an uninitialized head of the same shape."""
 
     def is_like(self, other: DraftModel) -> bool:
-        """Whether the weights of one mean in the other what they mean here."""
+        """Return whether the weights of one head can be used in the other."""
         return (self.algorithm, self.aux_layers, self.tokens) == (
             other.algorithm,
             other.aux_layers,
@@ -79,57 +81,63 @@ class DraftModel(nn.Module, ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedDraft(ABC):
-    """Weights in compute form, and the forward pass over them."""
+    """A draft head in compute form, with its forward pass."""
 
     config: ModelConfig
     fc: PackedLinear
     layer: PackedLayer
     eps: Tensor
-    together: CpuLayers | None
-    """The layer in one call, without gradients."""
+    fused: CpuLayers | None
+    """The layer as one kernel call without gradients; None if the kernels do not support it."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in."""
+        """The compute dtype."""
         return self.fc.weight.dtype
 
     @property
     def tokens(self) -> Tensor | None:
-        """Tokens (Z,) that can be drafted, in order; None: all."""
+        """The draft vocabulary (Z,) in ascending order; None: all tokens."""
         return None
 
     @property
     def state_norms(self) -> tuple[Tensor | None, Tensor | None]:
-        """Weights (D,) of a state's norm before the layer and before the LM head; None: none."""
+        """The gains (D,) of a state's norms before the layer and before the LM head, or None."""
         return None, None
 
     @property
     def own_lm_head(self) -> PackedLinear | None:
-        """In the place of the policy's, of the tokens that can be drafted."""
+        """The head's own LM head over the draft vocabulary; None: the policy's is used."""
         return None
 
     @property
     def predicts_features(self) -> bool:
-        """Whether a state is meant to be the policy's final hidden state one token on."""
+        """Whether a state should approximate the policy's final hidden state one token later."""
         return False
 
     @abstractmethod
-    def taken(self, features: Tensor) -> Tensor:
-        """States (..., D) in the place of true features (..., F)."""
+    def to_states(self, features: Tensor) -> Tensor:
+        """Return the states (..., D) for the policy's features (..., F)."""
 
     @abstractmethod
-    def enter(
+    def layer_inputs(
         self, ids_BT: Tensor, states_BTD: Tensor, embedding_VD: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """What the layer adds to, (B * T, D), and what its queries, keys and values are made of,
-        where that is something else: of tokens, each with the state before it."""
+        """Return the layer's input for tokens, each with the state before it.
+
+        The first result is the residual stream (B * T, D). The second is the input (B * T, E) of
+        the q, k and v projections, or None if it is the residual stream, too.
+        """
 
     @abstractmethod
     def draft_logits(self, states_MD: Tensor, lm_head: PackedLinear) -> Tensor:
-        """Logits (M, Z) of the token after next; `lm_head` is the policy's."""
+        """Return logits (M, Z) of the token after next; `lm_head` is the policy's."""
 
     def logits(self, states_MD: Tensor, lm_head: PackedLinear) -> Tensor:
-        """Logits (M, V) in fp32 over the policy's vocabulary; -inf where nothing is drafted."""
+        """Return logits (M, V) in fp32 over the policy's vocabulary.
+
+        Tokens outside the draft vocabulary get -inf.
+        """
         own = self.draft_logits(states_MD, lm_head).float()
         if self.tokens is None:
             return own
@@ -145,32 +153,38 @@ class PackedDraft(ABC):
         *,
         lengths: Sequence[int] | None = None,
     ) -> Iterator[Tensor]:
-        """Chains of drafts from every slot at once, along the true tokens: `steps` tensors
-        (B, T, D), of which entry t of number k is the state that drafts token t + 2 + k.
+        """Unroll draft chains from every slot at once, along the true tokens.
 
-        Number 0 is given true features. Each later one is given the state before it in place of
-        a true feature, and sees what an engine's draft sees: the true slots up to t, and
-        those of its own chain (the training-time test of EAGLE-3, Li et al. 2025). What lies past
-        the end of the tokens means nothing. Padding goes on the right; with `lengths` the
-        sequences stand one after another instead (`PackedDecoder.forward`).
+        Yields `steps` tensors (B, T, D). Entry t of tensor k is the state that drafts token
+        t + 2 + k. Step 0 reads true features. Each later step reads the state before it in place
+        of a feature. It sees what a draft in the engine sees: the true slots up to t, and the slots
+        of its own chain (the training-time test of EAGLE-3, Li et al. 2025). Entries past the end
+        of a sequence are arbitrary. Padding goes on the right; with `lengths`, the sequences are
+        concatenated instead (`PackedDecoder.forward`).
 
         Raises:
-            ValueError: `lengths` where they cannot be.
+            ValueError: `lengths` do not match the tokens, or are not supported here.
         """
         B, T = next_ids_BT.shape
         dtype, device = self.dtype, features_BTF.device
-        by_kernels = takes_sequences_in_a_row(self.config, dtype, device)
+        by_kernels = supports_varlen(self.config, dtype, device)
         if lengths is not None and (B != 1 or sum(lengths) != T or min(lengths) < 1):
-            raise ValueError(f"sequences of {list(lengths)} tokens in a row are not {B} x {T}")
+            raise ValueError(
+                f"lengths={list(lengths)} do not add up to tokens of shape ({B}, {T}); pass one "
+                "row with the tokens of all sequences"
+            )
         chains: Attention
         if by_kernels:
-            given = [T] * B if lengths is None else lengths
-            chains = _KernelChains(self.config, self.eps, given, dtype)
+            sizes = [T] * B if lengths is None else lengths
+            chains = _KernelChains(self.config, self.eps, sizes, dtype)
         elif lengths is not None:
-            raise ValueError("here sequences are computed with padding only")
+            raise ValueError(
+                f"{dtype} on {device} does not support sequences without padding; pad them and "
+                "leave lengths=None"
+            )
         else:
             chains = _Chains(self.config, self.eps, T, features_BTF.dtype, device)
-        ids, states_BTD = next_ids_BT, self.taken(features_BTF)
+        ids, states_BTD = next_ids_BT, self.to_states(features_BTF)
         for step in range(steps):
             if step:
                 ids = F.pad(ids[:, 1:], (0, 1))
@@ -180,43 +194,43 @@ class PackedDraft(ABC):
     def step(
         self, ids_BT: Tensor, states_BTD: Tensor, embedding_VD: Tensor, attention: Attention
     ) -> Tensor:
-        """The next states (B * T, D)."""
-        x, given = self.enter(ids_BT, states_BTD, embedding_VD)
+        """Return the next states (B * T, D) of tokens, each with the state before it."""
+        x, qkv_input = self.layer_inputs(ids_BT, states_BTD, embedding_VD)
         x, delta = layer_between(
-            self.layer, 0, x, x if given is None else given, attention, self.eps
+            self.layer, 0, x, x if qkv_input is None else qkv_input, attention, self.eps
         )
         return x + delta
 
 
-def one_call(layer: PackedLayer, config: ModelConfig, eps: Tensor) -> CpuLayers | None:
-    """`PackedDraft.together` for a layer; None where there are no kernels for it."""
+def fuse_layer(layer: PackedLayer, config: ModelConfig, eps: Tensor) -> CpuLayers | None:
+    """Return `PackedDraft.fused` for a layer; None if the kernels do not support it."""
     dtype, device = layer.qkv.weight.dtype, eps.device
-    if has_kernels(activation_dtype(dtype, device), device) and suits(config, dtype):
+    if has_kernels(activation_dtype(dtype, device), device) and supports_layers(config, dtype):
         return CpuLayers([layer], config, eps, None)
     return None
 
 
 class _KernelChains:
-    """What `_Chains` is, by compiled kernels, over sequences of any lengths one after another."""
+    """`_Chains` by compiled kernels, over concatenated sequences of any lengths."""
 
     def __init__(
         self, config: ModelConfig, eps: Tensor, lengths: Sequence[int], dtype: torch.dtype
     ) -> None:
         self._c, self._eps = config, eps
         places = torch.cat([torch.arange(length) for length in lengths])
-        # Of padding: kernels read tables by address.
+        # Clamped for padding, because the kernels read the rotation tables by address.
         self._positions = places.clamp(max=config.max_position_embeddings - 1)
         self._attention = CpuAttention(config, eps, self._positions[None], dtype, lengths=lengths)
-        self._room = self._attention.own_room()
+        self._kv = self._attention.own_buffer()
         self._true: Tensor | None = None
-        # Of each later step so far: (M, H, K).
+        # Keys and values of each later step so far: (M, H, K).
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
     def __call__(self, index: int, qkv: Tensor, norms: Tensor | None, bounded: bool) -> Tensor:
         if self._true is None:
             self._true = qkv
-            return self._attention.keeping(qkv, norms, self._room)
+            return self._attention.attend_and_store(qkv, norms, self._kv)
         c, M = self._c, len(qkv)
         Q, H, G, K = c.num_heads, c.num_kv_heads, c.group_size, c.head_dim
         places = self._positions + (1 + len(self._keys))
@@ -230,12 +244,14 @@ class _KernelChains:
         self._values.append(v.reshape(M, H, K))
         keys, values = torch.stack(self._keys), torch.stack(self._values)
         chain = ChainKeys(places, q.view(M, H, G, K) * K**-0.5, keys, values)
-        return self._attention.chained(qkv, norms, self._true, self._room, chain)
+        return self._attention.attend_with_chains(qkv, norms, self._true, self._kv, chain)
 
 
 class _Chains:
-    """`Attention` of `unroll`, one step after the other: a slot sees the true slots up to itself,
-    and of later steps those of its own chain alone, which are a score each, not a row of scores.
+    """The attention of `unroll` by torch's operations, called once for each step.
+
+    A slot sees the true slots up to itself, and the slots of its own chain in later steps. Each of
+    these later slots adds one score, not a row of scores.
     """
 
     def __init__(
@@ -249,7 +265,7 @@ class _Chains:
         self._c, self._eps, self._dtype = config, eps, dtype
         self._positions = torch.arange(length, device=device)
         self._unseen = self._positions > self._positions[:, None]
-        # Of each step so far: (B, H, T, K).
+        # Keys and values of each step so far: (B, H, T, K).
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 

@@ -1,4 +1,4 @@
-// Draws a report from its data; see charts.py and page.py for what is in there.
+// Draws a report from its data; charts.py and page.py define the data.
 "use strict";
 let D = JSON.parse(document.getElementById("data").textContent);
 const RUN_DASH = [[], [7, 4], [2, 3], [10, 3, 2, 3], [4, 4], [1, 4], [12, 4], [6, 2, 2, 2]];
@@ -8,9 +8,9 @@ const SECTIONS = [
   ["before", "Before RL"], ["run", "Run"],
 ];
 const view = { x: "step", smooth: "auto", theme: null };
-try { view.theme = localStorage.getItem("slipstream-theme"); } catch (error) { /* kept for this page */ }
+try { view.theme = localStorage.getItem("slipstream-theme"); } catch (error) { /* applies to this page only */ }
 const plots = new Map(); // by chart id: {u, chart, holder, hidden, axis}
-const kept = new Map(); // {hidden, zoom} by chart id, over a redrawing of the page
+const kept = new Map(); // {hidden, zoom} by chart id, kept when the page is redrawn
 
 // --- small helpers -------------------------------------------------------------------------------
 function el(tag, attrs = {}, ...children) {
@@ -25,7 +25,7 @@ function el(tag, attrs = {}, ...children) {
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const color = (i) => css(`--c${i % 10}`);
 function partColor(name) {
-  // One and the same wherever a part of the time is drawn: ten colours, then those paler, then deeper.
+  // The same color in every chart of wall time: ten colors, then lighter, then darker variants.
   const known = D.parts.indexOf(name), i = known < 0 ? D.parts.length : known, round = Math.floor(i / 10);
   if (round === 0) return color(i);
   const dark = document.documentElement.dataset.theme === "dark", toward = (round === 1) === dark ? 0 : 255;
@@ -55,14 +55,14 @@ function applyTheme() {
 }
 function setTheme() {
   view.theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
-  try { localStorage.setItem("slipstream-theme", view.theme); } catch (error) { /* private window */ }
+  try { localStorage.setItem("slipstream-theme", view.theme); } catch (error) { /* not allowed in private windows */ }
   applyTheme(); render();
 }
 prefersDark.addEventListener("change", () => { applyTheme(); render(); });
 
 // --- charts --------------------------------------------------------------------------------------
 function axisOf(chart) {
-  // Falls back to steps where a run has no times, or nothing was counted.
+  // Falls back to steps if a run has no times or token counts.
   const usable = (kind) => chart.lines.every((l) => D.runs[l.run].steps[chart.about][kind].length > 0);
   return usable(view.x) ? view.x : "step";
 }
@@ -71,8 +71,8 @@ function windowOf(n) {
   return +view.smooth;
 }
 function smoothed(y, w) {
-  // Mean of the w values around each place, and the 95 % interval of that mean.
-  // By running sums, of differences from one value: squares of large numbers would lose it.
+  // Mean of the w values around each point, and the 95 % interval of that mean. Uses running sums of
+  // differences from one value, because sums of squares of large numbers would lose precision.
   const mean = [], low = [], high = [], reach = Math.floor(w / 2), base = y.find((v) => v !== null) ?? 0;
   const count = [0], sum = [0], squares = [0];
   for (const v of y) {
@@ -94,7 +94,7 @@ function alpha(hex, a) {
   return `rgba(${n >> 16}, ${(n >> 8) & 255}, ${n & 255}, ${a})`;
 }
 function seriesOf(chart, hidden) {
-  // Tables for uPlot.join, the series, the bands, and what the legend says.
+  // Tables for uPlot.join, the series, the bands, and the legend entries.
   const axis = axisOf(chart), tables = [], series = [{}], bands = [], legend = [];
   const labels = [...new Set(chart.lines.map((l) => l.label))], many = D.runs.length > 1;
   let total = null;
@@ -140,7 +140,7 @@ function seriesOf(chart, hidden) {
   return { axis, data: uPlot.join(tables), series, bands, legend };
 }
 function zoomOf({ u, axis }) {
-  // What is shown of the x axis, where that is less than there is.
+  // The visible range of the x axis if the chart is zoomed in, else null.
   const xs = u.data[0], { min, max } = u.scales.x;
   return xs.length && (min > xs[0] || max < xs[xs.length - 1]) ? { axis, min, max } : null;
 }
@@ -202,7 +202,7 @@ function lastOf(values) {
 function chartCard(chart) {
   const wide = chart.stacked || ["reward", "accuracy"].includes(chart.id) && D.runs.length > 3;
   const card = el("div", { class: `card chart${wide ? " wide" : ""}`, id: `chart-${chart.id}` },
-    el("h3", {}, chart.title), el("div", { class: "unit" }, chart.unit + (chart.stacked && D.runs.length > 1 ? `; of ${D.runs[0].name}` : "")),
+    el("h3", {}, chart.title), el("div", { class: "unit" }, chart.unit + (chart.stacked && D.runs.length > 1 ? `; ${D.runs[0].name} only` : "")),
     el("div", { class: "legend" }), el("div", { class: "plot" }));
   if (chart.note) card.append(el("p", { class: "note" }, chart.note));
   return card;
@@ -211,7 +211,7 @@ function chartCard(chart) {
 // --- other cards ---------------------------------------------------------------------------------
 const flat = (chart) => chart.lines.every((line) => line.y.every((v) => v === 0));
 function zeroCard(charts) {
-  // A plot of nothing but zeros says less than a line of text.
+  // For a metric that is always 0 one line of text is enough.
   return el("div", { class: "card" }, el("h3", {}, "Zero in all steps"), el("table", {}, el("tbody", {}, charts.map((c) => el("tr", { id: `zero-${c.id}` },
     el("td", {}, c.title), el("td", {}, [...new Set(c.lines.map((l) => l.label))].join(", ")))))));
 }
@@ -220,7 +220,7 @@ function title(run, text) {
 }
 function ledgerCard(run) {
   const ledger = run.ledger;
-  if (!ledger) return el("div", { class: "card wide" }, title(run, "Where the time went"), el("p", { class: "note" }, "Not known: the run has not begun, or an earlier version made it."));
+  if (!ledger) return el("div", { class: "card wide" }, title(run, "Where the time went"), el("p", { class: "note" }, "Unknown: the run has not started, or an older version wrote it."));
   const parts = Object.entries(ledger.parts).filter(([name]) => name !== "not measured");
   const rest = ledger.parts["not measured"];
   const order = parts.map(([name]) => [name, partColor(name), ledger.parts[name]]);
@@ -238,7 +238,7 @@ function ledgerCard(run) {
   return el("div", { class: "card wide", "data-unexplained": ledger.unexplained },
     title(run, `Where the time went: ${seconds(ledger.wall)} of wall time`), bar,
     el("div", { class: "two" }, [order.slice(0, half), order.slice(half)].map((rows) => el("table", {}, el("tbody", {}, rows.map(row))))),
-    el("p", { class: "note" }, `Parts are measured by themselves, but engine idle and rest of the step, which are what the others leave of generation and of a step; together they are within ${percent(ledger.unexplained)} of the wall time.` + (rest < 0 ? " Some overlap." : "")));
+    el("p", { class: "note" }, `Each part is measured independently, except engine idle (the remainder of generation) and rest of the step (the remainder of a step). The parts add up to the wall time within ${percent(ledger.unexplained)}.` + (rest < 0 ? " Some parts overlap." : "")));
 }
 function ganttCard(run) {
   if (!run.gantt.length) return null;
@@ -254,12 +254,12 @@ function ganttCard(run) {
     const row = el("div", {}, label, line); row.style.display = "flex"; row.style.alignItems = "center";
     return row;
   });
-  return el("div", { class: "card wide" }, title(run, "What ran when"), rows, el("div", { class: "axis" }, el("span", {}, "start"), el("span", {}, seconds(end))));
+  return el("div", { class: "card wide" }, title(run, "Timeline"), rows, el("div", { class: "axis" }, el("span", {}, "start"), el("span", {}, seconds(end))));
 }
 function lostCard(run) {
   const rows = run.lost.map(([what, count]) => el("tr", {}, el("td", {}, what), el("td", { class: "n" }, count.toLocaleString("en"))));
-  return el("div", { class: "card" }, title(run, "Dropped, failed, begun again"),
-    rows.length ? el("table", {}, el("tbody", {}, rows)) : el("p", { class: "note" }, run.steps.rl.step.length ? "Nothing that is counted: no group left out, no sample failed, stopped, vetoed or rejected, no update left out." : "No step of RL has been logged."));
+  return el("div", { class: "card" }, title(run, "Dropped and failed"),
+    rows.length ? el("table", {}, el("tbody", {}, rows)) : el("p", { class: "note" }, run.steps.rl.step.length ? "None: no group was dropped, no sample failed or was aborted, vetoed or rejected, and no update was skipped." : "No RL step has been logged."));
 }
 function plansCard(run) {
   if (!run.plans) return null;
@@ -269,8 +269,8 @@ function plansCard(run) {
     cell.style.background = `rgba(var(--heat), ${(0.75 * share).toFixed(3)})`;
     return cell;
   }), el("td", {}, seconds(all[r]))));
-  return el("div", { class: "card wide" }, title(run, "Which plans, by running requests"),
-    el("div", { class: "unit" }, "share of decoding time; plans are depth_topk_verified"),
+  return el("div", { class: "card wide" }, title(run, "Draft plans by running requests"),
+    el("div", { class: "unit" }, "share of decoding time; a plan is steps_topk_tokens, as in 5_1_6"),
     el("div", { class: "scroll" }, el("table", { class: "heat" }, el("thead", {}, el("tr", {}, el("th", {}, "running"), plans.map((p) => el("th", {}, p)), el("th", {}, "time"))), el("tbody", {}, body))));
 }
 function histogramCard(run) {
@@ -283,10 +283,10 @@ function histogramCard(run) {
     const span = el("span"); span.style.height = `${100 * c[b] / top}%`; span.style.background = color(i); return span;
   })));
   const keys = el("div", { class: "legend" }, steps.map((s, i) => { const m = el("i", { class: "box" }); m.style.background = color(i); return el("span", {}, m, ` step ${s} (${run.lengths[s].length} responses)`); }));
-  return el("div", { class: "card" }, title(run, "Distribution of lengths"), el("div", { class: "unit" }, "share of responses, by tokens"), keys, el("div", { class: "hist" }, bars), el("div", { class: "axis" }, el("span", {}, "0"), el("span", {}, `${most} tokens`)));
+  return el("div", { class: "card" }, title(run, "Response length distribution"), el("div", { class: "unit" }, "share of responses, by tokens"), keys, el("div", { class: "hist" }, bars), el("div", { class: "axis" }, el("span", {}, "0"), el("span", {}, `${most} tokens`)));
 }
 function sampleCard(run, sample) {
-  const picked = el("div", { class: "picked" }, "Point at a token, or tap it, for its log-prob.");
+  const picked = el("div", { class: "picked" }, "Hover over or tap a token to see its log-prob.");
   const text = el("div", { class: "text", tabindex: "0" });
   sample.pieces.forEach((piece, i) => {
     const drafted = sample.drafted[i] === "1", masked = sample.masked[i] === "1";
@@ -299,26 +299,26 @@ function sampleCard(run, sample) {
     event.target.classList.add("on");
     const p = sample.log_probs[i];
     const place = sample.gap !== null && +i > sample.gap ? sample.tokens - sample.pieces.length + +i + 1 : +i + 1;
-    picked.textContent = `token ${place}: ${JSON.stringify(sample.pieces[i])}, ` + (sample.masked[i] === "1" ? "not written by the policy" : `log-prob ${p === null ? "not finite" : p} (probability ${p === null ? "–" : percent(Math.exp(p))})` + (sample.drafted[i] === "1" ? ", drafted and accepted" : ""));
+    picked.textContent = `token ${place}: ${JSON.stringify(sample.pieces[i])}, ` + (sample.masked[i] === "1" ? "not sampled by the policy" : `log-prob ${p === null ? "not finite" : p} (probability ${p === null ? "–" : percent(Math.exp(p))})` + (sample.drafted[i] === "1" ? ", drafted and accepted" : ""));
   };
   text.addEventListener("mouseover", tell); text.addEventListener("click", tell);
   const drafted = sample.of_drafts, n = sample.tokens;
   const meta = el("div", { class: "meta" }, D.runs.length > 1 ? el("span", {}, run.name) : null, el("span", {}, "step ", el("b", {}, String(sample.step))),
     el("span", {}, "reward ", el("b", {}, sample.failure ? "failed" : short(sample.score))), el("span", {}, `${n} tokens`),
     el("span", {}, n ? `${percent(drafted / n)} drafted` : ""), el("span", {}, sample.stop_reason ? `ended by ${sample.stop_reason.replace("_", " ")}` : sample.status),
-    sample.gts ? el("span", {}, `truth ${sample.gts.slice(0, 80)}`) : null);
+    sample.gts ? el("span", {}, `ground truth ${sample.gts.slice(0, 80)}`) : null);
   return el("div", { class: "card sample" }, meta, el("div", { class: "text prompt" }, sample.input), text, picked, sample.failure ? el("p", { class: "note" }, sample.failure) : null);
 }
 function runCard(run) {
   const facts = Object.entries(run.environment).map(([k, v]) => el("tr", {}, el("th", {}, k), el("td", {}, v)));
   const processes = run.processes.map(([begin, s, how, line]) => el("tr", {}, el("td", {}, new Date(1000 * begin).toLocaleString()), el("td", {}, seconds(s)), el("td", {}, how), el("td", {}, line)));
-  return el("div", { class: "card wide" }, title(run, "Made on"), el("div", { class: "scroll" }, el("table", {}, el("tbody", {}, facts))),
-    processes.length ? el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ["begun", "lasted", "ended", "command"].map((h) => el("th", {}, h)))), el("tbody", {}, processes))) : null,
+  return el("div", { class: "card wide" }, title(run, "Environment"), el("div", { class: "scroll" }, el("table", {}, el("tbody", {}, facts))),
+    processes.length ? el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ["started", "duration", "status", "command"].map((h) => el("th", {}, h)))), el("tbody", {}, processes))) : null,
     el("details", {}, el("summary", {}, "Configuration"), el("pre", {}, run.config || "none")));
 }
 function differencesCard() {
   if (!D.differences.length) return null;
-  return el("div", { class: "card wide" }, el("h3", {}, "Settings in which the runs differ"), el("div", { class: "scroll" }, el("table", {},
+  return el("div", { class: "card wide" }, el("h3", {}, "Settings that differ between the runs"), el("div", { class: "scroll" }, el("table", {},
     el("thead", {}, el("tr", {}, el("th", {}, "key"), D.runs.map((r) => el("th", {}, r.name)))),
     el("tbody", {}, D.differences.map((row) => el("tr", {}, row.map((v) => el("td", {}, v))))))));
 }
@@ -342,7 +342,7 @@ function extras(id) {
 }
 function samples() {
   const cards = D.runs.flatMap((run) => run.samples.slice().reverse().map((s) => sampleCard(run, s)));
-  return cards.length ? [el("p", { class: "note" }, "Tokens with this background ", el("span", { class: "key d" }, "were drafted"), ": the policy, asked for its own choice, took the same."), ...cards] : [];
+  return cards.length ? [el("p", { class: "note" }, "Tokens with this background ", el("span", { class: "key d" }, "were drafted"), " and accepted: the policy sampled the same token at that position."), ...cards] : [];
 }
 const nameOf = (details) => `${details.closest(".card")?.querySelector("h3")?.textContent} / ${details.querySelector("summary").textContent}`;
 function render() {
@@ -387,7 +387,7 @@ if (LIVE) {
       if (answer.status === 200) { stamp = answer.headers.get("ETag"); D = await answer.json(); render(); }
       document.body.classList.remove("lost");
     } catch (error) {
-      document.getElementById("foot").textContent = "The server does not answer: the run's data may be old. Start `slipstream watch` again.";
+      document.getElementById("foot").textContent = "The server does not respond; the data may be outdated. Restart `slipstream watch`.";
     }
     setTimeout(ask, 2000);
   };

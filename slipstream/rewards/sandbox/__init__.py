@@ -1,4 +1,4 @@
-"""Running code that a model wrote: on this machine, isolated, or at a service.
+"""Runs programs written by a model, isolated on this machine or through a service.
 
 Knows programs and their limits, not tests or scores.
 """

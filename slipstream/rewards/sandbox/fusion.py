@@ -1,6 +1,7 @@
-"""Programs at a Sandbox Fusion service (ByteDance), over HTTP.
+"""Runs programs through a Sandbox Fusion service (ByteDance) over HTTP.
 
-One run is one POST; the service isolates, and knows more languages than this machine.
+One run is one POST request. The service isolates programs, and supports more languages than this
+machine.
 """
 
 from __future__ import annotations
@@ -20,20 +21,22 @@ from slipstream.rewards.sandbox.protocol import (
     ProgramResult,
     SandboxError,
     Verdict,
-    in_time,
+    within_total_time,
 )
 
 _ATTEMPTS = 3
 _BUSY = 504
-"""The only status that is worth another attempt: the service's own gateway gave up waiting."""
+"""The only status that is retried: the service's gateway timed out."""
 
 _GRACE_S = 10.0
-"""What a reply may take beyond the time limits of its program."""
+"""Seconds that a reply may take in addition to the time limits of its program."""
 
 
 class FusionSandbox:
-    """Runs programs at `url` (that of `/run_code`), at most `max_concurrent` at once, for
-    which whoever calls it cares (`at_once`)."""
+    """Runs programs at `url`, the address of `/run_code`.
+
+    At most `max_concurrent` programs should run at once; callers enforce that (`at_once`).
+    """
 
     def __init__(
         self,
@@ -45,7 +48,7 @@ class FusionSandbox:
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(
-                f"reward_model.sandbox_fusion.url={url!r} is no address; give one like "
+                f"reward_model.sandbox_fusion.url={url!r} is not an address; give one like "
                 "http://localhost:8080/run_code"
             )
         if max_concurrent < 1:
@@ -56,18 +59,18 @@ class FusionSandbox:
         self.at_once = max_concurrent
 
     def knows(self, language: str) -> bool:
-        """Whatever the service knows: it says so itself."""
+        """Return True: the service itself reports unknown languages."""
         return True
 
     def run(self, program: Program, stdins: Sequence[str]) -> Iterator[ProgramResult]:
-        """See `Sandbox.run`."""
+        """Yield the result of the program for each standard input (see `Sandbox.run`)."""
         secure = ssl.create_default_context() if self._url.startswith("https") else False
         timeout = self._limits.compile_timeout_s + self._limits.run_timeout_s + _GRACE_S
         with httpx2.Client(verify=secure, timeout=timeout) as client:
-            for stdin in in_time(stdins, self._limits, time.monotonic()):
-                came = self._reply(self._posted(client, self._request(program, stdin)))
-                yield came
-                if came.verdict == "compile":
+            for stdin in within_total_time(stdins, self._limits, time.monotonic()):
+                result = self._result(self._post(client, self._request(program, stdin)))
+                yield result
+                if result.verdict == "compile":
                     return
 
     def _request(self, program: Program, stdin: str) -> dict[str, Any]:
@@ -83,20 +86,20 @@ class FusionSandbox:
             "fetch_files": [],
         }
 
-    def _posted(self, client: httpx2.Client, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        said = ""
+    def _post(self, client: httpx2.Client, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        problem = ""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 response = client.post(self._url, json=request)
             except httpx2.HTTPError as error:
                 raise SandboxError(f"{self._url}: {type(error).__name__}: {error}") from error
-            said = f"{self._url}: HTTP {response.status_code}: {response.text[:200].strip()}"
+            problem = f"{self._url}: HTTP {response.status_code}: {response.text[:200].strip()}"
             if response.status_code == _BUSY:
                 if attempt < _ATTEMPTS:
                     self._sleep(float(attempt))
                 continue
             if response.status_code != 200:
-                raise SandboxError(said)
+                raise SandboxError(problem)
             try:
                 reply = response.json()
             except ValueError as error:
@@ -104,11 +107,14 @@ class FusionSandbox:
             if not isinstance(reply, Mapping):
                 raise SandboxError(f"{self._url}: not a mapping: {response.text[:200]!r}")
             return reply
-        raise SandboxError(f"{said} after {_ATTEMPTS} attempts")
+        raise SandboxError(f"{problem} after {_ATTEMPTS} attempts")
 
-    def _reply(self, reply: Mapping[str, Any]) -> ProgramResult:
-        """A reply as what came of the run. A program that fails is "Failed", too; what could not be
-        run at all is "SandboxError", or has no results."""
+    def _result(self, reply: Mapping[str, Any]) -> ProgramResult:
+        """Convert a reply to a result.
+
+        The status of a program that fails is "Failed" too. If the program could not be run at all,
+        the status is "SandboxError", or results are missing.
+        """
         status = reply.get("status")
         if status not in ("Success", "Failed"):
             raise SandboxError(f"{self._url}: {status}: {reply.get('message', '')}")
@@ -116,16 +122,16 @@ class FusionSandbox:
         if isinstance(compiled, Mapping) and (
             compiled.get("status") != "Finished" or compiled.get("return_code")
         ):
-            return _told("compile", compiled)
+            return _program_result("compile", compiled)
         if not isinstance(ran, Mapping):
-            raise SandboxError(f"{self._url}: a reply without run_result ({status})")
+            raise SandboxError(f"{self._url}: the reply has no run_result ({status})")
         if ran.get("status") == "TimeLimitExceeded":
-            return _told("time", ran)
+            return _program_result("time", ran)
         good = ran.get("status") == "Finished" and not ran.get("return_code")
-        return _told("ok" if good else "failed", ran)
+        return _program_result("ok" if good else "failed", ran)
 
 
-def _told(verdict: Verdict, result: Mapping[str, Any]) -> ProgramResult:
+def _program_result(verdict: Verdict, result: Mapping[str, Any]) -> ProgramResult:
     return ProgramResult(
         verdict,
         stdout=str(result.get("stdout") or ""),

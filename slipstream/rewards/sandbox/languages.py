@@ -1,4 +1,4 @@
-"""How a program of each language is compiled and started on this machine."""
+"""How programs of each language are compiled and started on this machine."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from pathlib import Path
 from slipstream.errors import RewardError, did_you_mean
 
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-"""Where a system keeps programs and libraries, and no data of anybody's."""
+"""System folders with programs and libraries. They contain no user data."""
 
 PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 @dataclass(frozen=True, slots=True)
 class Toolchain:
-    """`source` and `binary`: names of files in the program's folder; a program that is not compiled
-    is its own binary. `folders`: what has to be readable besides the system's."""
+    """Commands and files of a language. An uncompiled program is its own binary.
+
+    `source` and `binary` are file names in the program's folder. `folders` must be readable in
+    addition to the system folders.
+    """
 
     source: str
     run: tuple[str, ...]
@@ -31,10 +34,11 @@ class Toolchain:
 
 
 def toolchain(language: str, python: str | None, *, for_all: bool) -> Toolchain:
-    """The toolchain of a language; `python`: which one, None for the system's, or the one that runs
-    this where the system has none. `for_all`: it must be readable by every user.
+    """Return the toolchain of a language.
 
-    Raises RewardError, naming the remedy, for what is not here.
+    `python` is the Python interpreter; None is the system's, or the running one if the system has
+    none. `for_all`: every user must be able to read it. Raises RewardError, naming the remedy, if
+    a tool is missing.
     """
     if language == "python":
         executable, folders = _python(python, for_all)
@@ -42,8 +46,8 @@ def toolchain(language: str, python: str | None, *, for_all: bool) -> Toolchain:
     if language not in _COMPILERS:
         known = ["python", *_COMPILERS]
         raise RewardError(
-            f"no program in {language!r} can be run here{did_you_mean(language, known)} (known: "
-            f"{', '.join(known)}); a Sandbox Fusion service may know it: set "
+            f"programs in {language!r} cannot be run here{did_you_mean(language, known)} (known: "
+            f"{', '.join(known)}); a Sandbox Fusion service may support it: set "
             "reward_model.sandbox_fusion.url"
         )
     compiler, source = _COMPILERS[language]
@@ -57,7 +61,7 @@ def toolchain(language: str, python: str | None, *, for_all: bool) -> Toolchain:
 
 
 def knows(language: str) -> bool:
-    """Whether programs in a language can be run on machines, where its tools are installed."""
+    """Return whether a language is supported, provided that its tools are installed."""
     return language == "python" or language in _COMPILERS
 
 
@@ -77,27 +81,28 @@ def _python(chosen: str | None, for_all: bool) -> tuple[str, tuple[str, ...]]:
             continue
         outside = (f for f in folders if not f.startswith(tuple(f"{s}/" for s in SYSTEM_FOLDERS)))
         return candidate, tuple(f for f in outside if f not in SYSTEM_FOLDERS)
-    who = "that every user may read " if for_all else ""
+    readable = "that every user can read " if for_all else ""
     raise RewardError(
-        f"no Python {who}to run programs with among {', '.join(map(str, candidates))}; install the "
-        "system's (on Debian and Ubuntu: apt install python3), or set reward_model.sandbox.python"
+        f"found no Python {readable}to run programs with in {', '.join(map(str, candidates))}; "
+        "install the system's (on Debian and Ubuntu: apt install python3), or set "
+        "reward_model.sandbox.python"
     )
 
 
 @functools.cache
 def _folders(python: str) -> tuple[str, ...] | None:
-    """What an interpreter is installed in; None where it does not run."""
+    """Return the installation folders of an interpreter; None if it does not run."""
     ask = "import sys, json; print(json.dumps(sorted({sys.prefix, sys.base_prefix})))"
     try:
-        told = subprocess.run(
+        answer = subprocess.run(
             [python, "-I", "-c", ask], capture_output=True, text=True, timeout=30, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return tuple(json.loads(told.stdout))
+    return tuple(json.loads(answer.stdout))
 
 
 def _open_to_all(path: Path) -> bool:
-    """Whether users who own nothing can get there and read it."""
+    """Return whether any user can reach and read `path`."""
     inside = path.resolve()
     return all(p.stat().st_mode & 0o1 for p in (inside, *inside.parents))

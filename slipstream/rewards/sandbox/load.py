@@ -1,4 +1,4 @@
-"""The sandbox that settings ask for. Called by the loops and by `slipstream reward`."""
+"""Creates the sandbox that the settings select. Called by the loops and by `slipstream reward`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ def load_sandbox(
     python: str | None = None,
     isolated: bool = True,
 ) -> Sandbox:
-    """The service at `url`, else this machine: with the interpreter `python`, and by bubblewrap,
-    unless `isolated` is False. Whether this machine can isolate is found out by the first program.
+    """Return a sandbox: the service at `url`, or if it is None this machine.
+
+    On this machine `python` is the interpreter of Python programs, and bubblewrap isolates them
+    unless `isolated` is False. Whether isolation works is checked when the first program runs.
     """
     if url is None:
         kind = BubblewrapSandbox if isolated else UnisolatedSandbox

@@ -1,8 +1,8 @@
-"""Programs on this machine: isolated by bubblewrap, or, where a setting says so, not at all.
+"""Runs programs on this machine, isolated by bubblewrap, or without isolation if so configured.
 
-Isolated means: a user, process, network, mount and IPC namespace of its own; of the file system the
-system's programs and libraries, read-only, and an empty folder in memory; no capabilities, a filter
-of system calls, and limits of time, memory, processes, files and output.
+Isolated means: own user, process, network, mount and IPC namespaces; a file system with only the
+system's programs and libraries, read-only, plus an empty folder in memory; no capabilities; a
+filter of system calls; and limits on time, memory, processes, files and output.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from slipstream.rewards.sandbox.protocol import (
     ProgramResult,
     SandboxError,
     Verdict,
-    in_time,
+    within_total_time,
 )
 from slipstream.rewards.sandbox.system_calls import call_filter
 from slipstream.rewards.sandbox.watched import Ended, run_watched
@@ -39,8 +39,8 @@ from slipstream.rewards.sandbox.watched import Ended, run_watched
 _BOX = "/box"
 _GIVEN = "given"
 _COPIED = f'cp {_GIVEN} "$0" && chmod +x "$0" && exec "$@"'
-"""A program that this process has written could be open for writing still in what another thread
-has just started, and would then not run ("text file busy")."""
+"""Runs a copy of the program file. The original may still be open for writing in a process that
+another thread has just forked, and starting it would fail ("text file busy")."""
 
 _BINARY_BYTES = 64 << 20
 _MB = 1 << 20
@@ -51,7 +51,7 @@ _ENVIRONMENT = {
     "HOME": _BOX,
     "TMPDIR": _BOX,
     "LANG": "C.UTF-8",
-    # The same answer for the same program, and one thread of those libraries that would take all.
+    # Deterministic results, and one thread for libraries that would otherwise use all cores.
     "PYTHONHASHSEED": "0",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -60,13 +60,13 @@ _ENVIRONMENT = {
 _REMEDY = (
     "install bubblewrap (on Debian and Ubuntu: apt install bubblewrap), set "
     "reward_model.sandbox_fusion.url to a Sandbox Fusion service, or set "
-    "reward_model.sandbox.run_untrusted_code_without_isolation=true, with which programs that a "
-    "model wrote can read, change and send whatever you can"
+    "reward_model.sandbox.run_untrusted_code_without_isolation=true, with which programs written "
+    "by a model can read, change and send everything that you can"
 )
 
 
 class _LocalSandbox(ABC):
-    """`python`: the interpreter of Python programs; None: the system's."""
+    """Base class. `python` is the interpreter of Python programs; None is the system's."""
 
     def __init__(
         self, limits: ProgramLimits = DEFAULT_LIMITS, *, python: str | None = None
@@ -76,11 +76,11 @@ class _LocalSandbox(ABC):
         self.at_once = _processors()
 
     def knows(self, language: str) -> bool:
-        """See `Sandbox.knows`."""
+        """Return whether the language is supported."""
         return knows(language)
 
     def run(self, program: Program, stdins: Sequence[str]) -> Iterator[ProgramResult]:
-        """See `Sandbox.run`."""
+        """Yield the result of the program for each standard input (see `Sandbox.run`)."""
         self._check()
         began = time.monotonic()
         tools = toolchain(program.language, self._python, for_all=self._as_nobody)
@@ -91,8 +91,8 @@ class _LocalSandbox(ABC):
                 yield ProgramResult("compile", stderr=_text(ended.stderr), seconds=ended.seconds)
                 return
             binary = ended.stdout
-        for stdin in in_time(stdins, self._limits, began):
-            yield ran(self._once(tools, binary, stdin))
+        for stdin in within_total_time(stdins, self._limits, began):
+            yield program_result(self._once(tools, binary, stdin))
 
     def _once(self, tools: Toolchain, binary: bytes, stdin: str) -> Ended:
         return self._in_box(
@@ -105,8 +105,10 @@ class _LocalSandbox(ABC):
         )
 
     def _compiled(self, tools: Toolchain, source: bytes) -> Ended:
-        """A compiler is the system's, but what it is given may make it compute for ever; its
-        product comes back by standard output."""
+        """Compile in the box as well, because source text can make a compiler run forever.
+
+        The binary is returned on standard output.
+        """
         return self._in_box(
             tools,
             (tools.source, source),
@@ -118,12 +120,12 @@ class _LocalSandbox(ABC):
 
     @property
     def _as_nobody(self) -> bool:
-        """Whether programs run as a user who may read only what everybody may."""
+        """Whether programs run as a user who can read only what everybody can read."""
         return False
 
     @abstractmethod
     def _check(self) -> None:
-        """Raises RewardError where nothing can run here."""
+        """Raise RewardError if programs cannot run here."""
 
     @abstractmethod
     def _in_box(
@@ -136,15 +138,15 @@ class _LocalSandbox(ABC):
         timeout_s: float,
         output_bytes: int,
     ) -> Ended:
-        """Run a command in a folder of its own that holds one file, by name and content."""
+        """Run a command in its own folder, which contains one file (name, content)."""
 
 
 class BubblewrapSandbox(_LocalSandbox):
-    """Isolates by `bwrap`."""
+    """Isolates programs with `bwrap`."""
 
     @property
     def _as_nobody(self) -> bool:
-        # Root's processes are never too many: only those of other users can be limited in number.
+        # The limit on the number of processes does not apply to root, so run as another user.
         return os.getuid() == 0
 
     def _check(self) -> None:
@@ -162,10 +164,10 @@ class BubblewrapSandbox(_LocalSandbox):
     ) -> Ended:
         name, content = file
         with ExitStack() as stack:
-            given = stack.enter_context(_holding(content))
-            calls = stack.enter_context(_holding(call_filter()))
-            told = stack.enter_context(tempfile.TemporaryFile())
-            fds = [given.fileno(), calls.fileno(), told.fileno()]
+            program = stack.enter_context(_file_with(content))
+            calls = stack.enter_context(_file_with(call_filter()))
+            status = stack.enter_context(tempfile.TemporaryFile())
+            fds = [program.fileno(), calls.fileno(), status.fileno()]
             bwrap = [
                 *_dropping_root(),
                 *("bwrap", "--unshare-all", "--unshare-user", "--disable-userns"),
@@ -184,18 +186,21 @@ class BubblewrapSandbox(_LocalSandbox):
                 environment=_ENVIRONMENT,
                 fds=fds,
             )
-            told.seek(0)
-            if ended.verdict == "ok" and not _has_run(told.read()):
+            status.seek(0)
+            if ended.verdict == "ok" and not _has_run(status.read()):
                 raise SandboxError(f"bwrap ended with {ended.status}: {_text(ended.stderr)[-500:]}")
             return ended
 
 
 class UnisolatedSandbox(_LocalSandbox):
-    """No sandbox: programs run as this user does, with limits of time, output and of what one
-    process may use. For a machine that is one itself, a container without any data."""
+    """Runs programs without isolation, as the current user.
+
+    Time, output, and the resources of each process are limited. Use it only on a machine that is
+    itself isolated, such as a container without any data.
+    """
 
     def _check(self) -> None:
-        """What is missing, the first program says."""
+        """Do nothing: running the first program shows whether a tool is missing."""
 
     def _in_box(
         self,
@@ -210,7 +215,7 @@ class UnisolatedSandbox(_LocalSandbox):
         name, content = file
         with tempfile.TemporaryDirectory(prefix="slipstream-code-") as folder:
             Path(folder, _GIVEN).write_bytes(content)
-            # All processes of a user are counted, so that their number is not limited.
+            # The kernel counts all processes of a user, so their number is not limited here.
             limits = resource_limits(self._limits, timeout_s, processes=False)
             return run_watched(
                 [*limits, "/bin/sh", "-c", _COPIED, name, *command],
@@ -223,11 +228,11 @@ class UnisolatedSandbox(_LocalSandbox):
             )
 
 
-def ran(ended: Ended) -> ProgramResult:
-    """What the end of a process means for its program."""
+def program_result(ended: Ended) -> ProgramResult:
+    """Convert the end of a process to the result of its program."""
     verdict: Verdict = ended.verdict
     if verdict == "ok" and ended.status:
-        # bwrap and shells tell of a signal by 128 and its number.
+        # bwrap and shells report a signal as 128 plus its number.
         by_clock = ended.status in (-signal.SIGXCPU, 128 + signal.SIGXCPU)
         verdict = "time" if by_clock else "failed"
     return ProgramResult(verdict, _text(ended.stdout), _text(ended.stderr), ended.seconds)
@@ -236,7 +241,7 @@ def ran(ended: Ended) -> ProgramResult:
 def resource_limits(
     limits: ProgramLimits, timeout_s: float, *, processes: bool = True
 ) -> tuple[str, ...]:
-    """The beginning of a command line, by which what follows has limits that it cannot lift."""
+    """Return a command prefix that sets hard resource limits for the command after it."""
     seconds = math.ceil(timeout_s)
     memory, files = limits.memory_mb * _MB, limits.files_mb * _MB
     return (
@@ -261,7 +266,7 @@ def _file_system(folders: Sequence[str], size: int) -> list[str]:
             shown += ["--ro-bind", folder, folder]
     for folder in folders:
         shown += ["--ro-bind", folder, folder]
-    # Libraries that are found by links of the system's choice, and by its index.
+    # Libraries found through the system's alternatives links, and the linker's cache.
     for file in ("/etc/alternatives", "/etc/ld.so.cache"):
         shown += ["--ro-bind-try", file, file]
     memory = ["--size", str(size), "--tmpfs"]
@@ -279,12 +284,12 @@ def _dropping_root() -> tuple[str, ...]:
     return ("setpriv", *nobody, "--clear-groups", "--")
 
 
-def _has_run(told: bytes) -> bool:
-    """Whether the command was started, and has ended, by what bwrap tells: one mapping a line."""
-    return any("exit-code" in json.loads(line) for line in told.splitlines() if line.strip())
+def _has_run(status: bytes) -> bool:
+    """Return whether the command started and ended, from bwrap's status (one mapping per line)."""
+    return any("exit-code" in json.loads(line) for line in status.splitlines() if line.strip())
 
 
-def _holding(content: bytes) -> IO[bytes]:
+def _file_with(content: bytes) -> IO[bytes]:
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     file.write(content)
     file.seek(0)
@@ -292,7 +297,7 @@ def _holding(content: bytes) -> IO[bytes]:
 
 
 def _processors() -> int:
-    """Those that this process may use: a container may have a few of many."""
+    """Return the number of CPU cores this process may use, which a container may restrict."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -304,18 +309,18 @@ def _text(data: bytes) -> str:
 
 @cache
 def _check_bubblewrap() -> None:
-    """Raises RewardError where programs cannot be isolated here."""
+    """Raise RewardError if programs cannot be isolated here."""
     for tool in ("bwrap", "prlimit", *(["setpriv"] if os.getuid() == 0 else [])):
         if shutil.which(tool, path=PATH) is None:
             raise RewardError(
-                f"code that a model wrote is run in isolation, and {tool} is not here: {_REMEDY}"
+                f"code written by a model is run in isolation, but {tool} is missing: {_REMEDY}"
             )
     probe = [*_dropping_root(), "bwrap", "--unshare-all", "--unshare-user", "--disable-userns"]
     probe += [*_file_system((), _MB), "--", "true"]
     tried = subprocess.run(probe, capture_output=True, text=True, env=_ENVIRONMENT, timeout=30)
     if tried.returncode:
         raise RewardError(
-            "code that a model wrote is run in isolation, and bubblewrap is not allowed to isolate "
+            "code written by a model is run in isolation, but bubblewrap is not allowed to isolate "
             f"here ({tried.stderr.strip()[-300:]}): allow user namespaces (sysctl "
             "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0; a "
             f"container: --security-opt seccomp=unconfined), or {_REMEDY.partition(', ')[2]}"

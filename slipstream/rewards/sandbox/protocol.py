@@ -1,4 +1,4 @@
-"""The seam of sandboxes: a program, what it may use, and what came of it."""
+"""The interface of sandboxes: programs, their limits, and their results."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 Verdict = Literal["ok", "failed", "time", "memory", "output", "compile"]
-"""Ended with status 0, ended with another or by a signal, stopped at a limit (of time, memory or
-output), or did not compile."""
+"""Ended with status 0; ended with another status or by a signal; stopped at the limit of time,
+memory or output; or did not compile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Source text, and the language that it is in."""
+    """Source text and its language."""
 
     code: str
     language: str = "python"
@@ -22,11 +22,11 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class ProgramLimits:
-    """What one run of a program may use.
+    """Limits of one run of a program.
 
-    Seconds of wall-clock time; processor time of one process is limited by the same. After
-    `total_timeout_s` no further run is begun. Memory is of all its processes together, output of
-    both streams.
+    Times are wall-clock seconds; the CPU time of one process has the same limit. After
+    `total_timeout_s` no further run is started. `memory_mb` is the total of all processes of the
+    run, `output_kb` the total of both output streams.
     """
 
     run_timeout_s: float = 5.0
@@ -43,7 +43,7 @@ DEFAULT_LIMITS = ProgramLimits()
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """What one run came to. `stdout` and `stderr` are what was written until then."""
+    """The result of one run. `stdout` and `stderr` have what was written before it ended."""
 
     verdict: Verdict
     stdout: str = ""
@@ -51,9 +51,11 @@ class ProgramResult:
     seconds: float = 0.0
 
 
-def in_time(stdins: Sequence[str], limits: ProgramLimits, began: float) -> Iterator[str]:
-    """The first one, and those whose runs may begin before the total time is up, counted from
-    `began` (`time.monotonic`): before a program is compiled."""
+def within_total_time(stdins: Sequence[str], limits: ProgramLimits, began: float) -> Iterator[str]:
+    """Yield the first input, and further ones until the total time is up.
+
+    `began` is the start time (`time.monotonic`), before compilation.
+    """
     deadline = began + limits.total_timeout_s
     for place, stdin in enumerate(stdins):
         if place and time.monotonic() >= deadline:
@@ -62,25 +64,25 @@ def in_time(stdins: Sequence[str], limits: ProgramLimits, began: float) -> Itera
 
 
 class SandboxError(RuntimeError):
-    """A program could not be run, by no fault of its own: the sandbox is broken or away."""
+    """A program could not be run, because the sandbox is broken or unreachable."""
 
 
 class Sandbox(Protocol):
-    """Runs programs that nobody vouches for."""
+    """Runs untrusted programs."""
 
     at_once: int
-    """How many programs may run at a time."""
+    """Maximum number of programs that may run at the same time."""
 
     def knows(self, language: str) -> bool:
-        """Whether it can run programs in a language. What is not known here is no program."""
+        """Return whether the sandbox can run programs in `language`."""
         ...
 
     def run(self, program: Program, stdins: Sequence[str]) -> Iterator[ProgramResult]:
-        """Run a program once for each standard input, in order; it is compiled once. There is
-        nothing more after a verdict of "compile" and when the total time is up. May be called by
-        several threads.
+        """Yield the result of the program for each standard input, in order.
 
-        Raises SandboxError where it could not be run, and RewardError where none can be: then the
-        setting or the package that is missing is named.
+        The program is compiled once. No further result follows a verdict of "compile" or the end of
+        the total time. May be called from several threads. Raises SandboxError if the program could
+        not be run, and RewardError if no program can be run; that error names the missing setting
+        or package.
         """
         ...

@@ -1,8 +1,8 @@
-"""A filter that refuses system calls no solution of a programming task needs.
+"""A seccomp filter of system calls that no solution of a programming task needs.
 
-Those refused make memory that limits of processes and files do not count, or widen what a program
-can reach in the kernel. A seccomp program in classic BPF, as `bwrap --seccomp` reads it; the
-numbers are those of Linux.
+The refused calls allocate memory that the process and file limits do not count, or give a program
+more access to the kernel. The filter is a classic BPF program, as `bwrap --seccomp` reads it. The
+numbers are Linux system call numbers.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from slipstream.errors import RewardError
 
 _LOAD_WORD, _JUMP_EQUAL, _JUMP_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _NUMBER_AT, _MACHINE_AT = 0, 4
-"""Offsets in `struct seccomp_data`."""
+"""Byte offsets in `struct seccomp_data`."""
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000
-"""What is returned; refused calls fail with EPERM."""
+"""Return values of the filter; refused calls fail with EPERM."""
 _X32 = 0x40000000
-"""Numbers from here on are those of x32, which runs on x86_64."""
+"""Numbers from here on are those of the x32 ABI, which runs on x86_64."""
 
 _NUMBERS = {
     # name: x86_64, aarch64
@@ -50,16 +50,16 @@ _NUMBERS = {
 }
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Column of `_NUMBERS`, and what the kernel calls the machine."""
+"""Column of `_NUMBERS`, and the kernel's number of the architecture."""
 
 
 def call_filter(machine: str | None = None) -> bytes:
-    """The filter for a machine, this one by default. Raises RewardError for one not known here."""
+    """Return the filter for a machine, by default this one. Raises RewardError if it is unknown."""
     machine = machine or platform.machine()
     if machine not in _MACHINES:
         raise RewardError(
-            f"code cannot be isolated on {machine}, whose system calls are not known here (known: "
-            f"{', '.join(_MACHINES)}); set reward_model.sandbox_fusion.url to a service"
+            f"code cannot be isolated on {machine}, because its system calls are not listed here "
+            f"(known: {', '.join(_MACHINES)}); set reward_model.sandbox_fusion.url to a service"
         )
     column, audit = _MACHINES[machine]
     refused = [numbers[column] for numbers in _NUMBERS.values()]

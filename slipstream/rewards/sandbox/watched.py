@@ -1,4 +1,4 @@
-"""Runs a command and stops it at its limits of time, memory and output.
+"""Runs a command, and stops it at its limits of time, memory and output.
 
 Knows processes, not isolation. Used by the sandboxes of this machine.
 """
@@ -20,14 +20,14 @@ import psutil
 
 from slipstream.rewards.sandbox.protocol import Verdict
 
-_LOOK_EVERY_S = 0.05
+_POLL_S = 0.05
 _CHUNK = 1 << 16
 _MB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """`status`: as `Popen.returncode`. `verdict` "ok" says only that no limit was reached."""
+    """The end of a process. `status` is `Popen.returncode`. Verdict "ok": no limit was reached."""
 
     verdict: Verdict
     status: int
@@ -47,14 +47,17 @@ def run_watched(
     cwd: Path | None = None,
     fds: Sequence[int] = (),
 ) -> Ended:
-    """Run a command in a session of its own until it ends or reaches a limit; then all of the
-    session is killed. `fds` stay open in it. Raises OSError where it cannot be started."""
+    """Run a command in its own session until it ends or reaches a limit.
+
+    Afterwards all processes of the session are killed. `fds` stay open in the command. Raises
+    OSError if it cannot be started.
+    """
     began = time.monotonic()
-    with tempfile.NamedTemporaryFile() as given:
-        given.write(stdin)
-        given.flush()
-        # For reading alone: the file is on the disk of this machine.
-        source = Path(given.name).open("rb")  # noqa: SIM115 - closed below
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(stdin)
+        file.flush()
+        # Open the file read-only, since the command could otherwise write to this machine's disk.
+        source = Path(file.name).open("rb")  # noqa: SIM115 - closed below
     with source:
         process = subprocess.Popen(
             command,
@@ -69,7 +72,7 @@ def run_watched(
     try:
         verdict, written = _watch(process, began + timeout_s, memory_mb * _MB, output_bytes)
     finally:
-        # Its session, too: what it has started may live on.
+        # Kill the whole session, because child processes may still be running.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -98,7 +101,7 @@ def _watch(
             if now >= deadline:
                 return ended("time")
             over = process.poll() is not None
-            wait = 0.0 if over else min(_LOOK_EVERY_S, deadline - now)
+            wait = 0.0 if over else min(_POLL_S, deadline - now)
             ready = streams.select(wait) if streams.get_map() else []
             for key, _ in ready:
                 if chunk := os.read(key.fd, _CHUNK):
@@ -112,25 +115,25 @@ def _watch(
             if not streams.get_map() and not over:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(wait)
-            if now - looked >= _LOOK_EVERY_S:
+            if now - looked >= _POLL_S:
                 looked = now
                 if _memory(process.pid) > memory:
                     return ended("memory")
 
 
 def _memory(pid: int) -> int:
-    """Bytes that a process and its descendants have, shared pages once."""
+    """Return the memory in bytes of a process and its descendants, shared pages counted once."""
     with suppress(psutil.Error):
         root = psutil.Process(pid)
         family = [root, *root.children(recursive=True)]
-        # Quick, and more than it is: shared pages count once for each process.
-        most = sum(_of(member, "rss") for member in family)
-        return most if len(family) == 1 else min(most, sum(_share(m) for m in family))
+        # RSS is quick to read but an upper bound: it counts shared pages once per process.
+        bound = sum(_of(member, "rss") for member in family)
+        return bound if len(family) == 1 else min(bound, sum(_share(m) for m in family))
     return 0
 
 
 def _share(process: psutil.Process) -> int:
-    """Shared pages in parts, where this process may be told of them, else whole."""
+    """Return the proportional set size, or RSS if this process may not read it."""
     return _of(process, "pss") or _of(process, "rss")
 
 

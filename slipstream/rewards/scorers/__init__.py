@@ -1,6 +1,6 @@
-"""What a response's text is worth, by kind of task: a file each, pure functions of text.
+"""Scorers of response texts, one file per kind of task. They are pure functions of text.
 
-Each has a `compute_score` with VERL's arguments; `rewards.functions` finds it by a row's
-`data_source`. They know nothing of samples, tokens or each other, but `boxed` and `latex`, which
-several build on.
+Each file has a `compute_score` with verl's arguments; `rewards.functions` selects it by a row's
+`data_source`. Scorers know nothing of samples, tokens or each other. Shared code is in `boxed`,
+`latex` and `truth`.
 """

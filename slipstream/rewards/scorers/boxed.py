@@ -1,6 +1,6 @@
-r"""The answer that a response puts into a box: `\boxed{...}`, `\boxed x` or `\fbox{...}`.
+r"""Extracts the boxed answer of a response: `\boxed{...}`, `\boxed x` or `\fbox{...}`.
 
-Used by the scorers of mathematics.
+Used by the math scorers.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ _COMMANDS = (r"\boxed", r"\fbox")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What is in the last box, braces in it and all, or None where there is no box or the last one
-    has no end.
+    r"""Return the content of the last box, including inner braces.
 
-    `\boxed` with a space takes what follows up to the next `$` or the end of the line. Reads the
-    text once, however long it is.
+    None if there is no box, or if the last box is not closed. After `\boxed` and a space the answer
+    is the text up to the next `$` or the end of the line. Runs in linear time.
     """
     start, command = max((text.rfind(command), command) for command in _COMMANDS)
     if start < 0:
@@ -29,7 +28,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _closing(text: str, opening: int) -> int | None:
-    """Where the brace that opens there is closed."""
+    """Return the position of the brace that closes the one at `opening`."""
     depth = 0
     for i in range(opening, len(text)):
         if text[i] == "{":

@@ -1,10 +1,10 @@
-"""Code, run against tests (APPS, TACO, CodeContests, Codeforces): the share that it passes.
+"""Scores code by the share of tests that it passes (APPS, TACO, CodeContests, Codeforces).
 
-The program is the response's last Python block in a fence, else its first block. Tests are of one
-of three kinds: what a program prints for a standard input, what a function returns for arguments,
-and assertions. What is expected is compared here, and is not where the program runs: of
-`assert f(1) == 2` the program is asked for `f(1)`. An assertion of another form runs in the
-program's process, which can deceive it.
+The program is the last fenced Python block of the response, or if there is none the first fenced
+block. There are three kinds of tests: the output for a standard input, the return value of a
+function for arguments, and assertions. Expected values are compared here and never sent to the
+program: for `assert f(1) == 2`, the program only evaluates `f(1)`. Assertions of another form run
+in the program's process, where a program could cheat.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 from slipstream.rewards.sandbox.local import BubblewrapSandbox
 from slipstream.rewards.sandbox.protocol import Program, ProgramResult, Sandbox
 
-MOST_TESTS = 10
-"""Of a program's tests so many are run, the first ones (VERL's)."""
+MAX_TESTS = 10
+"""Maximum number of tests per program; the first ones are used, as in verl."""
 
 _FENCE = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
 
@@ -31,8 +31,11 @@ _NAMES = {"c++": "cpp", "cc": "cpp", "cxx": "cpp"}
 
 @dataclass(frozen=True, slots=True)
 class Tests:
-    """`stdins` and what is expected for each; for a function the arguments, one JSON value a line;
-    for assertions their text, and nothing is expected."""
+    """Tests of a program: `stdins`, and the expected output for each.
+
+    With `function`, a standard input has the arguments, one JSON value per line. With `assertions`,
+    the inputs are the assertion texts, and there are no expected outputs.
+    """
 
     stdins: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -48,14 +51,15 @@ def compute_score(
     *,
     sandbox: Sandbox | None = None,
 ) -> dict[str, Any]:
-    """`score`: the share of the tests that pass, with `passed` and `tests`, and how many ran out of
-    time (`timeouts`), ended with an error (`errors`), or were not run, for the total time was up or
-    the program did not compile (`not_run`). 0 without code.
+    """Return `score`, the share of passed tests, and counts.
 
-    `ground_truth`: a mapping, or JSON of one, with `inputs` and `outputs`, and `fn_name` where they
-    are arguments and results of a function; or with `assert_case`, a list of statements. `sandbox`:
-    where to run it; bubblewrap by default. Raises ValueError for other ground truths, SandboxError
-    and RewardError where programs cannot be run.
+    The counts are `passed`, `tests`, `timeouts`, `errors` (ended with an error), and `not_run`
+    (total time exceeded, or the program did not compile). The score is 0 without code.
+
+    `ground_truth` is a mapping or its JSON text. It has `inputs` and `outputs`, and `fn_name` if
+    these are arguments and results of a function; or `assert_case`, a list of statements.
+    `sandbox` runs the program; None is bubblewrap. Raises ValueError for other ground truths, and
+    SandboxError or RewardError if programs cannot be run.
     """
     tests = read_tests(ground_truth)
     program = extract_code(solution_str)
@@ -80,8 +84,8 @@ def compute_score(
 
 
 def extract_code(response: str) -> Program | None:
-    """The last Python block, else the first block of another language; None without any."""
-    # What follows the language is for whoever shows the block.
+    """Return the last fenced Python block, else the first fenced block; None without any."""
+    # Only the first word of the tag is the language; the rest is formatting options.
     blocks = [((tag.lower().split() or [""])[0], code) for tag, code in _FENCE.findall(response)]
     if not blocks:
         return None
@@ -93,19 +97,19 @@ def extract_code(response: str) -> Program | None:
 
 
 def read_tests(ground_truth: Any) -> Tests:
-    """The first `MOST_TESTS` of a ground truth. Raises ValueError, saying what is wrong with it."""
+    """Return the first `MAX_TESTS` tests. Raises ValueError if the ground truth is invalid."""
     given = ground_truth
     if isinstance(given, str):
         try:
             given = json.loads(given)
         except ValueError as error:
-            raise ValueError(f"code: the ground truth is no JSON of tests ({error})") from error
+            raise ValueError(f"code: the ground truth is not JSON of tests ({error})") from error
     if not isinstance(given, Mapping):
         raise ValueError(
             f"code: the ground truth is {type(given).__name__}, not a mapping of tests"
         )
     if (statements := given.get("assert_case")) is not None:
-        lines = tuple(map(str, _listed(statements, "assert_case")[:MOST_TESTS]))
+        lines = tuple(map(str, _listed(statements, "assert_case")[:MAX_TESTS]))
         return Tests(lines, ("",) * len(lines), assertions=True)
     function = given.get("fn_name")
     of_input, of_output = (_arguments, _returned) if function else (_printed, _printed)
@@ -113,13 +117,13 @@ def read_tests(ground_truth: Any) -> Tests:
     outputs = tuple(map(of_output, _listed(given.get("outputs"), "outputs")))
     if len(inputs) != len(outputs):
         raise ValueError(f"code: {len(inputs)} inputs and {len(outputs)} outputs")
-    return Tests(inputs[:MOST_TESTS], outputs[:MOST_TESTS], str(function) if function else None)
+    return Tests(inputs[:MAX_TESTS], outputs[:MAX_TESTS], str(function) if function else None)
 
 
 def _listed(values: Any, name: str) -> list[Any]:
     listed = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(listed, list | tuple) or not listed:
-        raise ValueError(f"code: the ground truth has no list of {name}")
+        raise ValueError(f"code: the ground truth has no list {name}")
     return list(listed)
 
 
@@ -128,7 +132,7 @@ def _printed(value: Any) -> str:
 
 
 def _arguments(value: Any) -> str:
-    """One JSON value a line."""
+    """Return the arguments as text, one JSON value per line."""
     return value if isinstance(value, str) else "\n".join(json.dumps(part) for part in value)
 
 
@@ -149,7 +153,7 @@ def _result(tests: Tests, ran: list[ProgramResult], passed: int) -> dict[str, An
 
 
 def _same_text(stdout: str, expected: str) -> bool:
-    """Line by line, but for white space at the ends of lines and of the text."""
+    """Compare line by line, ignoring white space at the ends of lines and of the text."""
     return _trimmed(stdout) == _trimmed(expected)
 
 
@@ -158,16 +162,16 @@ def _trimmed(text: str) -> list[str]:
 
 
 def _same_value(stdout: str, expected: str) -> bool:
-    """As values: 1.0 is 1, and white space does not matter. APPS wraps some results into a list."""
+    """Compare as JSON values: 1.0 equals 1. APPS wraps some expected results into a list."""
     try:
         got = json.loads(stdout)
     except ValueError:
         return False
     try:
-        wanted = json.loads(expected)
+        value = json.loads(expected)
     except ValueError:
         return bool(got == expected)
-    return bool(got == wanted or [got] == wanted)
+    return bool(got == value or [got] == value)
 
 
 _IMPORTS = """\
@@ -181,7 +185,7 @@ from itertools import accumulate, chain, combinations, count, groupby, permutati
 from math import ceil, comb, factorial, floor, gcd, inf, lcm, sqrt
 from typing import *
 """
-"""What solutions on such sites may use without saying so."""
+"""Imports that solutions on programming sites may rely on."""
 
 _LOAD = """\
 import json, os, sys, types
@@ -194,7 +198,7 @@ space = vars(module)
 exec({imports!r}, space)
 exec(compile({code!r}, "solution.py", "exec"), space)
 """
-"""What a program prints goes to standard error; standard output is for what is asked of it."""
+"""Loads the program. Its prints go to standard error; standard output is only for the result."""
 
 _CALL = """\
 arguments = [json.loads(line) for line in given.split("\\n") if line.strip()]
@@ -202,7 +206,7 @@ function = getattr(space["Solution"](), {name!r}) if "Solution" in space else sp
 result.write(json.dumps(function(*arguments)))
 result.close()
 """
-"""Prints what a function returns."""
+"""Writes the return value of a function as JSON."""
 
 _VALUE = """\
 result.write(repr(eval(compile({expression!r}, "test.py", "eval"), space)))
@@ -214,7 +218,7 @@ exec(compile({assertion!r}, "test.py", "exec"), space)
 result.write(given)
 result.close()
 """
-"""Says the word that it was given where the assertion holds."""
+"""Writes the given random word if the assertion holds."""
 
 
 def _loaded(code: str, then: str, **values: str) -> str:
@@ -222,7 +226,7 @@ def _loaded(code: str, then: str, **values: str) -> str:
 
 
 def _compared(assertion: str) -> tuple[str, Any] | None:
-    """Of `assert EXPRESSION == LITERAL` the expression and the value; None for another one."""
+    """Return expression and value of `assert EXPRESSION == LITERAL`; None for other assertions."""
     try:
         (statement,) = ast.parse(assertion.strip()).body
         if isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare):

@@ -1,5 +1,7 @@
-r"""Geometry problems (Geometry3K, Lu et al. 2021): think in a `<think>` block, then put the answer
-into a box. The weights are VERL's."""
+r"""Scores geometry problems (Geometry3K, Lu et al. 2021).
+
+The expected response is a `<think>` block, followed by a boxed answer. The weights are verl's.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _THINK = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 
 
 def has_form(solution_str: str) -> bool:
-    """Whether a response is a think block and then a box."""
+    """Return whether a response is a think block followed by a box."""
     thought = _THINK.match(solution_str)
     return thought is not None and last_boxed(solution_str[thought.end() :]) is not None
 
@@ -28,9 +30,9 @@ def compute_score(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
 ) -> float:
-    """0.9 for the right answer in the last box, 0.1 for the form.
+    """Return 0.9 for the correct answer in the last box, plus 0.1 for the correct format.
 
-    Raises ValueError where there is no ground truth.
+    Raises ValueError if there is no ground truth.
     """
     truth = text_of(ground_truth, "geometry3k", data_source)
     answer = last_boxed(solution_str)

@@ -1,6 +1,6 @@
-"""Word problems of GSM8K (Cobbe et al. 2021), whose answer is a number after `####`.
+"""Scores GSM8K word problems (Cobbe et al. 2021), whose answer is a number after `####`.
 
-The two ways to read it, and reading the end of the response only, follow VERL's scorer.
+The two extraction methods, and reading only the end of the response, follow verl's scorer.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _FLEXIBLE = re.compile(r"-?[0-9.,]+")
 def extract_answer(
     solution_str: str, method: Literal["strict", "flexible"] = "strict"
 ) -> str | None:
-    """The final number in the last 300 characters of a response, without commas and `$`, or None.
+    """Return the final number in the last 300 characters, without commas and `$`, or None.
 
-    `strict` takes the last number after `#### `; `flexible` the last thing that looks like one.
+    `strict` uses the last number after `#### `; `flexible` the last text that looks like a number.
     """
     tail = solution_str[-_TAIL:]
     if method == "strict":
@@ -48,10 +48,10 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """`score` for the right final answer, `format_score` for a wrong one, 0.0 for none.
+    """Return `score` for the correct final answer, `format_score` for a wrong one, 0.0 for none.
 
-    Answers are compared as text after removing commas and `$`. Raises ValueError where there is no
-    ground truth.
+    Answers are compared as text, without commas and `$`. Raises ValueError if there is no ground
+    truth.
     """
     truth = text_of(ground_truth, "gsm8k", data_source)
     answer = extract_answer(solution_str, method)

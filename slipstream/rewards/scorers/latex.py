@@ -1,7 +1,7 @@
-r"""Answers in LaTeX, written in one way: `\dfrac12`, `1/2` and `0.5` are all `\frac{1}{2}`.
+r"""Normalizes answers in LaTeX: `\dfrac12`, `1/2` and `0.5` all become `\frac{1}{2}`.
 
-The rules are those of the MATH data set (Hendrycks et al. 2021): text is compared with text, and
-nothing is computed. Used by the scorers of mathematics.
+The rules are those of the MATH data set (Hendrycks et al. 2021). They only compare text and compute
+nothing. Used by the math scorers.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _SPELLINGS = (
     *((unwanted, "") for unwanted in (r"\left", r"\right", r"^{\circ}", r"^\circ")),
     *((unwanted, "") for unwanted in (r"\$", r"\%", "%")),
 )
-"""In this order."""
+"""Replacements, applied in this order."""
 
 _UNIT = r"\text{ "
-"""What a unit begins with, where there is one of them: it and what follows are left out."""
+"""Start of a unit. If it occurs exactly once, it and the text after it are removed."""
 
 _BARE_POINT = re.compile(r"(^|[ {])\.")
 
@@ -33,7 +33,7 @@ _WHOLE_FRACTION = re.compile(r"^(-?[0-9]+)/(-?[0-9]+)$")
 
 
 def normalised(answer: str) -> str:
-    """One way to write an answer; equal answers may still differ, unequal ones do."""
+    """Return the normal form of an answer. Equal answers may still have different forms."""
     text = answer
     for old, new in _SPELLINGS:
         text = text.replace(old, new)
@@ -51,12 +51,12 @@ def normalised(answer: str) -> str:
 
 
 def same(one: str, other: str) -> bool:
-    """Whether two answers are written alike, once normalised."""
+    """Return whether two answers have the same normal form."""
     return normalised(one) == normalised(other)
 
 
 def _braced_fractions(text: str) -> str:
-    r"""`\frac12` and `\frac1{72}` with all their braces; left as it is where a part is missing."""
+    r"""Add missing braces to `\frac12` and `\frac1{72}`; unchanged if an argument is missing."""
     first, *parts = text.split(r"\frac")
     found = [first]
     for part in parts:

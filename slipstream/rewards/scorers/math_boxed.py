@@ -1,4 +1,4 @@
-r"""Mathematics whose answer is in a box (MATH, Hendrycks et al. 2021)."""
+r"""Scores math problems with a boxed answer (MATH, Hendrycks et al. 2021)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def compute_score(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
 ) -> float:
-    """1.0 where the last box holds the ground truth, written alike (`latex.normalised`), else 0.0.
+    """Return 1.0 if the last box equals the ground truth after `latex.normalised`, else 0.0.
 
-    Raises ValueError where there is no ground truth.
+    Raises ValueError if there is no ground truth.
     """
     truth = text_of(ground_truth, "math", data_source)
     answer = last_boxed(solution_str)

@@ -1,7 +1,7 @@
-r"""Mathematics whose answer follows "Answer:" (DAPO, Yu et al. 2025; AIME).
+r"""Scores math problems whose answer follows "Answer:" (DAPO, Yu et al. 2025; AIME).
 
-Answers are written in one way by the rules of Minerva (Lewkowycz et al. 2022, appendix D.1): words
-and units are left out, and a comma within a number.
+Answers are normalized by the rules of Minerva (Lewkowycz et al. 2022, appendix D.1): words, units,
+and commas within numbers are removed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from slipstream.rewards.scorers.boxed import last_boxed
 from slipstream.rewards.scorers.truth import text_of
 
 _TAIL, _BOX_TAIL = 300, 100
-"""Characters at the end of a response that are read: for an answer, and for a box."""
+"""Characters at the end of a response that are searched for an answer, and for a box."""
 
 NO_ANSWER = "[INVALID]"
 
@@ -32,7 +32,7 @@ _SPELLINGS = (
     (r"\text{and}", ","),
     (r"\text{m}", r"\text{}"),
 )
-"""In this order."""
+"""Replacements, applied in this order."""
 
 _UNITS = [
     "square",
@@ -68,7 +68,7 @@ _LEAVE_OUT = (
     *("\\text{\n}", r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}"),
     *('"', r"\dots"),
 )
-"""In this order."""
+"""Texts to remove, in this order."""
 
 _FORMULA = re.compile(r"\$(.*?)\$", re.DOTALL)
 _WRAPPED = [re.compile(rf"\\{name}\{{(.*?)\}}") for name in ("text", "textbf", "overline")]
@@ -78,7 +78,7 @@ _BARE_ROOT = re.compile(r"sqrt([^{])")
 
 
 def normalised(answer: str) -> str:
-    """One way to write an answer."""
+    """Return the normal form of an answer."""
     text = answer.rsplit("=", 1)[-1]
     for old, new in _SPELLINGS:
         text = text.replace(old, new)
@@ -96,8 +96,10 @@ def normalised(answer: str) -> str:
 
 
 def extract_answer(solution_str: str) -> str:
-    """What follows the last "Answer:" of a line; where there is none, what is in the last box;
-    normalised. `NO_ANSWER` without either."""
+    """Return the normalized text after the last "Answer:", else the content of the last box.
+
+    Returns `NO_ANSWER` if there is neither.
+    """
     found = _ANSWER.findall(solution_str[-_TAIL:])
     if found:
         return normalised(found[-1])
@@ -111,8 +113,10 @@ def compute_score(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """`score` 1.0 for the right answer and -1.0 otherwise, `acc` whether it was, `pred` what was
-    read. Raises ValueError where there is no ground truth."""
+    """Return `score` (1.0 if correct, else -1.0), `acc` (whether correct) and `pred` (the answer).
+
+    Raises ValueError if there is no ground truth.
+    """
     truth = text_of(ground_truth, "math_dapo", data_source)
     pred = extract_answer(solution_str)
     right = pred == normalised(truth)

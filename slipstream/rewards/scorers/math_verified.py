@@ -1,8 +1,7 @@
-r"""Mathematics compared by value, by the library math-verify (Kydlíček, Hugging Face 2025): 0.5 is
-$\frac12$ is 2/4.
+r"""Scores math answers by value with the library math-verify: 0.5 equals $\frac12$ and 2/4.
 
-The library's own time limit works by signals, in a process's main thread alone. It is left out: the
-reward manager's deadline holds for this scorer as for any other.
+The library (Kydlíček, Hugging Face 2025) implements its own time limit with signals, which work
+only in the main thread. It is disabled; the reward manager's deadline applies instead.
 """
 
 from __future__ import annotations
@@ -19,16 +18,18 @@ from slipstream.rewards.scorers.truth import text_of
 
 @cache
 def library() -> tuple[Callable[[str], list[Any]], Callable[[str], list[Any]], Callable[..., bool]]:
-    """What reads a ground truth, what reads a response, what compares. Raises RewardError where
-    the library is missing: no response can repair that."""
+    """Return functions that parse a ground truth, parse a response, and compare the two.
+
+    Raises RewardError if the library is missing, because no response can fix that.
+    """
     try:
         from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
     except ImportError as error:
         raise RewardError(
-            f"mathematics compared by value needs the package math-verify ({error}); run: "
+            f"comparing math answers by value needs the package math-verify ({error}); run: "
             "pip install 'slipstream-rl[math]'"
         ) from error
-    # It warns of the limit that is left out.
+    # The library warns about the disabled time limit.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     latex, plain = LatexExtractionConfig(), ExprExtractionConfig()
 
@@ -49,21 +50,21 @@ def compute_score(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
 ) -> float:
-    """1.0 where the answer of a response, what is in its last box if there is one, has the value of
-    the ground truth, else 0.0.
+    """Return 1.0 if the answer of the response has the value of the ground truth, else 0.0.
 
-    Raises ValueError where the ground truth cannot be read, RewardError where the library is
-    missing.
+    The answer is the content of the last box, or if there is no box, it is parsed from the whole
+    response. Raises ValueError if the ground truth cannot be parsed, and RewardError if the
+    library is missing.
     """
     of_truth, of_response, verify = library()
     text = text_of(ground_truth, "math_verify", data_source)
     truth = of_truth(rf"\boxed{{{text}}}")
     if not truth:
         raise ValueError(
-            f"math_verify: the ground truth {ground_truth!r} cannot be read as an answer "
+            f"math_verify: the ground truth {ground_truth!r} cannot be parsed as an answer "
             f"(data_source {data_source!r})"
         )
-    # The library would ask of several boxes that all be right.
+    # With several boxes, the library would require all of them to be correct.
     boxed = last_boxed(solution_str)
     response = solution_str if boxed is None else rf"\boxed{{{boxed}}}"
     return float(verify(truth, of_response(response), timeout_seconds=None))

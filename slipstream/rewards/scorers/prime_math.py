@@ -1,7 +1,7 @@
-r"""Mathematics of NuminaMath (PRIME, Cui et al. 2025): answers in a box, or in words.
+r"""Scores NuminaMath problems (PRIME, Cui et al. 2025) with answers in a box or in words.
 
-An answer is right where it is written as the ground truth is (MATH's rules), or has its value (the
-library math-verify).
+An answer is correct if it equals the ground truth in MATH's normal form, or by value (library
+math-verify).
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from slipstream.rewards.scorers.boxed import last_boxed
 from slipstream.rewards.scorers.truth import text_of
 
 _TAIL = 300
-"""Characters at the end of a response in which an answer in words is looked for."""
+"""Characters at the end of a response that are searched for an answer in words."""
 
 _MARKERS = (re.compile(r"answer\s*:", re.IGNORECASE), re.compile(r"\b(?:is|are|be)\b"))
-"""What an answer follows, the likelier one first; the last of its kind counts."""
+"""Texts before an answer, the more reliable pattern first; the last match counts."""
 
 
 def extract_answer(response: str) -> str | None:
-    """What is in the last box; else what follows the last "answer:", else the last "is", of the
-    last lines, and in it what follows the last "="."""
+    """Return the content of the last box, or if there is none an answer in words.
+
+    That is the text after the last "answer:", else after the last "is", "are" or "be", up to the
+    end of the line; of an equation, the part after the last "=".
+    """
     boxed = last_boxed(response)
     if boxed is not None:
         return boxed.strip() or None
@@ -46,10 +49,13 @@ def compute_score(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
 ) -> float:
-    """1.0 where the answer is right, else 0.0. Raises ValueError where there is no ground truth, or
-    one that cannot be read, and RewardError where math-verify is missing."""
+    """Return 1.0 if the answer is correct, else 0.0.
+
+    Raises ValueError if there is no ground truth or it cannot be parsed, and RewardError if
+    math-verify is missing.
+    """
     truth = text_of(ground_truth, "prime_math", data_source)
-    # Said before any response is scored, not at the first one that is written in another way.
+    # Fail at the first response if the library is missing, not at the first one that needs it.
     math_verified.library()
     answer = extract_answer(solution_str)
     if answer is None:

@@ -1,6 +1,6 @@
-"""Answers to problems of reasoning-gym, graded by the library's own rule for each generator.
+"""Scores answers to reasoning-gym problems with the library's own rule for each generator.
 
-Needs the extra `gym`. The answer is what the last `<answer>` tag holds.
+Needs the extra `gym`. The answer is the content of the last `<answer>` tag.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from slipstream.errors import RewardError
 
 PREFIX = "reasoning_gym/"
-"""Of the data sources; the generator's name follows."""
+"""Prefix of the data sources, followed by the name of the generator."""
 
 
 def compute_score(
@@ -21,11 +21,10 @@ def compute_score(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """`score` from 0 to 1, which many generators give in parts; `acc` is 1 for a whole point.
+    """Return `score` from 0 to 1 (many generators give partial credit), and `acc`, 1 for score 1.
 
     `extra_info["reasoning_gym"]` is the problem (`question`, `answer`, `metadata`). Raises
-    `ValueError` without it, and `RewardError` where the library is not installed or has no such
-    generator.
+    ValueError without it, and RewardError if the library is missing or has no such generator.
     """
     entry = (extra_info or {}).get("reasoning_gym")
     if not isinstance(entry, Mapping):

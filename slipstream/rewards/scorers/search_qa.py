@@ -1,6 +1,7 @@
-"""Questions with a short answer in `<answer>` tags, as Search-R1 (Jin et al. 2025) asks them.
+"""Scores questions with a short answer in `<answer>` tags (Search-R1, Jin et al. 2025).
 
-Compared as SQuAD does (Rajpurkar et al. 2016): without case, punctuation and articles.
+Answers are compared as in SQuAD (Rajpurkar et al. 2016): case, punctuation and articles are
+ignored.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ _OPEN, _CLOSE = "<answer>", "</answer>"
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
-_MOST_TAGS = 10
-"""A response with more of them guesses, and gets a quarter."""
+_MAX_TAGS = 10
+"""A response with more answer tags is guessing and gets a quarter of the score."""
 
 
 def normalised(text: str) -> str:
-    """Lower case, without punctuation and articles, single spaces."""
+    """Return lower-case text without punctuation and articles, with single spaces."""
     return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def extract_answer(solution_str: str) -> str | None:
-    """What is in the last pair of tags, or None."""
+    """Return the content of the last pair of tags, or None."""
     end = solution_str.rfind(_CLOSE)
     start = solution_str.rfind(_OPEN, 0, end) if end >= 0 else -1
     return solution_str[start + len(_OPEN) : end].strip() if start >= 0 else None
@@ -40,11 +41,11 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """`score` for an answer among `ground_truth["target"]`, one or several; `format_score` for
-    another one, 0.0 for none; with `part` a right answer within it is enough. A quarter of what is
-    right where more than ten answers are opened.
+    """Return `score` for a correct answer, `format_score` for a wrong one, 0.0 for none.
 
-    Raises ValueError where the ground truth has no target.
+    `ground_truth["target"]` is one correct answer, or a list. With `part`, the response's answer
+    only needs to contain it. With more than ten opening tags, a correct answer gets `score / 4`.
+    Raises ValueError if the ground truth has no target.
     """
     target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else None
     if target is None:
@@ -56,7 +57,7 @@ def compute_score(
     answer = extract_answer(solution_str)
     if answer is None:
         return 0.0
-    given, wanted = normalised(answer), [normalised(str(a)) for a in accepted]
-    if not (any(w in given for w in wanted) if part else given in wanted):
+    given, targets = normalised(answer), [normalised(str(a)) for a in accepted]
+    if not (any(t in given for t in targets) if part else given in targets):
         return format_score
-    return score / 4 if solution_str.count(_OPEN) > _MOST_TAGS else score
+    return score / 4 if solution_str.count(_OPEN) > _MAX_TAGS else score

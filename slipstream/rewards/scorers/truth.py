@@ -1,4 +1,4 @@
-"""Ground truths of one answer: what a row must have so that an answer can be compared with it."""
+"""Checks ground truths that are a single answer, so that an answer can be compared with them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 def text_of(ground_truth: Any, name: str, data_source: str, *, empty: bool = False) -> str:
-    """The ground truth as text, without outer white space. `name` is the scorer's; `empty`: an
-    empty text is one, too.
+    """Return the ground truth as text without leading and trailing white space.
 
-    Raises ValueError where there is none, and for what is neither text nor a number: no response
-    could equal it, and all of them would be wrong without a word.
+    `name` is the scorer's name, for messages. With `empty`, an empty text is allowed. Raises
+    ValueError if it is missing, or neither text nor a number. Otherwise no response could match it,
+    and all would silently count as wrong.
     """
     if ground_truth is None:
         raise ValueError(f"{name}: no ground truth (data_source {data_source!r})")

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from slipstream.algorithms.correction import (
     RolloutCorrectionConfig,
-    compute_rollout_correction_and_rejection_mask,
     rollout_correction,
 )
 from slipstream.algorithms.correction.settings import RS_OPTIONS
@@ -359,21 +358,6 @@ def test_extreme_ratios_stay_finite() -> None:
     assert metrics[f"{P}rollout_is_max"] == pytest.approx(math.exp(20), rel=1e-5)
     finite = {name: value for name, value in metrics.items() if not name.endswith("ppl")}
     assert all(math.isfinite(value) for value in finite.values())
-
-
-def test_in_verls_spelling() -> None:
-    old, rollout, mask = batch()
-    keys: dict[str, Any] = {"rollout_is": "token", "rollout_is_threshold": 1.2}
-    ours = rollout_correction(old, rollout, mask, RolloutCorrectionConfig(**keys))
-    theirs = compute_rollout_correction_and_rejection_mask(
-        old_log_prob=old, rollout_log_prob=rollout, response_mask=mask, **keys
-    )
-    assert ours[0] is not None
-    assert theirs[0] is not None
-    assert torch.equal(ours[0], theirs[0])
-    assert ours[2] == theirs[2]
-    with pytest.raises(TypeError, match="rollout_iz"):
-        compute_rollout_correction_and_rejection_mask(old, rollout, mask, rollout_iz="token")
 
 
 def test_bad_input_is_refused() -> None:

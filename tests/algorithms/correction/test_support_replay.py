@@ -13,7 +13,6 @@ from slipstream.algorithms.correction import (
     KeptIds,
     log_probs_on_support,
     support_log_mass,
-    support_log_mass_from_logits,
 )
 
 KEPT = [[0, 3], [], [4], [1, 2, 0, 6], [5, 6, 0, 1, 2, 3, 4], [2, 5], [1]]
@@ -25,15 +24,24 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     return hidden, torch.randn(7, 5, generator=generator).to(dtype)
 
 
+def plain_mass(logits: Tensor, kept: list[list[int]], temperature: float = 1.0) -> Tensor:
+    """Log of the mass of the kept ids, row by row from all logits; 0 if nothing is cut."""
+    rows = [
+        (torch.logsumexp(z[ids], 0) - torch.logsumexp(z, 0)) if ids else z.sum() * 0
+        for z, ids in zip(logits / temperature, kept, strict=True)
+    ]
+    return torch.stack(rows)
+
+
 def test_by_hand() -> None:
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
-    mass = support_log_mass_from_logits(logits, KeptIds.of([[0, 1]]))
+    mass = support_log_mass(logits, None, KeptIds.of([[0, 1]]))
     assert mass.exp().tolist() == pytest.approx([0.75])
     # The truncated law has 2/3 and 1/3.
     law = log_probs_on_support(torch.tensor([0.5, 0.25]).log(), mass)
     assert law.exp().tolist() == pytest.approx([2 / 3, 1 / 3])
     # At temperature 0.5 odds are squared: 1/4, 1/16, 1/64, 1/64.
-    cold = support_log_mass_from_logits(logits, KeptIds.of([[0, 1]]), 0.5)
+    cold = support_log_mass(logits, None, KeptIds.of([[0, 1]]), 0.5)
     assert float(cold.exp()) == pytest.approx(20 / 22)
 
 
@@ -53,7 +61,7 @@ def test_both_forms_against_loops(chunk_size: int, temperature: float) -> None:
         loop_mass(row, kept, temperature) for row, kept in zip(logits.tolist(), KEPT, strict=True)
     ]
     kept = KeptIds.of(KEPT)
-    whole = support_log_mass_from_logits(logits, kept, temperature)
+    whole = plain_mass(logits, KEPT, temperature)
     assert whole.tolist() == pytest.approx(expected, abs=1e-12)
     chunked = support_log_mass(hidden, weight, kept, temperature, chunk_size=chunk_size)
     assert chunked.tolist() == pytest.approx(expected, abs=1e-12)
@@ -63,7 +71,7 @@ def test_both_forms_against_loops(chunk_size: int, temperature: float) -> None:
 def test_gradients_equal_those_through_all_logits(chunk_size: int) -> None:
     kept, upstream = KeptIds.of(KEPT), torch.linspace(-1, 2, 7, dtype=torch.float64)
     plain = [x.requires_grad_() for x in inputs()]
-    mass = support_log_mass_from_logits(F.linear(*plain), kept, 0.7)
+    mass = plain_mass(F.linear(*plain), KEPT, 0.7)
     expected = torch.autograd.grad((upstream * mass).sum(), plain)
     hidden, weight = (x.requires_grad_() for x in inputs())
     chunked = support_log_mass(hidden, weight, kept, 0.7, chunk_size=chunk_size)
@@ -100,8 +108,8 @@ def test_the_ratio_of_truncated_laws_has_mean_1_and_that_of_full_ones_has_not() 
     trained = torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(0)
     kept = KeptIds.of([[0, 2, 5]])
     ids = kept.ids
-    law = log_probs_on_support(rollout[ids], support_log_mass_from_logits(rollout[None], kept))
-    new = log_probs_on_support(trained[ids], support_log_mass_from_logits(trained[None], kept))
+    law = log_probs_on_support(rollout[ids], support_log_mass(rollout[None], None, kept))
+    new = log_probs_on_support(trained[ids], support_log_mass(trained[None], None, kept))
     assert float(law.exp().sum()) == pytest.approx(1.0)
     assert float((law.exp() * (new - law).exp()).sum()) == pytest.approx(1.0)
     biased = float((law.exp() * (trained[ids] - rollout[ids]).exp()).sum())

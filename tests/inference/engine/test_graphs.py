@@ -78,7 +78,7 @@ def test_with_drafts_too() -> None:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows see the slots on their paths, and sums over them are taken in no order."""
-    monkeypatch.setattr("slipstream.models.attention.order_is_kept", lambda device: False)
+    monkeypatch.setattr("slipstream.models.attention.sums_in_key_order", lambda device: False)
 
 
 def drafting(

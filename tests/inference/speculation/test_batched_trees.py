@@ -74,10 +74,10 @@ def test_trees_are_those_of_the_compiled_call(steps: int, topk: int, sharp: int,
     batch = DraftBatch(
         request_ids=["a", "b", "c"], last=[0] * 3, positions_N=positions, rows=rows, policy=policy
     )
-    plain = replace(packed, together=None)
+    plain = replace(packed, fused=None)
     room = torch.zeros_like(kv)
     run = DraftPass(plain, policy.embedding, room, torch.arange(4).expand(3, -1), 4)
-    hidden = run.run(0, ids, plain.taken(features))[:, -1]
+    hidden = run.run(0, ids, plain.to_states(features))[:, -1]
     one = torch.tensor(1.0, dtype=torch.float64)
     shape = DraftInputs(torch.tensor([4, 4, 4]), hidden, one), 4 + steps * topk, steps, topk
     found = candidates(draft_tree_batched(plain, room, batch, *shape))

@@ -474,7 +474,7 @@ def test_contexts_may_end_where_the_cache_of_the_head_does(
     # What was verified beyond what was accepted needs no room. Laws that are cut are drafted column
     # by column, by kernels, too.
     if not by_kernels:
-        monkeypatch.setattr("slipstream.models.numerics.suited", lambda: False)
+        monkeypatch.setattr("slipstream.models.numerics.kernels_supported", lambda: False)
     proposer = EagleProposer(new_head(make_decoder()), dtype=torch.float32)
     engine = make_engine(make_decoder(), proposer=proposer, plan=DraftPlan.parse(plan))
     reached: list[int] = []

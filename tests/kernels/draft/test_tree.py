@@ -1,4 +1,4 @@
-"""The tree that is drafted in one call, against passes along each of its paths."""
+"""Draft trees from one call, compared with a separate pass along each path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.inference.helpers import make_decoder
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @torch.no_grad()
-def test_candidates_are_those_of_each_path_by_itself(
+def test_candidates_match_a_separate_pass_along_each_path(
     steps: int, topk: int, sequences: int, temperature: float
 ) -> None:
     decoder = make_decoder()
@@ -75,10 +75,10 @@ def test_candidates_are_those_of_each_path_by_itself(
                     path.insert(0, tokens[node])
                     node = parents[node]
                 assert len(path) == depth
-                expected, promised = candidates(path)
+                expected, log_probs = candidates(path)
                 assert tokens[i : i + topk] == expected
                 torch.testing.assert_close(
-                    torch.from_numpy(scores[i : i + topk]), above + promised, rtol=1e-4, atol=1e-4
+                    torch.from_numpy(scores[i : i + topk]), above + log_probs, rtol=1e-4, atol=1e-4
                 )
             order = np.argsort(-scores[first : first + size], kind="stable")
             level = [first + int(i) for i in order[:topk]]
@@ -86,5 +86,5 @@ def test_candidates_are_those_of_each_path_by_itself(
         assert first == len(tokens)
 
 
-def test_options_allow_what_a_tree_can_follow() -> None:
+def test_the_options_allow_the_maximum_branches_of_a_tree() -> None:
     assert MOST_BRANCHES == WIDTH

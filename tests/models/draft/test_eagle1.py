@@ -1,4 +1,4 @@
-"""The EAGLE head: names, its first weights, and its chains."""
+"""The EAGLE-1 head: parameter names, initial weights, and unrolled chains."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_names_are_those_of_published_heads() -> None:
     assert "layers.0.self_attn.q_norm.weight" in DraftHead(config("qwen3")).state_dict()
 
 
-def test_a_new_head_nearly_hands_on_its_feature() -> None:
+def test_a_new_head_returns_nearly_its_input_feature() -> None:
     head = DraftHead(config("qwen3"))
     head.init_weights(0)
     D = head.config.hidden_size
@@ -42,7 +42,9 @@ def test_a_new_head_nearly_hands_on_its_feature() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
-def test_chains_of_sequences_in_a_row_are_those_of_each(dtype: torch.dtype, close: float) -> None:
+def test_chains_of_concatenated_sequences_equal_those_of_separate_ones(
+    dtype: torch.dtype, close: float
+) -> None:
     head = DraftHead(config("qwen3", hidden_size=64, head_dim=16))
     head.init_weights(0)
     lengths, c = [5, 40, 17, 1], head.config
@@ -53,7 +55,7 @@ def test_chains_of_sequences_in_a_row_are_those_of_each(dtype: torch.dtype, clos
         for start, length in zip((0, 5, 45, 62), lengths, strict=True):
             own = slice(start, start + length)
             # By torch's operations, with padding.
-            with patch.object(model, "takes_sequences_in_a_row", lambda *_: False):
+            with patch.object(model, "supports_varlen", lambda *_: False):
                 alone = list(packed.unroll(ids[:, own], features[:, own], embedding, 4))
             for k in range(4):
                 meant = max(length - k, 0)
@@ -61,11 +63,11 @@ def test_chains_of_sequences_in_a_row_are_those_of_each(dtype: torch.dtype, clos
                     together[k][:, own][:, :meant], alone[k][:, :meant], rtol=0, atol=close
                 )
     for wrong in ([5, 40, 17], [5, 40, 18, 0]):
-        with pytest.raises(ValueError, match="in a row are not 1 x 63"):
+        with pytest.raises(ValueError, match=r"shape \(1, 63\)"):
             list(packed.unroll(ids, features, embedding, 1, lengths=wrong))
     with (
-        pytest.raises(ValueError, match="with padding only"),
-        patch.object(model, "takes_sequences_in_a_row", lambda *_: False),
+        pytest.raises(ValueError, match="leave lengths=None"),
+        patch.object(model, "supports_varlen", lambda *_: False),
     ):
         list(packed.unroll(ids, features, embedding, 2, lengths=lengths))
 
@@ -78,10 +80,10 @@ def test_chains_of_sequences_in_a_row_are_those_of_each(dtype: torch.dtype, clos
         ("qwen3", torch.bfloat16, 0.03),
     ],
 )
-def test_gradients_of_chains_are_those_of_each_sequence(
+def test_gradients_of_chains_equal_those_of_separate_sequences(
     family: str, dtype: torch.dtype, close: float
 ) -> None:
-    """By kernels, several sequences in a row; and one by one in fp32, by torch's operations."""
+    """Compares concatenated sequences by kernels with single ones by torch's operations in fp32."""
     decoder = make_decoder(family, hidden_size=64, head_dim=16, num_heads=4)
     head, lengths, steps = DraftHead(decoder.config), [5, 40, 17, 1], 3
     head.init_weights(2)
@@ -90,20 +92,20 @@ def test_gradients_of_chains_are_those_of_each_sequence(
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
     D, total = decoder.config.hidden_size, sum(lengths)
     ids, features = random_ids(1, total), torch.randn(1, total, D)
-    embedding, wanted = torch.randn(decoder.config.vocab_size, D), torch.randn(steps, total, D)
-    # What is past the end means nothing.
+    embedding, upstream = torch.randn(decoder.config.vocab_size, D), torch.randn(steps, total, D)
+    # Entries past the end of a sequence are arbitrary, so they get no gradient.
     for k in range(steps):
         for end, length in zip((5, 45, 62, 63), lengths, strict=True):
-            wanted[k, max(end - k, end - length) : end] = 0
+            upstream[k, max(end - k, end - length) : end] = 0
 
     def gradients(of: torch.dtype, parts: list[slice], by_kernels: bool) -> dict[str, torch.Tensor]:
         head.zero_grad()
         packed, given = head.pack(of), features.clone().requires_grad_()
         for own in parts:
             alone = {} if len(parts) > 1 else {"lengths": lengths}
-            with patch.object(model, "takes_sequences_in_a_row", lambda *_: by_kernels):
+            with patch.object(model, "supports_varlen", lambda *_: by_kernels):
                 chains = packed.unroll(ids[:, own], given[:, own], embedding, steps, **alone)
-                loss = sum((w[own] * x[0]).sum() for w, x in zip(wanted, chains, strict=True))
+                loss = sum((w[own] * x[0]).sum() for w, x in zip(upstream, chains, strict=True))
             assert isinstance(loss, torch.Tensor)
             loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
         assert given.grad is not None
@@ -120,7 +122,7 @@ def test_gradients_of_chains_are_those_of_each_sequence(
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-def test_unrolled_chains_are_those_that_go_one_by_one(family: str) -> None:
+def test_unrolled_chains_equal_chains_drafted_token_by_token(family: str) -> None:
     decoder = make_decoder(family)
     head = DraftHead(decoder.config)
     head.init_weights(2)

@@ -1,4 +1,4 @@
-"""The EAGLE-3 head: names, its chains by kernels and by torch's operations, and what is refused."""
+"""The EAGLE-3 head: parameter names, chains by kernels and by torch, and error messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTHS = {"hidden_size": 64, "head_dim": 16, "num_heads": 4}
 
 
 def made(seed: int = 2, tokens: list[int] | None = None, **more: object) -> Eagle3Head:
-    """Every part of it matters."""
+    """Return a head in which every parameter matters."""
     head = Eagle3Head(config("qwen3", **{**WIDTHS, **more}), AUX_LAYERS, tokens)
     head.init_weights(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -34,7 +34,7 @@ def made(seed: int = 2, tokens: list[int] | None = None, **more: object) -> Eagl
 def test_names_are_those_of_published_heads() -> None:
     head = Eagle3Head(config("qwen2"), AUX_LAYERS, [3, 5, 90])
     shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-    # Llama's layer, whatever the policy's family: no biases, no norms of queries and keys.
+    # A Llama layer for every family of policy: no biases, no query and key norms.
     assert shapes == {
         "fc.weight": (48, 144),
         "midlayer.hidden_norm.weight": (48,),
@@ -60,19 +60,19 @@ def test_a_new_head_drafts_with_the_policys_norm_and_lm_head() -> None:
     assert torch.equal(head.norm.weight, policy.model.norm.weight)
     features = torch.randn(7, 3 * 48)
     with torch.no_grad():
-        state = head.pack(torch.float32).taken(features)
+        state = head.pack(torch.float32).to_states(features)
     assert float(torch.cosine_similarity(state, features[:, -48:], dim=-1).min()) > 0.9
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-def test_a_step_is_that_of_the_formula(kernels: bool) -> None:
-    """One token alone: attention hands on its value."""
+def test_a_step_equals_the_formula(kernels: bool) -> None:
+    """With a single token, attention returns the token's value."""
     head = made()
     c, ids = head.config, random_ids(1, 4)
     features, embedding = torch.randn(1, 4, 3 * 64), torch.randn(VOCAB, 64)
     with (
         torch.no_grad(),
-        patch.object(model, "takes_sequences_in_a_row", lambda *_: kernels),
+        patch.object(model, "supports_varlen", lambda *_: kernels),
     ):
         packed = head.pack(torch.float32)
         state = next(packed.unroll(ids, features, embedding, 1))[0, :1]
@@ -95,16 +95,18 @@ def test_a_step_is_that_of_the_formula(kernels: bool) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
-def test_chains_and_gradients_are_those_of_each_sequence(dtype: torch.dtype, close: float) -> None:
-    """By kernels, several sequences in a row; and one by one in fp32, by torch's operations."""
+def test_chains_and_gradients_equal_those_of_separate_sequences(
+    dtype: torch.dtype, close: float
+) -> None:
+    """Compares concatenated sequences by kernels with single ones by torch's operations in fp32."""
     head, lengths, steps = made(tokens=[*range(0, VOCAB, 2)]), [5, 40, 17, 1], 3
     total = sum(lengths)
     ids, features = random_ids(1, total), torch.randn(1, total, 3 * 64)
-    embedding, wanted = torch.randn(VOCAB, 64), torch.randn(steps, total, VOCAB // 2)
-    # What is past the end means nothing.
+    embedding, upstream = torch.randn(VOCAB, 64), torch.randn(steps, total, VOCAB // 2)
+    # Entries past the end of a sequence are arbitrary, so they get no gradient.
     for k in range(steps):
         for end, length in zip((5, 45, 62, 63), lengths, strict=True):
-            wanted[k, max(end - k, end - length) : end] = 0
+            upstream[k, max(end - k, end - length) : end] = 0
 
     def found(of: torch.dtype, parts: list[slice], by_kernels: bool) -> dict[str, torch.Tensor]:
         head.zero_grad()
@@ -112,16 +114,16 @@ def test_chains_and_gradients_are_those_of_each_sequence(dtype: torch.dtype, clo
         logits = torch.zeros(steps, total, VOCAB // 2)
         for own in parts:
             alone = {} if len(parts) > 1 else {"lengths": lengths}
-            with patch.object(model, "takes_sequences_in_a_row", lambda *_: by_kernels):
+            with patch.object(model, "supports_varlen", lambda *_: by_kernels):
                 chains = packed.unroll(ids[:, own], given[:, own], embedding, steps, **alone)
                 drafts = [packed.draft_logits(x[0], None) for x in chains]  # type: ignore[arg-type]
-            loss = sum((w[own] * x).sum() for w, x in zip(wanted, drafts, strict=True))
+            loss = sum((w[own] * x).sum() for w, x in zip(upstream, drafts, strict=True))
             assert isinstance(loss, torch.Tensor)
             loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
             logits[:, own] = torch.stack(drafts).detach()
         assert given.grad is not None
         grads = {n: p.grad.clone() for n, p in head.named_parameters() if p.grad is not None}
-        return grads | {"features": given.grad, "logits": logits * (wanted != 0)}
+        return grads | {"features": given.grad, "logits": logits * (upstream != 0)}
 
     each = [slice(0, 5), slice(5, 45), slice(45, 62), slice(62, 63)]
     together, alone = found(dtype, [slice(0, total)], True), found(torch.float32, each, False)
@@ -133,18 +135,18 @@ def test_chains_and_gradients_are_those_of_each_sequence(dtype: torch.dtype, clo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernels", [True, False])
-def test_columns_one_by_one_are_what_training_computes_at_once(
+def test_drafting_column_by_column_equals_the_training_pass(
     dtype: torch.dtype, kernels: bool
 ) -> None:
     head, lengths = made(), [9, 7, 12]
     ids, features = random_ids(3, 12), torch.randn(3, 12, 3 * 64)
     with torch.no_grad():
         packed, embedding = head.pack(dtype), torch.randn(VOCAB, 64)
-        assert packed.together is not None
+        assert packed.fused is not None
         if not kernels:
-            packed = replace(packed, together=None)
+            packed = replace(packed, fused=None)
         expected = list(packed.unroll(ids, features, embedding, 3))
-        states, own = packed.taken(features), packed.config
+        states, own = packed.to_states(features), packed.config
         width = torch.float32 if dtype == torch.float32 else dtype
         kv = torch.full((2, 4, own.num_kv_heads, 64, own.head_dim), 7.0, dtype=width)
         if not kernels:
@@ -155,11 +157,11 @@ def test_columns_one_by_one_are_what_training_computes_at_once(
         )
         slots = torch.tensor([list(range(start, start + 8)) for start in starts])
         run = DraftPass(packed, embedding, kv, slots, int(slots.max()) + 1)
-        picked = torch.arange(3)[:, None], slots[:, :4]
-        got = run.run(0, ids[picked], states[picked])
+        selected = torch.arange(3)[:, None], slots[:, :4]
+        got = run.run(0, ids[selected], states[selected])
         close = 1e-4 if dtype == torch.float32 else 0.1
-        torch.testing.assert_close(got, expected[0][picked], rtol=close, atol=close)
-        # Its own states, unchanged by what follows, from the last of these on.
+        torch.testing.assert_close(got, expected[0][selected], rtol=close, atol=close)
+        # From here on the head reads its own states, and the pass must not change them.
         state = got[:, -1:]
         for step in (1, 2):
             before = state.clone()
@@ -171,7 +173,7 @@ def test_columns_one_by_one_are_what_training_computes_at_once(
             state = following
 
 
-def test_what_is_not_in_the_draft_vocabulary_is_not_drafted() -> None:
+def test_tokens_outside_the_draft_vocabulary_are_not_drafted() -> None:
     tokens = [1, 4, 90]
     with torch.no_grad():
         packed, states = made(tokens=tokens).pack(torch.float32), torch.randn(5, 64)
@@ -183,36 +185,36 @@ def test_what_is_not_in_the_draft_vocabulary_is_not_drafted() -> None:
     assert bool((wide[:, others] == -inf).all())
 
 
-def test_the_usual_aux_layers_are_those_of_the_engines() -> None:
+def test_default_aux_layers_are_those_of_vllm_and_sglang() -> None:
     assert default_aux_layers(12) == (2, 6, 9)
     assert default_aux_layers(7) == (2, 3, 4)
-    with pytest.raises(ConfigError, match=r"layers 2, 3 and 3 of 6.*spec_algorithm=EAGLE"):
+    with pytest.raises(ConfigError, match=r"2, 3 and 3 of 6.*spec_algorithm=EAGLE"):
         default_aux_layers(6)
 
 
 @pytest.mark.parametrize("aux_layers", [(0, 1), (0, 1, 3), (-1, 0, 1), (0, 2, 1), (1, 1, 2), ()])
-def test_aux_layers_that_cannot_be_are_refused(aux_layers: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"3 of the policy's 3 layers.*aux_hidden_state_layer"):
+def test_invalid_aux_layers_raise_an_error(aux_layers: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"3 of 3 layers.*aux_hidden_state_layer_ids"):
         Eagle3Head(config("qwen3"), aux_layers)
 
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        ([], "draft vocabulary of 0 tokens.*draft_vocab_size"),
-        ([*range(VOCAB), 3], "draft vocabulary of 97 tokens.*at most the policy's 96"),
-        ([3, 3], "each once and from the lowest on"),
-        ([4, 3], "each once and from the lowest on"),
-        ([-1, 3], "some of the policy's 96 tokens"),
-        ([3, 96], "some of the policy's 96 tokens"),
+        ([], "draft vocabulary has 0 tokens.*draft_vocab_size"),
+        ([*range(VOCAB), 3], "draft vocabulary has 97 tokens.*draft_vocab_size.*policy's 96"),
+        ([3, 3], "each once and in ascending order"),
+        ([4, 3], "each once and in ascending order"),
+        ([-1, 3], "policy's 96, each once"),
+        ([3, 96], "policy's 96, each once"),
     ],
 )
-def test_draft_vocabularies_that_cannot_be_are_refused(tokens: list[int], message: str) -> None:
+def test_invalid_draft_vocabularies_raise_an_error(tokens: list[int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Eagle3Head(config("qwen3"), AUX_LAYERS, tokens)
 
 
-def test_heads_are_alike_where_their_weights_mean_the_same() -> None:
+def test_heads_are_alike_if_their_weights_are_interchangeable() -> None:
     head = made(tokens=[1, 2])
     assert head.is_like(head.blank())
     assert not head.is_like(made(tokens=[1, 3]))

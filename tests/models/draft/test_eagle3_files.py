@@ -1,4 +1,4 @@
-"""EAGLE-3 heads as files: what comes back, what engines find there, and what is refused."""
+"""EAGLE-3 heads as files: round trips, the layouts of the engines, and error messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def same(one: Eagle3Head, other: object) -> bool:
 
 @pytest.mark.parametrize("tokens", [TOKENS, None])
 @pytest.mark.parametrize("layout", [None, *LAYOUTS])
-def test_a_head_comes_back_bit_for_bit(
+def test_a_head_survives_a_round_trip_bit_for_bit(
     tmp_path: Path, tokens: list[int] | None, layout: str | None
 ) -> None:
     head = made(tokens)
@@ -46,14 +46,16 @@ def test_a_head_comes_back_bit_for_bit(
         export_draft_head(head, tmp_path, layout)
     assert is_draft_head(tmp_path)
     assert same(head, load_draft_head(tmp_path, POLICY))
-    # Whatever the policy: what is exported from its folder alone.
+    # Without a policy, as in an export that knows only the head's folder.
     unknown = load_draft_head(tmp_path)
     assert isinstance(unknown, Eagle3Head)
     assert (unknown.aux_layers, unknown.tokens) == (head.aux_layers, head.tokens)
 
 
 @pytest.mark.parametrize(("layout", "nested"), [("vllm", [0, 2, 4]), ("sglang", [-1, 1, 3])])
-def test_the_folder_is_what_engines_read(tmp_path: Path, layout: str, nested: list[int]) -> None:
+def test_the_folder_has_the_layout_that_engines_read(
+    tmp_path: Path, layout: str, nested: list[int]
+) -> None:
     """vLLM 0.32: `llama_eagle3.py`, `_get_eagle3_aux_layers_from_config`; SGLang 0.5:
     `set_eagle3_layers_to_capture`, which adds 1."""
     export_draft_head(made(), tmp_path, layout, dtype=torch.bfloat16)
@@ -77,22 +79,22 @@ def test_the_folder_is_what_engines_read(tmp_path: Path, layout: str, nested: li
     assert not any("embed" in name for name in tensors)
 
 
-def test_without_a_draft_vocabulary_there_is_no_map(tmp_path: Path) -> None:
-    """vLLM's class has no place for one then."""
+def test_without_a_draft_vocabulary_the_file_has_no_d2t_and_t2d(tmp_path: Path) -> None:
+    """vLLM's class has no parameters for them then."""
     export_draft_head(made(None), tmp_path, "vllm")
     assert not {"d2t", "t2d"} & load_file(tmp_path / WEIGHTS).keys()
     assert json.loads((tmp_path / "config.json").read_text())["draft_vocab_size"] == 96
 
 
-def test_commands_name_the_algorithm() -> None:
+def test_serving_commands_name_the_algorithm() -> None:
     texts = [layout.command(made(), policy="P", folder="H") for layout in LAYOUTS.values()]
     assert '"method": "eagle3", "model": "H"' in texts[0]
     assert "--speculative-algorithm EAGLE3" in texts[1]
 
 
-def test_a_head_of_other_sizes_than_the_policys_layers(tmp_path: Path) -> None:
-    """Published ones have a feed-forward width of their own; the position of their end, which
-    drafting does not need, is the policy's."""
+def test_the_heads_layer_may_have_other_sizes_than_the_policys(tmp_path: Path) -> None:
+    """Published heads have their own feed-forward width. max_position_embeddings is the policy's,
+    because drafting does not need the head's."""
     theirs = config("llama", num_layers=5, intermediate_size=96, max_position_embeddings=32)
     head = Eagle3Head(theirs, (0, 2, 4))
     save_draft_head(head, tmp_path)
@@ -114,12 +116,12 @@ def changed(folder: Path, tensors: Callable[[dict[str, Any]], object], **setting
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
 
 
-def test_the_layer_may_have_its_other_name(tmp_path: Path) -> None:
+def test_the_layer_may_have_vllms_name(tmp_path: Path) -> None:
     changed(tmp_path, rename)
     assert same(made(), load_draft_head(tmp_path, POLICY))
 
 
-def test_aux_layers_are_those_of_vllm_where_none_are_named(tmp_path: Path) -> None:
+def test_aux_layers_default_to_vllms_if_the_file_names_none(tmp_path: Path) -> None:
     policy = config("qwen3", num_layers=9)
     head = Eagle3Head(policy, (2, 4, 6), TOKENS)
     head.init_weights(5)
@@ -153,22 +155,22 @@ NAN = torch.full((48, 144), float("nan"))
         (put("fc.weight", NAN), {}, "fc.weight has NaN or infinite values"),
         (put("lm_head.weight", torch.zeros(6, 48)), {}, r"lm_head\.weight has shape \(6, 48\)"),
         (lambda t: t.pop("d2t"), {}, "5 of 96 tokens needs d2t.*missing"),
-        (put("d2t", torch.zeros(5)), {}, "d2t, whole numbers.*of torch.float32"),
-        (put("d2t", torch.arange(6)), {}, r"d2t has shape \(6,\), and draft_vocab_size is 5"),
+        (put("d2t", torch.zeros(5)), {}, "needs d2t.*of torch.float32"),
+        (put("d2t", torch.arange(6)), {}, r"d2t has shape \(6,\), but draft_vocab_size is 5"),
         (put("d2t", torch.tensor([0, 2, 2, 67, 92])), {}, "t2d names other tokens than d2t"),
         (put("t2d", torch.ones(5, dtype=torch.bool)), {}, "t2d names other tokens than d2t"),
-        (keep, {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}, "layers, from the first on"),
-        (keep, {"eagle_aux_hidden_state_layer_ids": [0, 2]}, "layers, from the first on"),
-        (keep, {"eagle_aux_hidden_state_layer_ids": "all"}, "must be layers' numbers, got 'all'"),
+        (keep, {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}, r"not of \[0, 2, 5\]"),
+        (keep, {"eagle_aux_hidden_state_layer_ids": [0, 2]}, r"not of \[0, 2\]"),
+        (keep, {"eagle_aux_hidden_state_layer_ids": "all"}, "layer_ids must be .* got 'all'"),
         (keep, {"norm_before_residual": True}, "its norm_before_residual is set"),
         (keep, {"eagle_config": {"norm_before_fc": True}}, "its norm_before_fc is set"),
-        (keep, {"target_hidden_size": 64}, "target_hidden_size is 64 there and 48 in the policy"),
-        (keep, {"num_hidden_layers": 2}, "it has 2 layers and a draft head has 1"),
-        (keep, {"vocab_size": 90}, "vocab_size is 90 there and 96 in the policy"),
+        (keep, {"target_hidden_size": 64}, "target_hidden_size is 64 in the head and 48 in the"),
+        (keep, {"num_hidden_layers": 2}, "it has 2 layers"),
+        (keep, {"vocab_size": 90}, "vocab_size is 90 in the head and 96 in the policy"),
         (keep, {"attention_bias": True}, "attention_bias=true is not supported"),
     ],
 )
-def test_what_is_no_head_of_the_policy_is_refused(
+def test_heads_that_do_not_fit_the_policy_raise_an_error(
     tmp_path: Path,
     tensors: Callable[[dict[str, Any]], object],
     settings: dict[str, object],
@@ -180,17 +182,17 @@ def test_what_is_no_head_of_the_policy_is_refused(
 
 
 @pytest.mark.parametrize("offsets", [[0, 0, 0, 0, -1], [-1, 2, 2, 67, 91], [0, 2, 2, 67, 92]])
-def test_maps_that_are_no_vocabulary_are_refused(tmp_path: Path, offsets: list[int]) -> None:
+def test_invalid_d2t_offsets_raise_an_error(tmp_path: Path, offsets: list[int]) -> None:
     def without_mask(tensors: dict[str, Any]) -> None:
         tensors["d2t"] = torch.tensor(offsets)
         del tensors["t2d"]
 
     changed(tmp_path, without_mask)
-    with pytest.raises(CheckpointError, match="some of the policy's 96 tokens, each once"):
+    with pytest.raises(CheckpointError, match="policy's 96, each once"):
         load_draft_head(tmp_path, POLICY)
 
 
-def test_a_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     save_draft_head(made(), tmp_path)
     (tmp_path / WEIGHTS).write_bytes((tmp_path / WEIGHTS).read_bytes()[:200])
     with pytest.raises(CheckpointError, match="corrupt or cut short"):

@@ -1,4 +1,4 @@
-"""Draft heads as folders: what comes back, what others find there, and what is refused."""
+"""Draft heads as folders: round trips, the published layout, and error messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def saved(folder: Path, family: str = "qwen3") -> DraftHead:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_head_comes_back_bit_for_bit(tmp_path: Path, family: str) -> None:
+def test_a_head_survives_a_round_trip_bit_for_bit(tmp_path: Path, family: str) -> None:
     head = saved(tmp_path, family)
     loaded = load_draft_head(tmp_path, config(family)).state_dict()
     assert loaded.keys() == head.state_dict().keys()
@@ -46,7 +46,7 @@ def test_a_head_comes_back_bit_for_bit(tmp_path: Path, family: str) -> None:
         ("mistral", "MistralForCausalLMEagle"),
     ],
 )
-def test_the_folder_is_that_of_a_published_head(
+def test_the_folder_has_the_layout_of_published_heads(
     tmp_path: Path, family: str, architecture: str
 ) -> None:
     saved(tmp_path, family)
@@ -62,14 +62,16 @@ def test_the_folder_is_that_of_a_published_head(
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        (config("qwen3", hidden_size=64), "hidden_size is 48 there and 64 in the policy"),
-        (config("qwen3", vocab_size=97), "vocab_size is 96 there and 97 in the policy"),
-        (config("qwen2", head_dim=16), "family is qwen3 there and qwen2 in the policy"),
-        (config("qwen3", num_heads=4), "num_heads is 6 there and 4 in the policy"),
-        (config("qwen3", rope_theta=1e6), "rope_theta is 5000.0 there and 1000000.0"),
+        (config("qwen3", hidden_size=64), "hidden_size is 48 in the head and 64 in the policy"),
+        (config("qwen3", vocab_size=97), "vocab_size is 96 in the head and 97 in the policy"),
+        (config("qwen2", head_dim=16), "family is qwen3 in the head and qwen2 in the policy"),
+        (config("qwen3", num_heads=4), "num_heads is 6 in the head and 4 in the policy"),
+        (config("qwen3", rope_theta=1e6), "rope_theta is 5000.0 in the head and 1000000.0"),
     ],
 )
-def test_a_head_of_another_policy_is_refused(tmp_path: Path, policy: object, message: str) -> None:
+def test_a_head_of_another_policy_raises_an_error(
+    tmp_path: Path, policy: object, message: str
+) -> None:
     saved(tmp_path)
     with pytest.raises(CheckpointError, match=message) as caught:
         load_draft_head(tmp_path, policy)  # type: ignore[arg-type]
@@ -81,7 +83,7 @@ YARN = YarnScaling(factor=4.0, original_max_position_embeddings=64)
 
 @pytest.mark.parametrize("layout", [None, "vllm", "sglang"])
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_the_scaling_of_the_policy_is_the_heads(
+def test_the_head_has_the_policys_rope_scaling(
     tmp_path: Path, kind: str, layout: str | None
 ) -> None:
     windows: dict[str, Any] = {"sliding_window": 48, "windowed_layers": (1, 2, 3)}
@@ -115,11 +117,11 @@ def test_the_number_of_policy_layers_does_not_matter(tmp_path: Path) -> None:
     load_draft_head(tmp_path, config("qwen3", num_layers=7))
 
 
-def test_a_whole_model_is_no_draft_head(tmp_path: Path) -> None:
+def test_a_model_with_several_layers_is_no_draft_head(tmp_path: Path) -> None:
     saved(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 3}))
-    with pytest.raises(CheckpointError, match="it has 3 layers and a draft head has 1"):
+    with pytest.raises(CheckpointError, match="it has 3 layers, but a draft head has 1"):
         load_draft_head(tmp_path, config("qwen3"))
 
 
@@ -132,7 +134,7 @@ def test_a_whole_model_is_no_draft_head(tmp_path: Path) -> None:
         ("nan", r"tensor fc\.weight has NaN or infinite values"),
     ],
 )
-def test_wrong_tensors_are_refused_by_name(tmp_path: Path, change: str, message: str) -> None:
+def test_wrong_tensors_are_named(tmp_path: Path, change: str, message: str) -> None:
     saved(tmp_path)
     tensors = load_file(tmp_path / WEIGHTS)
     if change == "missing":
@@ -149,7 +151,7 @@ def test_wrong_tensors_are_refused_by_name(tmp_path: Path, change: str, message:
     assert "fc.weight, layers.0" in str(caught.value)
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere does not exist"):
         load_draft_head(tmp_path / "nowhere", config("qwen3"))
     saved(tmp_path)

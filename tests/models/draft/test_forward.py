@@ -1,4 +1,4 @@
-"""The pass that drafts against the one that training uses."""
+"""The drafting pass of a head agrees with its training pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.inference.helpers import make_decoder
     ],
 )
 @pytest.mark.parametrize("kernels", [True, False])
-def test_columns_one_by_one_are_what_training_computes_at_once(
+def test_drafting_column_by_column_equals_the_training_pass(
     family: str, scaling: RopeScaling | None, kernels: bool
 ) -> None:
     decoder = make_decoder(family=family, rope_scaling=scaling)
@@ -36,20 +36,19 @@ def test_columns_one_by_one_are_what_training_computes_at_once(
     features = torch.randn(3, 12, config.hidden_size, generator=generator)
     with torch.no_grad():
         packed, embedding = head.pack(torch.float32), decoder.pack(torch.float32).embedding
-        assert packed.together is not None
+        assert packed.fused is not None
         if not kernels:
-            packed = replace(packed, together=None)
+            packed = replace(packed, fused=None)
         expected = next(packed.unroll(ids, features, embedding, 1))
         kv = torch.full((2, 4, config.num_kv_heads, 64, config.head_dim), 7.0)
-        # What a row holds beyond its own start is overwritten before it is seen.
+        # Slots beyond a row's start are overwritten before any query sees them.
         starts = [length - 6 for length in lengths]
         before = DraftPass(packed, embedding, kv, torch.arange(6).expand(3, -1), 6)
         before.run(0, ids[:, :6], features[:, :6])
         slots = torch.tensor([list(range(start, start + 6)) for start in starts])
         run = DraftPass(packed, embedding, kv, slots, int(slots.max()) + 1)
-        picked = torch.arange(3)[:, None], slots
-        got = [run.run(0, ids[picked][:, :4], features[picked][:, :4])]
-        got += [
-            run.run(c, ids[picked][:, c : c + 1], features[picked][:, c : c + 1]) for c in (4, 5)
-        ]
-    torch.testing.assert_close(torch.cat(got, 1), expected[picked], rtol=1e-5, atol=1e-5)
+        selected = torch.arange(3)[:, None], slots
+        own_ids, own_features = ids[selected], features[selected]
+        got = [run.run(0, own_ids[:, :4], own_features[:, :4])]
+        got += [run.run(c, own_ids[:, c : c + 1], own_features[:, c : c + 1]) for c in (4, 5)]
+    torch.testing.assert_close(torch.cat(got, 1), expected[selected], rtol=1e-5, atol=1e-5)

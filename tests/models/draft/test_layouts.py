@@ -1,8 +1,8 @@
-"""Draft heads in other engines' layouts: their loaders find all they have, and they come back.
+"""Draft heads in the layouts of vLLM and SGLang: loaders find all parameters, and round trips.
 
-`SGLANG` and `VLLM` are the parameters of those engines' own classes, of SGLang 0.5.23
-(`LlamaForCausalLMEagle`, `Qwen2ForCausalLMEagle`) and vLLM 0.32 (`EagleLlamaForCausalLM`), on one
-device; `taken` puts tensors into them as their `load_weights` does.
+`SGLANG` and `VLLM` are the parameters of the engines' own classes on one device, in SGLang 0.5.23
+(`LlamaForCausalLMEagle`, `Qwen2ForCausalLMEagle`) and vLLM 0.32 (`EagleLlamaForCausalLM`).
+`loaded_by_engine` fills them as the engines' `load_weights` does.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ STACKED = (
 )
 
 
-def taken(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a folder, in the places that the engines' loaders put them."""
+def loaded_by_engine(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters that an engine's loader fills from the tensors of a folder."""
     found: dict[str, Tensor] = {}
     pieces: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -76,7 +76,7 @@ def taken(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def made(family: str) -> DraftHead:
-    """A head without zeros and ones, of a policy that ties its embedding, as small ones do."""
+    """Return a head without zeros and ones, for a policy with tied embeddings."""
     head = DraftHead(config(family, tie_word_embeddings=True))
     generator = torch.Generator().manual_seed(1)
     for parameter in head.parameters():
@@ -85,7 +85,7 @@ def made(family: str) -> DraftHead:
 
 
 @pytest.mark.parametrize(("layout", "family"), ENGINES)
-def test_the_engines_class_finds_each_of_its_parameters(
+def test_the_engines_class_finds_all_its_parameters(
     tmp_path: Path, layout: str, family: str
 ) -> None:
     architecture, parameters = ENGINES[layout, family]
@@ -93,14 +93,14 @@ def test_the_engines_class_finds_each_of_its_parameters(
     export_draft_head(head, tmp_path, layout)
     files = sorted(path.name for path in tmp_path.iterdir())
     assert files == ["config.json", "model.safetensors"]
-    found = taken(load_file(tmp_path / "model.safetensors"))
+    found = loaded_by_engine(load_file(tmp_path / "model.safetensors"))
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == parameters
     own = head.state_dict()
     attention = [own[f"layers.0.self_attn.{name}_proj.weight"] for name in "qkv"]
     assert torch.equal(found["model.layers.0.self_attn.qkv_proj.weight"], torch.cat(attention))
     assert torch.equal(found["model.fc.weight"], own["fc.weight"])
     if "model.fc.bias" in found:
-        # Which the class would leave at random numbers.
+        # Without it in the file, the class would leave the bias uninitialized.
         assert not found["model.fc.bias"].any()
     raw = json.loads((tmp_path / "config.json").read_text())
     assert raw["architectures"] == [architecture]
@@ -112,16 +112,16 @@ def test_the_command_line_knows_all_layouts() -> None:
     assert set(DRAFT_LAYOUTS) == LAYOUTS.keys() == {layout for layout, _ in ENGINES}
 
 
-def test_sglang_is_told_that_embedding_and_lm_head_are_two(tmp_path: Path) -> None:
-    """`set_embed_and_head` deletes the weights of both before it takes the policy's: of one module
-    it would delete them twice."""
+def test_the_config_for_sglang_does_not_tie_embedding_and_lm_head(tmp_path: Path) -> None:
+    """`set_embed_and_head` deletes both weights before it uses the policy's. With one module for
+    both it would delete the same weight twice."""
     export_draft_head(made("llama"), tmp_path, "sglang")
     assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
 
 
 @pytest.mark.parametrize(("layout", "family"), ENGINES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_head_comes_back_from_each_layout_bit_for_bit(
+def test_a_head_survives_a_round_trip_in_each_layout_bit_for_bit(
     tmp_path: Path, layout: str, family: str, dtype: torch.dtype
 ) -> None:
     head = made(family).to(dtype).float()
@@ -135,7 +135,7 @@ def test_a_head_comes_back_from_each_layout_bit_for_bit(
 
 
 @pytest.mark.parametrize("value", [0.5, float("nan")])
-def test_a_bias_that_adds_something_is_refused(tmp_path: Path, value: float) -> None:
+def test_a_bias_that_is_not_zero_raises_an_error(tmp_path: Path, value: float) -> None:
     head = made("llama")
     export_draft_head(head, tmp_path, "sglang")
     tensors = load_file(tmp_path / "model.safetensors")
@@ -153,7 +153,7 @@ def test_a_bias_that_adds_something_is_refused(tmp_path: Path, value: float) -> 
         ("sglang", "qwen3", "actor_rollout_ref.model.init.family=llama"),
     ],
 )
-def test_a_family_that_the_engine_has_no_class_for_is_refused(
+def test_a_family_without_a_class_in_the_engine_raises_an_error(
     tmp_path: Path, layout: str, family: str, remedy: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"no class for EAGLE heads of the family {family}") as e:

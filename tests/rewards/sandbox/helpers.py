@@ -1,4 +1,4 @@
-"""A sandbox with small limits, and whether this machine can isolate."""
+"""Helpers: small limits, and a marker for tests that need isolation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMITS = ProgramLimits(
 )
 
 
-def _why_not() -> str | None:
+def _isolation_error() -> str | None:
     try:
         list(BubblewrapSandbox().run(Program("pass"), [""]))
     except RewardError as error:
@@ -27,13 +27,13 @@ def _why_not() -> str | None:
     return None
 
 
-WHY_NOT = _why_not()
+ISOLATION_ERROR = _isolation_error()
 
-isolated = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
-"""Of tests that need bubblewrap."""
+isolated = pytest.mark.skipif(ISOLATION_ERROR is not None, reason=str(ISOLATION_ERROR))
+"""Marker of tests that need bubblewrap."""
 
 
 def run(code: str, stdin: str = "", language: str = "python") -> ProgramResult:
-    """One run of a program, isolated."""
+    """Run a program once, isolated."""
     (ran,) = BubblewrapSandbox(LIMITS).run(Program(code, language), [stdin])
     return ran

@@ -1,5 +1,8 @@
-"""Programs that would do harm, in the real bubblewrap. Each says what it could do by a line that
-begins with BROKEN; those that never end are stopped."""
+"""Harmful programs are contained by the real bubblewrap.
+
+A program prints a line that starts with BROKEN for each attempt that succeeded. Programs that never
+end are stopped.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from tests.rewards.sandbox.helpers import LIMITS, isolated, run
 
 pytestmark = isolated
 
-_TRIED = """
+_PRELUDE = """
 import ctypes, os, socket, sys
 libc = ctypes.CDLL(None, use_errno=True)
 def held(what, *wanted):
@@ -36,15 +39,15 @@ def call(*arguments):
 
 
 def attack(code: str, held: int = 1) -> str:
-    """What an attack printed, all of whose attempts must have failed."""
-    ran = run(_TRIED + code)
+    """Run an attack whose attempts must all fail, and return its output."""
+    ran = run(_PRELUDE + code)
     assert ran.verdict == "ok", ran
     assert "BROKEN" not in ran.stdout
     assert ran.stdout.count("held") == held, ran
     return ran.stdout
 
 
-# What never ends.
+# Programs that never end.
 
 
 @pytest.mark.parametrize(
@@ -56,7 +59,7 @@ def attack(code: str, held: int = 1) -> str:
         "    try: signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError): pass\n"
         "while True: pass",
         "import os, time; os.close(1); os.close(2); time.sleep(1000)",
-        # Its children do not fork: with the limit broken they would take the machine with them.
+        # The children do not fork, so that a broken limit does not bring down the machine.
         "import os, time\nwhile True:\n    try: pid = os.fork()\n    except OSError: pid = 1\n"
         "    if pid == 0: time.sleep(1000)",
         "import os, sys\nos.execv(sys.executable, [sys.executable, '-I', '/box/main.py'])",
@@ -76,14 +79,14 @@ def attack(code: str, held: int = 1) -> str:
         "regular expression",
     ],
 )
-def test_what_never_ends_is_stopped_in_time(code: str) -> None:
+def test_endless_programs_are_stopped(code: str) -> None:
     ran = run(code)
     assert ran.verdict in ("time", "failed")
     assert ran.verdict == "time" or "MemoryError" in ran.stderr
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_prints_without_end(stream: str) -> None:
+def test_endless_output_is_stopped(stream: str) -> None:
     ran = run(f"import sys\nwhile True: sys.{stream}.write('x' * 1000)")
     assert ran.verdict == "output"
     assert len(ran.stdout) + len(ran.stderr) <= LIMITS.output_kb * 1024 + (1 << 17)
@@ -92,7 +95,7 @@ def test_prints_without_end(stream: str) -> None:
 # Processes and memory.
 
 
-def test_forks_without_end_and_gets_no_more_than_its_processes() -> None:
+def test_forks_are_limited() -> None:
     ran = run("""
 import os, time
 n = 0
@@ -109,7 +112,7 @@ except OSError as error:
     assert errno == 11
 
 
-def test_threads_without_end() -> None:
+def test_threads_are_limited() -> None:
     ran = run("""
 import threading, time
 n = 0
@@ -123,13 +126,13 @@ except RuntimeError:
     assert 0 < int(ran.stdout) < LIMITS.processes
 
 
-def test_memory_of_one_process() -> None:
+def test_memory_of_one_process_is_limited() -> None:
     ran = run("x = bytearray(10**9)")
     assert ran.verdict == "failed"
     assert "MemoryError" in ran.stderr
 
 
-def test_memory_of_many_processes_together() -> None:
+def test_total_memory_of_processes_is_limited() -> None:
     ran = run("""
 import os, time
 for _ in range(8):
@@ -141,7 +144,7 @@ time.sleep(30)
     assert ran.verdict == "memory"
 
 
-def test_shared_memory_that_no_limit_counts() -> None:
+def test_uncounted_shared_memory_is_refused() -> None:
     numbers = {"x86_64": (29, 319), "aarch64": (194, 279)}[os.uname().machine]
     attack(
         f"held(lambda: call({numbers[0]}, 0, 10**8, 0o1600))\n"
@@ -150,7 +153,7 @@ def test_shared_memory_that_no_limit_counts() -> None:
     )
 
 
-def test_cannot_lift_its_limits() -> None:
+def test_limits_cannot_be_raised() -> None:
     attack(
         """
 import resource as r
@@ -161,7 +164,7 @@ for kind in (r.RLIMIT_NPROC, r.RLIMIT_AS, r.RLIMIT_FSIZE, r.RLIMIT_CPU, r.RLIMIT
     )
 
 
-def test_leaves_no_process_behind() -> None:
+def test_no_process_remains() -> None:
     mark = f"slipstream-mark-{os.getpid()}"
     ran = run(f"""
 import os, sys
@@ -179,7 +182,7 @@ print("gone")
     assert not any(mark in line for command in left for line in command or [])
 
 
-def test_a_child_that_keeps_the_output_open_keeps_nobody_waiting() -> None:
+def test_a_child_that_keeps_the_output_open_does_not_block() -> None:
     ran = run("import os, time\nif os.fork() == 0: time.sleep(600)\nprint('done')")
     assert (ran.verdict, ran.stdout) == ("ok", "done\n")
 
@@ -187,7 +190,7 @@ def test_a_child_that_keeps_the_output_open_keeps_nobody_waiting() -> None:
 # Files.
 
 
-def test_writes_ten_gigabytes_into_one_file() -> None:
+def test_size_of_one_file_is_limited() -> None:
     ran = run("""
 n = 0
 try:
@@ -200,7 +203,7 @@ except OSError as error:
     assert 0 < int(ran.stdout) <= LIMITS.files_mb << 20
 
 
-def test_writes_ten_gigabytes_into_many_files() -> None:
+def test_total_size_of_files_is_limited() -> None:
     ran = run("""
 n = 0
 try:
@@ -213,7 +216,7 @@ except OSError as error:
     assert 0 < int(ran.stdout) <= LIMITS.files_mb << 20
 
 
-def test_files_without_end() -> None:
+def test_number_of_files_is_limited() -> None:
     ran = run("""
 import os
 try:
@@ -225,13 +228,13 @@ except OSError:
     assert ran.verdict == "time" or int(ran.stdout) > 0
 
 
-def test_reads_the_home_folder_and_this_project(tmp_path: Path) -> None:
+def test_user_files_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("my secret")
     places = [Path.home(), Path(__file__), tmp_path / "secret", Path("/etc/passwd"), Path("/root")]
     attack("".join(f"held(lambda: os.stat({str(p)!r}))\n" for p in places), held=len(places))
 
 
-def test_sees_only_the_systems_files() -> None:
+def test_only_system_folders_are_visible() -> None:
     assert eval(run("import os; print(sorted(os.listdir('/')))").stdout) == sorted(
         {"box", "dev", "proc", "usr"}
         | {
@@ -247,7 +250,7 @@ def test_sees_only_the_systems_files() -> None:
     )
 
 
-def test_writes_where_the_system_is() -> None:
+def test_system_folders_cannot_be_written() -> None:
     places = [
         "/usr/x",
         "/x",
@@ -259,19 +262,19 @@ def test_writes_where_the_system_is() -> None:
     attack("".join(f"held(lambda: open({p!r}, 'w').write('0'))\n" for p in places), held=6)
 
 
-def test_writes_through_its_standard_input() -> None:
+def test_standard_input_cannot_be_written() -> None:
     attack("held(lambda: os.write(0, b'x'))\nheld(lambda: os.ftruncate(0, 10**6))", 2)
 
 
-def test_changes_its_own_source() -> None:
+def test_the_source_file_cannot_be_changed() -> None:
     attack("held(lambda: open('/box/main.py', 'w'))\nheld(lambda: os.unlink('/box/main.py'))", 2)
 
 
-def test_links_out_of_its_folder() -> None:
+def test_links_out_of_the_folder_do_not_work() -> None:
     attack(f"os.symlink({str(Path(__file__))!r}, 'out')\nheld(lambda: open('out').read())")
 
 
-def test_devices() -> None:
+def test_devices_cannot_be_opened_or_created() -> None:
     attack(
         """
 import stat
@@ -283,7 +286,7 @@ for name in ("/dev/mem", "/dev/kmem", "/dev/sda", "/dev/vda", "/dev/kvm", "/dev/
     )
 
 
-def test_mounts_and_other_roots() -> None:
+def test_mounts_and_chroot_are_refused() -> None:
     attack(
         """
 mount = {"x86_64": 165, "aarch64": 40}[os.uname().machine]
@@ -295,25 +298,25 @@ held(lambda: call({"x86_64": 166, "aarch64": 39}[os.uname().machine], b"/usr", 2
     )
 
 
-def test_open_files_of_the_caller() -> None:
+def test_open_files_of_the_caller_are_not_inherited() -> None:
     with open(__file__) as secret:
         os.set_inheritable(secret.fileno(), True)
         ran = run("import os; print(sorted(map(int, os.listdir('/proc/self/fd'))))")
-    # The fourth is that of the listing itself.
+    # The fourth descriptor belongs to the listing itself.
     assert ran.stdout == "[0, 1, 2, 3]\n"
 
 
 # The rest of the machine.
 
 
-def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM_SECRET", "my secret")
     names = eval(run("import os; print(sorted(os.environ))").stdout)
     assert "SLIPSTREAM_SECRET" not in names
     assert set(names) >= {"HOME", "PATH"}
 
 
-def test_network() -> None:
+def test_the_network_is_unreachable() -> None:
     attack(
         """
 held(lambda: socket.create_connection(("192.0.2.1", 80), timeout=1))
@@ -325,7 +328,7 @@ held(lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 3))
     )
 
 
-def test_services_of_this_machine() -> None:
+def test_local_services_are_unreachable() -> None:
     name = f"\0slipstream-{os.getpid()}"
     with (
         socket.create_server(("127.0.0.1", 0)) as tcp,
@@ -342,7 +345,7 @@ held(lambda: socket.socket(socket.AF_UNIX).connect({name!r}))
         )
 
 
-def test_other_processes() -> None:
+def test_other_processes_are_invisible_and_safe() -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
         attack(f"held(lambda: os.kill({other.pid}, 9))" if other.pid > 50 else "print('held')")
         assert run("import os; print(sum(p.isdigit() for p in os.listdir('/proc')))").stdout in (
@@ -354,7 +357,7 @@ def test_other_processes() -> None:
         other.kill()
 
 
-def test_the_process_that_watches_it() -> None:
+def test_the_supervising_process_is_protected() -> None:
     numbers = {"x86_64": (101, 310), "aarch64": (117, 270)}[os.uname().machine]
     attack(
         f"""
@@ -366,7 +369,7 @@ held(lambda: open("/proc/1/mem", "rb").read(1))
     )
 
 
-def test_becoming_another_user() -> None:
+def test_the_user_cannot_be_changed() -> None:
     attack(
         """
 held(lambda: os.setuid(0) if os.getuid() else os.setuid(1))
@@ -377,7 +380,7 @@ held(lambda: call({"x86_64": 272, "aarch64": 97}[os.uname().machine], 0x10000000
     )
 
 
-def test_the_kernels_keys_and_programs() -> None:
+def test_kernel_interfaces_are_refused() -> None:
     attack(
         """
 of = {"x86_64": (250, 248, 321, 298, 425), "aarch64": (219, 217, 280, 241, 425)}
@@ -388,11 +391,11 @@ for number in of[os.uname().machine]:
     )
 
 
-def test_the_terminal() -> None:
+def test_the_terminal_cannot_be_opened() -> None:
     attack("held(lambda: open('/dev/tty', 'w'))")
 
 
-def test_says_that_it_ended_well_where_bwrap_would() -> None:
+def test_a_program_cannot_fake_its_exit_status() -> None:
     ran = run("""
 import os
 for fd in range(3, 50):
@@ -403,13 +406,13 @@ raise SystemExit(3)
     assert ran.verdict == "failed"
 
 
-def test_crashes_and_bytes_that_are_no_text() -> None:
+def test_crashes_are_failures_and_invalid_utf8_is_accepted() -> None:
     assert run("import ctypes; ctypes.string_at(0)").verdict == "failed"
     assert run("import os; os.write(1, bytes(range(256)))").verdict == "ok"
     assert run("import os; os.kill(os.getpid(), 9)").verdict == "failed"
 
 
-# Compilers read files, too.
+# Source text that attacks the compiler.
 
 
 @pytest.mark.parametrize(
@@ -422,7 +425,7 @@ def test_crashes_and_bytes_that_are_no_text() -> None:
     ],
     ids=["zeros", "passwords", "itself", "a huge program"],
 )
-def test_source_that_harms_the_compiler(code: str) -> None:
+def test_attacks_on_the_compiler_fail_to_compile(code: str) -> None:
     ran = run(code, language="c")
     assert ran.verdict == "compile"
     assert "root:" not in ran.stderr

@@ -1,4 +1,4 @@
-"""The protocol of Sandbox Fusion, by a real server that answers as it does."""
+"""`FusionSandbox` against a real server with replies like those of Sandbox Fusion."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def runs(url: str, *stdins: str, pauses: list[float] | None = None) -> list[Prog
     return list(sandbox.run(Program("print(1)"), stdins or ("",)))
 
 
-def test_posts_what_the_service_reads() -> None:
+def test_requests_have_the_services_fields() -> None:
     with serving(reply(run=result(out="1\n"))) as server:
         assert runs(server.url, "a", "b") == [ProgramResult("ok", "1\n", "", 0.25)] * 2
     assert server.seen == [
@@ -74,19 +74,19 @@ def test_posts_what_the_service_reads() -> None:
         (reply("Success", result(), result()), "ok"),
     ],
 )
-def test_what_replies_mean(answer: Answer, verdict: str) -> None:
+def test_replies_are_converted_to_verdicts(answer: Answer, verdict: str) -> None:
     with serving(answer) as server:
         (ran,) = runs(server.url)
     assert ran.verdict == verdict
 
 
-def test_what_does_not_compile_is_not_tried_again() -> None:
+def test_a_compile_error_ends_the_runs() -> None:
     with serving(reply("Failed", None, result("Error", 1))) as server:
         assert len(runs(server.url, "a", "b", "c")) == 1
     assert len(server.seen) == 1
 
 
-def test_a_gateway_that_gave_up_is_asked_three_times() -> None:
+def test_gateway_timeouts_are_retried_twice() -> None:
     pauses: list[float] = []
     with serving((504, {}, b"late"), (504, {}, b"late"), reply(run=result())) as server:
         assert runs(server.url, pauses=pauses)[0].verdict == "ok"
@@ -94,7 +94,7 @@ def test_a_gateway_that_gave_up_is_asked_three_times() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "said", "asked"),
+    ("answer", "message", "requests"),
     [
         ((504, {}, b"late"), "HTTP 504: late after 3 attempts", 3),
         ((500, {}, b"oh"), "HTTP 500: oh", 1),
@@ -103,31 +103,31 @@ def test_a_gateway_that_gave_up_is_asked_three_times() -> None:
         ((200, {}, b"[1]"), r"not a mapping: '\[1\]'", 1),
         ((200, {}, b""), "RemoteProtocolError", 1),
         (reply("SandboxError", None, message="full"), "SandboxError: full", 1),
-        (reply("Success", None), "without run_result", 1),
+        (reply("Success", None), "no run_result", 1),
     ],
 )
-def test_a_service_that_misbehaves(answer: Answer, said: str, asked: int) -> None:
-    with serving(answer) as server, pytest.raises(SandboxError, match=said):
+def test_service_errors_raise_sandbox_error(answer: Answer, message: str, requests: int) -> None:
+    with serving(answer) as server, pytest.raises(SandboxError, match=message):
         runs(server.url)
-    assert len(server.seen) == asked
+    assert len(server.seen) == requests
 
 
-def test_nobody_there() -> None:
+def test_an_unreachable_service_raises_sandbox_error() -> None:
     with pytest.raises(SandboxError, match="ConnectError"):
         runs("http://127.0.0.1:9/run_code")
 
 
-def test_so_many_at_once_and_goes_to_other_processes() -> None:
+def test_at_once_is_max_concurrent_and_survives_pickling() -> None:
     sandbox = FusionSandbox("https://127.0.0.1:9/run_code", LIMITS, max_concurrent=2)
     assert pickle.loads(pickle.dumps(sandbox)).at_once == sandbox.at_once == 2
 
 
 @pytest.mark.parametrize("url", ["localhost:8080/run_code", "ftp://x", ""])
-def test_no_address(url: str) -> None:
-    with pytest.raises(ConfigError, match="no address; give one like"):
+def test_invalid_urls_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="not an address; give one like"):
         FusionSandbox(url)
 
 
-def test_none_at_once() -> None:
+def test_max_concurrent_0_is_refused() -> None:
     with pytest.raises(ConfigError, match="must be at least 1"):
         FusionSandbox("http://x", max_concurrent=0)

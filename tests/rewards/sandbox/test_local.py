@@ -1,4 +1,4 @@
-"""Programs on this machine: what came of them, isolated or not, and what is missing."""
+"""Programs run on this machine, isolated and not isolated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ECHO = "import sys; print(sys.stdin.read().upper(), end='')"
 
 
 @pytest.mark.parametrize("sandbox", BOTH)
-def test_each_standard_input_by_itself(sandbox: Sandbox) -> None:
+def test_each_standard_input_is_a_separate_run(sandbox: Sandbox) -> None:
     big = "ä" * 20_000
     ran = list(sandbox.run(Program(ECHO), ["a\nb", "", big]))
     assert [r.stdout for r in ran] == ["A\nB", "", "Ä" * 20_000]
@@ -30,7 +30,7 @@ def test_each_standard_input_by_itself(sandbox: Sandbox) -> None:
 
 @pytest.mark.parametrize("sandbox", BOTH)
 @pytest.mark.parametrize(
-    ("code", "verdict", "said"),
+    ("code", "verdict", "message"),
     [
         ("raise SystemExit(3)", "failed", ""),
         ("raise ValueError('no')", "failed", "ValueError: no"),
@@ -41,10 +41,10 @@ def test_each_standard_input_by_itself(sandbox: Sandbox) -> None:
         ("", "ok", ""),
     ],
 )
-def test_verdicts(sandbox: Sandbox, code: str, verdict: str, said: str) -> None:
+def test_verdicts(sandbox: Sandbox, code: str, verdict: str, message: str) -> None:
     (ran,) = sandbox.run(Program(code), [""])
     assert ran.verdict == verdict
-    assert said in ran.stderr
+    assert message in ran.stderr
 
 
 @pytest.mark.parametrize("sandbox", BOTH)
@@ -55,20 +55,20 @@ def test_verdicts(sandbox: Sandbox, code: str, verdict: str, said: str) -> None:
         ("cpp", "#include <iostream>\nint main() { int x; std::cin >> x; std::cout << 2 * x; }"),
     ],
 )
-def test_compiles_once(sandbox: Sandbox, language: str, code: str) -> None:
+def test_programs_are_compiled_once(sandbox: Sandbox, language: str, code: str) -> None:
     assert [r.stdout for r in sandbox.run(Program(code, language), ["21", "4"])] == ["42", "8"]
     (broken,) = sandbox.run(Program("int main() { return x; }", language), ["21", "4"])
     assert broken.verdict == "compile"
     assert "x" in broken.stderr
 
 
-def test_begins_no_run_when_the_time_is_up() -> None:
+def test_no_run_starts_after_the_total_time() -> None:
     sandbox = UnisolatedSandbox(ProgramLimits(run_timeout_s=0.2, total_timeout_s=0.1))
     ran = list(sandbox.run(Program("while True: pass"), ["", "", ""]))
     assert [r.verdict for r in ran] == ["time"]
 
 
-def test_what_is_not_isolated_leaves_no_folder_behind(tmp_path: Path) -> None:
+def test_unisolated_programs_leave_no_folder_behind(tmp_path: Path) -> None:
     code = "import os; open('x', 'w').write('x'); print(os.getcwd(), os.environ['HOME'])"
     (ran,) = UnisolatedSandbox(LIMITS).run(Program(code), [""])
     here, home = ran.stdout.split()
@@ -77,7 +77,7 @@ def test_what_is_not_isolated_leaves_no_folder_behind(tmp_path: Path) -> None:
 
 
 @isolated
-def test_the_interpreter_that_is_named() -> None:
+def test_the_configured_interpreter_is_used() -> None:
     code = "import sys; print(sys.executable)"
     for python in ("/usr/bin/python3", "/usr/bin/python3.11"):
         if Path(python).exists():
@@ -86,18 +86,18 @@ def test_the_interpreter_that_is_named() -> None:
 
 
 @pytest.mark.parametrize("sandbox", BOTH)
-def test_a_language_that_is_not_known(sandbox: Sandbox) -> None:
+def test_an_unknown_language_is_refused(sandbox: Sandbox) -> None:
     with pytest.raises(RewardError, match=r"'pyton'.*did you mean python.*sandbox_fusion.url"):
         list(sandbox.run(Program("", "pyton"), [""]))
 
 
-def test_an_interpreter_that_is_not_there() -> None:
+def test_a_missing_interpreter_is_refused() -> None:
     sandbox = UnisolatedSandbox(LIMITS, python="/nowhere/python3")
-    with pytest.raises(RewardError, match=r"no Python .*among /nowhere/python3.*sandbox.python"):
+    with pytest.raises(RewardError, match=r"no Python .* /nowhere/python3.*sandbox\.python"):
         list(sandbox.run(Program(""), [""]))
 
 
-def test_a_machine_without_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_bubblewrap_raises_with_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     which = shutil.which
     monkeypatch.setattr(
         shutil, "which", lambda name, **more: None if name == "bwrap" else which(name, **more)
@@ -111,13 +111,13 @@ def test_a_machine_without_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @isolated
-def test_a_sandbox_that_breaks_is_no_fault_of_the_program(
+def test_an_error_of_bwrap_raises_sandbox_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     local._check_bubblewrap()
-    whole = local._file_system
+    original = local._file_system
     monkeypatch.setattr(
-        local, "_file_system", lambda *a: [*whole(*a), "--ro-bind", "/nowhere", "/nowhere"]
+        local, "_file_system", lambda *a: [*original(*a), "--ro-bind", "/nowhere", "/nowhere"]
     )
     with pytest.raises(SandboxError, match="nowhere"):
         list(BubblewrapSandbox(LIMITS).run(Program("print(1)"), [""]))

@@ -1,4 +1,4 @@
-"""The filter, run by hand as the kernel would."""
+"""The seccomp filter, interpreted like the kernel does."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def answer(program: bytes, machine: int, number: int) -> int:
         ("aarch64", AARCH64, 194, 280, (63, 64, 222, 220, 221)),
     ],
 )
-def test_refuses_what_is_listed(
+def test_listed_calls_are_refused(
     name: str, machine: int, shmget: int, bpf: int, allowed: tuple[int, ...]
 ) -> None:
     program = call_filter(name)
@@ -49,15 +49,15 @@ def test_refuses_what_is_listed(
     assert sum(answer(program, machine, n) == REFUSED for n in range(600)) == 25
 
 
-def test_other_machines_calls_end_the_program() -> None:
+def test_calls_of_other_architectures_kill_the_program() -> None:
     assert answer(call_filter("x86_64"), I386, 0) == KILLED
 
 
-def test_numbers_of_x32() -> None:
+def test_x32_calls_are_refused() -> None:
     for number in (0, 29, 321):
         assert answer(call_filter("x86_64"), X86_64, 0x40000000 + number) == REFUSED
 
 
-def test_a_machine_whose_calls_are_not_known() -> None:
+def test_an_unknown_architecture_is_refused() -> None:
     with pytest.raises(RewardError, match=r"cannot be isolated on riscv64.*sandbox_fusion"):
         call_filter("riscv64")

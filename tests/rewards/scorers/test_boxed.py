@@ -1,4 +1,4 @@
-"""What is in a response's last box."""
+"""The content of the last box is extracted."""
 
 from __future__ import annotations
 

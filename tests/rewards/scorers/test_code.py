@@ -1,4 +1,4 @@
-"""Programs in responses against tests; what each must get was worked out by hand."""
+"""Programs in responses are scored by tests; expected scores were determined by hand."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from slipstream.rewards.functions import default_compute_score
 from slipstream.rewards.sandbox.local import UnisolatedSandbox
 from slipstream.rewards.sandbox.protocol import Program, ProgramLimits
-from slipstream.rewards.scorers.code import MOST_TESTS, compute_score, extract_code, read_tests
+from slipstream.rewards.scorers.code import MAX_TESTS, compute_score, extract_code, read_tests
 
-# Programs of these tests are ours: isolation is tested where it is made.
+# The programs of these tests are trusted; isolation is tested in tests/rewards/sandbox.
 SANDBOX = UnisolatedSandbox(ProgramLimits(run_timeout_s=2, total_timeout_s=20, output_kb=64))
 
 DOUBLE = {"inputs": ["1\n", "2\n", "-3\n", "10\n"], "outputs": ["2\n", "4\n", "-6\n", "20\n"]}
@@ -104,7 +104,7 @@ def fenced(code: str, tag: str = "python") -> str:
         (fenced("def f(x): return x"), {"assert_case": ["assert f(1) > 0", "assert f(1) < 0"]},
          0.5),
         (fenced("raise SystemExit(0)"), {"assert_case": ["assert f(1) > 0"]}, 0.0),
-        # Languages that are none, and what is written behind one.
+        # Unknown languages, and text after the language.
         (fenced("print(2 * int(input()))", "python title=a.py"), DOUBLE, 1.0),
         (fenced("System.out.println(2)", "java"), DOUBLE, 0.0),
         (fenced("2, 4, -6, 20", "text"), DOUBLE, 0.0),
@@ -115,14 +115,14 @@ def fenced(code: str, tag: str = "python") -> str:
         ),
     ],
 )  # fmt: skip
-def test_scores(response: str, truth: Any, score: float) -> None:
+def test_score_is_the_share_of_passed_tests(response: str, truth: Any, score: float) -> None:
     assert compute_score("taco", response, truth, sandbox=SANDBOX)["score"] == score
 
 
-def test_tells_what_happened() -> None:
+def test_result_counts_timeouts_errors_and_runs() -> None:
     code = "n = int(input())\nwhile n == 2: pass\nassert n != 1\nprint(2 * n)"
-    told = compute_score("apps", fenced(code), DOUBLE, sandbox=SANDBOX)
-    assert told == {
+    result = compute_score("apps", fenced(code), DOUBLE, sandbox=SANDBOX)
+    assert result == {
         **{"score": 0.5, "passed": 2, "tests": 4},
         **{"timeouts": 1, "errors": 1, "not_run": 0},
     }
@@ -130,42 +130,42 @@ def test_tells_what_happened() -> None:
     assert (broken["errors"], broken["not_run"]) == (1, 3)
 
 
-def test_runs_no_more_tests_than_ten() -> None:
+def test_at_most_ten_tests_are_run() -> None:
     many = {"inputs": [str(i) for i in range(30)], "outputs": [str(i) for i in range(30)]}
-    told = compute_score("apps", fenced("print(input())"), many, sandbox=SANDBOX)
-    assert (told["tests"], told["score"]) == (MOST_TESTS, 1.0)
+    result = compute_score("apps", fenced("print(input())"), many, sandbox=SANDBOX)
+    assert (result["tests"], result["score"]) == (MAX_TESTS, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("truth", "said"),
+    ("truth", "message"),
     [
         (None, "NoneType, not a mapping"),
         (7, "int, not a mapping"),
         ("[1]", "list, not a mapping"),
-        ("seven", "no JSON of tests"),
-        ({}, "no list of inputs"),
-        ({"inputs": [], "outputs": []}, "no list of inputs"),
-        ({"inputs": ["1"]}, "no list of outputs"),
-        ({"inputs": "1", "outputs": "1"}, "no list of inputs"),
+        ("seven", "not JSON of tests"),
+        ({}, "no list inputs"),
+        ({"inputs": [], "outputs": []}, "no list inputs"),
+        ({"inputs": ["1"]}, "no list outputs"),
+        ({"inputs": "1", "outputs": "1"}, "no list inputs"),
         ({"inputs": ["1", "2"], "outputs": ["1"]}, "2 inputs and 1 outputs"),
-        ({"assert_case": []}, "no list of assert_case"),
+        ({"assert_case": []}, "no list assert_case"),
     ],
 )
-def test_a_ground_truth_that_is_none(truth: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_ground_truths_are_refused(truth: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         read_tests(truth)
 
 
-def test_the_last_python_block_else_the_first() -> None:
+def test_the_last_python_block_or_else_the_first_block_is_extracted() -> None:
     text = fenced("a", "cpp") + fenced("b", "python") + fenced("c", "py") + fenced("d", "java")
     assert extract_code(text) == Program("c\n")
     assert extract_code(fenced("a", "C++") + fenced("d", "java")) == Program("a\n", "cpp")
     assert extract_code("no code") is None
 
 
-def test_is_chosen_by_data_source() -> None:
+def test_code_data_sources_select_this_scorer() -> None:
     response = fenced("print(2 * int(input()))")
     for source in ("codecontests", "apps", "codeforces", "taco"):
-        told = default_compute_score(source, response, DOUBLE, sandbox=SANDBOX)
-        assert isinstance(told, dict)
-        assert told["score"] == 1.0
+        result = default_compute_score(source, response, DOUBLE, sandbox=SANDBOX)
+        assert isinstance(result, dict)
+        assert result["score"] == 1.0

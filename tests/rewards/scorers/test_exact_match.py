@@ -1,4 +1,4 @@
-"""Exact matches: outer white space does not count, everything else does."""
+"""`exact_match` ignores only leading and trailing white space."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ ANSWERS: list[tuple[str, Any, float]] = [
 
 
 @pytest.mark.parametrize(("response", "truth", "expected"), ANSWERS)
-def test_answers(response: str, truth: Any, expected: float) -> None:
+def test_exact_match_scores(response: str, truth: Any, expected: float) -> None:
     assert exact_match("x", response, truth) == expected

@@ -1,4 +1,4 @@
-"""Thought, then a box."""
+"""Geometry3K scores the boxed answer and the think block."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def test_scores(response: str, score: float) -> None:
     assert compute_score("hiyouga/geometry3k", response, "5") == pytest.approx(score)
 
 
-def test_no_ground_truth_is_an_error_of_the_data() -> None:
+def test_a_missing_ground_truth_raises() -> None:
     with pytest.raises(ValueError, match="no ground truth"):
         compute_score("hiyouga/geometry3k", r"\boxed{5}", None)

@@ -1,4 +1,4 @@
-"""Numbers after `####`."""
+"""GSM8K answers are numbers after `####`."""
 
 from __future__ import annotations
 
@@ -38,12 +38,14 @@ from slipstream.rewards.scorers.gsm8k import compute_score, extract_answer
         ("1" * 1_000_000 + " #### 7", "7", "7"),
     ],
 )
-def test_the_answer(text: str, strict: str | None, flexible: str | None) -> None:
+def test_extract_answer_strict_and_flexible(
+    text: str, strict: str | None, flexible: str | None
+) -> None:
     assert extract_answer(text, "strict") == strict
     assert extract_answer(text, "flexible") == flexible
 
 
-def test_scores() -> None:
+def test_compute_score_compares_numbers_as_text() -> None:
     assert compute_score("gsm8k", "#### 1,000", "1000") == 1.0
     assert compute_score("gsm8k", "#### 1000", "1,000") == 1.0
     assert compute_score("gsm8k", "#### 7.0", "7") == 0.0

@@ -1,4 +1,4 @@
-"""Answers written in one way."""
+"""LaTeX answers are normalized."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_normalised(answer: str, expected: str) -> None:
     assert normalised(answer) == expected
 
 
-def test_equal_answers_may_be_written_apart() -> None:
+def test_same_compares_normal_forms() -> None:
     assert same(r"\dfrac{1}{2}", "0.5")
     assert same(r"x = \left( 3, \frac{\pi}2 \right)", r"(3,\frac{\pi}2)")
     assert not same("0.50", "0.5")

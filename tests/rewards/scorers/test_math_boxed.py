@@ -1,4 +1,4 @@
-"""Mathematics in boxes."""
+"""Boxed math answers are scored."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ def test_scores(response: str, truth: object, score: float) -> None:
     assert compute_score("lighteval/MATH", response, truth) == score
 
 
-def test_no_ground_truth_is_an_error_of_the_data() -> None:
+def test_a_missing_ground_truth_raises() -> None:
     with pytest.raises(ValueError, match="no ground truth"):
         compute_score("lighteval/MATH", r"\boxed{5}", None)

@@ -1,4 +1,4 @@
-"""Mathematics after "Answer:"."""
+"""Math answers after "Answer:" are scored."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ from slipstream.rewards.scorers.math_dapo import NO_ANSWER, compute_score, extra
         ("x" * 1_000_000 + "Answer: 113", "113"),
     ],
 )
-def test_the_answer(response: str, pred: str) -> None:
+def test_extract_answer(response: str, pred: str) -> None:
     assert extract_answer(response) == pred
 
 
-def test_scores() -> None:
+def test_compute_score_returns_score_acc_and_pred() -> None:
     assert compute_score("aime2024", "Answer: 1,113", "1113") == {
         "score": 1.0,
         "acc": True,
         "pred": "1113",
     }
     assert compute_score("aime2024", "Answer: 3", 4) == {"score": -1.0, "acc": False, "pred": "3"}
-    # No answer is none that could be right.
+    # Without an answer the score is -1.
     assert compute_score("aime2024", "", "4")["score"] == -1.0
     with pytest.raises(ValueError, match="no ground truth"):
         compute_score("aime2024", "Answer: 3", None)

@@ -1,4 +1,4 @@
-"""Mathematics compared by value."""
+"""Math answers are compared by value."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_scores(response: str, truth: object, score: float) -> None:
     assert compute_score("math_verify", response, truth) == score
 
 
-def test_it_needs_no_signals() -> None:
+def test_scoring_works_outside_of_the_main_thread() -> None:
     found: list[float] = []
     other = threading.Thread(target=lambda: found.append(compute_score("m", "1/2", "0.5")))
     other.start()
@@ -67,15 +67,15 @@ def test_it_needs_no_signals() -> None:
     [
         (None, "no ground truth"),
         ("", "the ground truth is empty"),
-        ("$$", "cannot be read as an answer"),
+        ("$$", "cannot be parsed as an answer"),
     ],
 )
-def test_a_ground_truth_that_is_none_is_an_error_of_the_data(truth: object, message: str) -> None:
+def test_invalid_ground_truths_raise(truth: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         compute_score("math_verify", "5", truth)
 
 
-def test_without_the_library_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     found = builtins.__import__
 
     def without(name: str, *rest: Any, **more: Any) -> Any:

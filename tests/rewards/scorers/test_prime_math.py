@@ -1,4 +1,4 @@
-"""NuminaMath's answers, in boxes and in words."""
+"""NuminaMath answers in boxes and in words are scored."""
 
 from __future__ import annotations
 
@@ -42,12 +42,14 @@ pytest.importorskip("math_verify", reason="the extra `math` is not installed")
         (r"\boxed{" * 200_000, "5", None, 0.0),
     ],
 )
-def test_answers(response: str, truth: str, answer: str | None, score: float) -> None:
+def test_answers_are_extracted_and_scored(
+    response: str, truth: str, answer: str | None, score: float
+) -> None:
     assert extract_answer(response) == answer
     assert compute_score("numina_amc_aime", response, truth) == score
 
 
-def test_is_chosen_by_data_source() -> None:
+def test_numina_data_sources_select_this_scorer() -> None:
     for name in (
         "aops_forum",
         "synthetic_math",
@@ -59,6 +61,6 @@ def test_is_chosen_by_data_source() -> None:
         assert default_compute_score(f"numina_{name}", r"\boxed{\frac{2}{4}}", "0.5") == 1.0
 
 
-def test_no_ground_truth() -> None:
+def test_a_missing_ground_truth_raises() -> None:
     with pytest.raises(ValueError, match="no ground truth"):
         compute_score("numina_amc_aime", "5", None)

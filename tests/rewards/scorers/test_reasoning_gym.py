@@ -1,4 +1,4 @@
-"""What is taken for the answer to a generated problem, and the library's rule for sums."""
+"""Answers to reasoning-gym problems are extracted and graded by the library's rule."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ pytest.importorskip("reasoning_gym")
 
 MEGABYTE = "x" * 1_000_000
 
-# The sum is 1000. The rule: signs, leading zeros, trailing decimals and commas do not count; an
-# answer that holds the right number among other text is worth its share of the characters.
+# The sum is 1000. The library ignores signs, leading zeros, trailing decimals and commas. An answer
+# with the correct number among other text scores the number's share of the characters.
 ANSWERS = [
     ("<answer>1000</answer>", 1.0),
     ("<answer> 1000\n</answer>", 1.0),
@@ -42,7 +42,7 @@ ANSWERS = [
 
 
 @pytest.mark.parametrize(("response", "expected"), ANSWERS)
-def test_answers(response: str, expected: float) -> None:
+def test_answers_are_graded(response: str, expected: float) -> None:
     entry = {"question": "600 + 400", "answer": "1000", "metadata": {}}
     scored = compute_score("reasoning_gym/chain_sum", response, "1000", {"reasoning_gym": entry})
     assert scored["score"] == pytest.approx(expected)

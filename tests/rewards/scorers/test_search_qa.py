@@ -1,4 +1,4 @@
-"""Short answers in tags."""
+"""Short answers in tags are scored."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ from slipstream.rewards.scorers.search_qa import compute_score, extract_answer
     ],
 )
 def test_scores(response: str, target: Any, whole: float, part: float) -> None:
-    given = "searchR1_nq", response, {"target": target}
-    assert compute_score(*given, format_score=0.1) == whole
-    assert compute_score(*given, format_score=0.1, part=True) == part
+    arguments = "searchR1_nq", response, {"target": target}
+    assert compute_score(*arguments, format_score=0.1) == whole
+    assert compute_score(*arguments, format_score=0.1, part=True) == part
 
 
-def test_the_last_answer_that_is_closed() -> None:
+def test_the_last_closed_answer_is_extracted() -> None:
     assert extract_answer("<answer>a</answer> <answer>b") == "a"
     assert extract_answer("<answer><answer>a</answer>") == "a"
 
 
 @pytest.mark.parametrize("truth", [None, "Paris", {}, {"target": None}])
-def test_a_ground_truth_without_target_is_an_error_of_the_data(truth: Any) -> None:
+def test_a_ground_truth_without_target_raises(truth: Any) -> None:
     with pytest.raises(ValueError, match=r"must be \{'target': \[\.\.\.\]\}"):
         compute_score("searchR1_nq", "<answer>a</answer>", truth)

@@ -1,4 +1,4 @@
-"""Run folders as a run writes them, with numbers that tests know."""
+"""Creates run folders with known numbers, in the format that a run writes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STEP = {
     "timing_s/step": 4.0,
     "timing_s/dump_rollout_generations": 0.5,
 }
-"""A step of RL, whose parts add up."""
+"""Metrics of an RL step; its times add up."""
 
 VALIDATION = {
     "val-core/countdown/acc/mean@1": 0.6,
@@ -59,9 +59,12 @@ def make_run(
     config: str = CONFIG,
     more: Mapping[int, Mapping[str, float]] | None = None,
 ) -> Path:
-    """A finished run of `steps` RL steps of 4.5 s after 3 s of start, 2 s of set-up; validated for
-    1 s after the last step, whose checkpoint takes 0.5 s; 30 s in all for 4 steps, 2.5 s of which
-    nothing explains. `more` is put into the records of some steps."""
+    """Create the folder of a finished run.
+
+    Start-up takes 3 s and set-up 2 s, then each of the `steps` RL steps 4.5 s. After the last step,
+    validation takes 1 s and the checkpoint 0.5 s. With 4 steps the run takes 30 s, of which 5.5 s
+    are not measured. `more` is added to the records of some steps.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(config)
     records = [line(0, 106.0, VALIDATION | {"val-core/countdown/acc/mean@1": 0.4})]
@@ -96,12 +99,12 @@ def make_run(
 
 
 def line(step: int, when: float, data: Mapping[str, float]) -> str:
-    """A line of metrics.jsonl."""
+    """Return a line of metrics.jsonl."""
     return json.dumps({"step": step, "time": when, "data": data}) + "\n"
 
 
 def sample(step: int) -> dict[str, Any]:
-    """A response of three tokens, the second drafted and the third a tool's."""
+    """Return a response of three tokens; the second is drafted, the third is a tool's."""
     return {
         "uid": f"p{step}", "index": 0, "input": "1 2 ->3 :", "pieces": ["1", " +", " <b>"],
         "log_probs": [-0.5, -0.0101, None], "drafted": "010", "masked": "001", "score": 1.0,
