@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -80,18 +81,18 @@ def _float32(value: float) -> float:
 def make_learner(case: str) -> tuple[Any, Callable[[], str]]:
     """A learner without a model, and a function that returns the digest of the weights."""
     import torch
-    from slipstream.loops.stages import Stages
 
     from slipstream.algorithms import FixedKLController, RolloutCorrectionConfig
+    from slipstream.deadlines import Deadlines
     from slipstream.loops.learner import Learner
     from slipstream.loops.rl_batch import KLInReward
     from slipstream.loops.rl_config import RLTrainingConfig
     from slipstream.models import Decoder, ModelConfig
     from slipstream.models.value_model import ValueModel
-    from slipstream.training import OptimSettings, SingleProcessBackend, single
-    from slipstream.training import critic as critics
+    from slipstream.training import OptimSettings, SingleProcessBackend
+    from slipstream.training.critic import Critic
     from slipstream.training.losses import policy_loss_fn
-    from slipstream.training.step import ForwardResult
+    from slipstream.training.step import ForwardResult, micro_batches
 
     config = ModelConfig(
         family="qwen3",
@@ -111,20 +112,22 @@ def make_learner(case: str) -> tuple[Any, Callable[[], str]]:
     def forward(packed: Any, micro: Any, **more: Any) -> Any:
         labels = micro.labels[: len(micro.target_slots)]
         log_probs = -(0.5 + (labels % 7).float() / 4) * weight[0]
+        no_states: Any = None
         return ForwardResult(
-            micro=micro, log_probs=log_probs, entropies=-log_probs.detach(), hidden=None
+            micro=micro, log_probs=log_probs, entropies=-log_probs.detach(), hidden=no_states
         )
 
+    single: Any = importlib.import_module("slipstream.training.single")
     single.forward = forward
     backend = SingleProcessBackend(decoder, optim=OptimSettings(lr=1e-3))
-    critic = None
+    critic: Any = None
     if case == "gae":
-        critic = critics.Critic(ValueModel.of(decoder), optim=OptimSettings(lr=1e-3))
+        critic = Critic(ValueModel.of(decoder), optim=OptimSettings(lr=1e-3))
         value = critic.model.score.weight
         torch.nn.init.constant_(value, 0.01)
 
         def values(batch: Any) -> Any:
-            for micro in critics.micro_batches(
+            for micro in micro_batches(
                 batch,
                 also=(),
                 settings=critic._settings,
@@ -155,7 +158,7 @@ def make_learner(case: str) -> tuple[Any, Callable[[], str]]:
     learner = Learner(
         backend,
         settings,
-        Stages(),
+        Deadlines(),
         reference=backend,
         critic=critic,
         kl_in_reward=KLInReward(FixedKLController(0.01), "kl") if corrected else None,

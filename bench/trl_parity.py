@@ -28,7 +28,7 @@ from slipstream.data.countdown import CountdownTask
 from slipstream.data.sft import tokenize_conversation
 from slipstream.models.hf_io import load_checkpoint
 from slipstream.training import OptimSettings, SingleProcessBackend
-from slipstream.training.columns import train_batch
+from slipstream.training.columns import rows_of_column, train_batch
 from slipstream.training.losses import policy_loss_fn
 from slipstream.types import TrainRow
 
@@ -198,7 +198,7 @@ def old_log_probs(model: Path, batch: FixedBatch) -> list[list[float]]:
     try:
         rows = train_batch(_rows(batch, None, None))
         flat = backend.compute_log_probs(rows).wait()
-        own = [values.tolist() for values in flat.split(rows.lengths)]
+        own = [values.tolist() for values in rows_of_column(flat, rows.starts)]
     finally:
         backend.close()
     return [

@@ -1,6 +1,7 @@
-"""ALGORITHM: advantages, policy losses, KL, entropy and the reductions they share.
+"""Algorithms: advantage estimators, policy losses, KL, entropy, and their aggregation.
 
-Pure functions over tensors, found by name in two registries. Imports torch and nothing of ours.
+Pure functions over tensors. Two registries find estimators and losses by name. This package imports
+torch and nothing else of Slipstream.
 """
 
 from slipstream.algorithms.advantages import (

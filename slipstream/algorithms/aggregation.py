@@ -1,9 +1,9 @@
-"""From per-token values to one scalar, in a way that does not depend on micro-batching.
+"""Aggregates per-token losses to a scalar that does not depend on the split into micro-batches.
 
-A loss is a sum over tokens divided by counts of the whole mini-batch, over all ranks. The counts
-(`Normalizers`) are taken once, before the mini-batch is cut up; `sum_loss` is then linear in rows,
-so losses, gradients and metrics of micro-batches add up to those of the mini-batch, whatever the
-cut. Called by the policy losses and by training steps. Knows nothing about what it sums.
+A loss is a sum over tokens, divided by counts of the whole mini-batch over all ranks
+(`Normalizers`). The counts are computed once, before the mini-batch is split. `sum_loss` is then
+linear in rows, so losses, gradients and metrics of micro-batches add up to those of the mini-batch.
+Policy losses and training steps call this module.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch import Tensor
 
 
 class LossAggMode(StrEnum):
-    """How per-token losses become one number; names are VERL's.
+    """Ways to aggregate per-token losses. The names are VERL's.
 
-    With L the loss and M the mask, per row i of n non-empty rows:
+    L is the loss, M the mask, i a row and n the number of non-empty rows.
     """
 
     TOKEN_MEAN = "token-mean"
-    """sum(L M) / sum(M): every token counts the same (DAPO, https://arxiv.org/abs/2503.14476)."""
+    """sum(L M) / sum(M): all tokens have equal weight (DAPO, https://arxiv.org/abs/2503.14476)."""
     TOKEN_SUM = "token-sum"
     """sum(L M)."""
     SEQ_MEAN_TOKEN_SUM = "seq-mean-token-sum"
     """1/n sum_i sum_t L M."""
     SEQ_MEAN_TOKEN_MEAN = "seq-mean-token-mean"
-    """1/n sum_i (sum_t L M / sum_t M): every response counts the same (GRPO,
+    """1/n sum_i (sum_t L M / sum_t M): all responses have equal weight (GRPO,
     https://arxiv.org/abs/2402.03300)."""
     SEQ_MEAN_TOKEN_SUM_NORM = "seq-mean-token-sum-norm"
     """1/n sum_i sum_t L M / horizon, a constant length (Dr. GRPO,
@@ -42,9 +42,9 @@ class LossAggMode(StrEnum):
 class Normalizers:
     """Counts of one whole mini-batch, over all ranks.
 
-    `num_tokens` is the sum of the mask, `num_sequences` the number of rows with any target token,
-    `horizon` the constant length of `seq-mean-token-sum-norm`. A framework that averages gradients
-    over R ranks, rather than summing them, needs the loss times R.
+    `num_tokens` is the sum of the mask. `num_sequences` is the number of rows with a target token.
+    `horizon` is the constant length of `seq-mean-token-sum-norm`. A framework that averages
+    gradients over R ranks instead of summing them must multiply the loss by R.
     """
 
     num_tokens: float
@@ -56,13 +56,13 @@ class Normalizers:
             value = getattr(self, name)
             if not value > 0:
                 raise ValueError(
-                    f"{name} of a mini-batch must be > 0, got {value}: there is nothing to train "
-                    f"on; drop mini-batches without target tokens before the update"
+                    f"{name} of a mini-batch must be > 0, got {value}: the mini-batch has no "
+                    f"target token; drop such mini-batches before the update"
                 )
 
     @classmethod
     def from_mask(cls, loss_mask: Tensor, *, horizon: float | None = None) -> Normalizers:
-        """Count a (B, T) mask of a whole mini-batch; `horizon` defaults to T.
+        """The counts of a mask (B, T) of a whole mini-batch; `horizon` defaults to T.
 
         Raises:
             ValueError: the mask has no target token.
@@ -76,37 +76,37 @@ class Normalizers:
 
 
 def zero_masked(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` where `mask` is not 0, else 0: NaN and infinity in masked places do not leak, in
-    neither direction."""
+    """`values` where `mask` is not 0, else 0. NaN and infinity at masked positions affect neither
+    values nor gradients."""
     return torch.where(mask != 0, values, torch.zeros_like(values))
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of `values * mask`; masked places may hold anything."""
+    """Sum of `values * mask`. Values at masked positions are ignored."""
     weighted = zero_masked(values, mask) * mask
     return weighted.sum() if dim is None else weighted.sum(dim=dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the places where `mask` is not 0, weighted by it.
+    """Mean of `values`, weighted by `mask`.
 
     Raises:
-        ValueError: nothing is unmasked.
+        ValueError: the mask is empty.
     """
     count = mask.sum()
     if not bool(count > 0):
-        raise ValueError("masked_mean over an empty mask has no value; skip such batches")
+        raise ValueError("masked_mean over an empty mask is undefined; skip such batches")
     return masked_sum(values, mask) / count
 
 
 def sum_loss(loss_mat: Tensor, mask: Tensor, mode: str | LossAggMode, norm: Normalizers) -> Tensor:
     """This micro-batch's share of the mini-batch's loss.
 
-    `loss_mat` and `mask` are (B, T), the rows of a micro-batch (padded to any T). Rows without
-    target tokens contribute 0.
+    `loss_mat` and `mask` (B, T) are the rows of a micro-batch, padded to any T. Rows without target
+    tokens contribute 0.
 
     Raises:
-        ValueError: unknown mode; the message lists the modes.
+        ValueError: the mode is unknown; the message lists the modes.
     """
     match _mode(mode):
         case LossAggMode.TOKEN_MEAN:
@@ -119,7 +119,7 @@ def sum_loss(loss_mat: Tensor, mask: Tensor, mode: str | LossAggMode, norm: Norm
             return masked_sum(loss_mat, mask) / (norm.num_sequences * norm.horizon)
         case LossAggMode.SEQ_MEAN_TOKEN_MEAN:
             tokens_per_row = mask.sum(dim=-1)
-            # An empty row's numerator is 0, so any positive denominator gives its 0.
+            # An empty row's numerator is 0, so any positive denominator gives 0.
             divisor = torch.where(tokens_per_row > 0, tokens_per_row, 1)
             return (masked_sum(loss_mat, mask, dim=-1) / divisor).sum() / norm.num_sequences
 
@@ -129,9 +129,11 @@ _COUNTS: ContextVar[Normalizers | None] = ContextVar("_COUNTS", default=None)
 
 @contextmanager
 def counted(norm: Normalizers) -> Iterator[None]:
-    """In the body, what `agg_loss` is not told it takes from here: a loss written for a VERL that
-    passes no counts (up to 0.6) does not depend on micro-batches either. They are those of all
-    target tokens, also where it adds up a part of them."""
+    """A context manager that provides `agg_loss` with the counts that it does not get as arguments.
+
+    So losses written for VERL up to 0.6, which pass no counts, do not depend on micro-batches. The
+    counts are those of all target tokens, even if a loss aggregates only a part of them.
+    """
     token = _COUNTS.set(norm)
     try:
         yield
@@ -148,15 +150,17 @@ def agg_loss(
     global_batch_size: float | None = None,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
-    """`sum_loss` in VERL's spelling: (B, T) loss and mask to a scalar.
+    """`sum_loss` with VERL's arguments: aggregates a loss (B, T) with a mask (B, T) to a scalar.
 
-    `batch_num_tokens`: target tokens of the whole mini-batch; `global_batch_size`: its non-empty
-    rows; `loss_scale_factor`: the horizon. What is None is that of the mini-batch in a policy loss
-    that a trainer calls (`counted`), and elsewhere counted on `loss_mask`. `dp_size` multiplies the
-    result, for frameworks that average gradients over so many ranks.
+    `batch_num_tokens` is the number of target tokens of the whole mini-batch, `global_batch_size`
+    its number of non-empty rows, `loss_scale_factor` the horizon. If one is None, it is that of the
+    mini-batch in a policy loss called by a trainer (`counted`); elsewhere it is computed from
+    `loss_mask`. The result is multiplied by `dp_size`, for frameworks that average gradients over
+    that number of ranks.
 
     Raises:
-        ValueError: unknown mode, a count that is not positive, or several ranks without the counts.
+        ValueError: the mode is unknown, a count is not positive, or counts are missing with several
+            ranks.
     """
     counts = _COUNTS.get()
     if loss_scale_factor is None and counts is not None:
@@ -164,8 +168,8 @@ def agg_loss(
     if batch_num_tokens is None or global_batch_size is None:
         if dp_size > 1:
             raise ValueError(
-                f"with dp_size={dp_size} the rows of one rank are not the mini-batch: give its "
-                f"batch_num_tokens and global_batch_size"
+                f"with dp_size={dp_size} the rows of one rank are not the mini-batch: pass the "
+                f"mini-batch's batch_num_tokens and global_batch_size"
             )
         own = counts or Normalizers.from_mask(loss_mask, horizon=loss_scale_factor)
         batch_num_tokens = own.num_tokens if batch_num_tokens is None else batch_num_tokens

@@ -1,7 +1,7 @@
-"""Entropy of the policy's next-token distribution, and its bonus in the loss.
+"""Entropy of the policy's next-token distribution, and the entropy bonus of the loss.
 
-Called by training steps. Where hidden states are at hand, `log_probs.chunked_token_log_probs`
-gives entropies without holding all logits.
+Training steps call this module. With hidden states instead of logits, use
+`log_probs.chunked_token_log_probs`, which computes entropies without all logits in memory.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from slipstream.algorithms.aggregation import LossAggMode, Normalizers, sum_loss
 def entropy_loss(
     entropy: Tensor, mask: Tensor, mode: str | LossAggMode, norm: Normalizers, *, coeff: float
 ) -> Tensor:
-    """-coeff * aggregated entropy: the term that is added to the loss to keep the policy from
-    collapsing. `entropy` and `mask` are (B, T): rows of the mini-batch that `norm` counts.
+    """-coeff * aggregated entropy, a loss term that keeps the policy from collapsing.
+
+    `entropy` and `mask` are (B, T), rows of the mini-batch that `norm` counts.
 
     Source: Williams and Peng, 1991; in PPO: https://arxiv.org/abs/1707.06347, eq. 9.
     """

@@ -1,7 +1,7 @@
-"""Exact KL between two policies over the whole vocabulary, straight from hidden states.
+"""Exact KL between two policies over the full vocabulary, computed from hidden states.
 
-Estimators from sampled tokens are in `kl`. Called by training steps with a reference policy or a
-teacher. Knows nothing about models or sequences.
+`kl` has the estimators from sampled tokens. Training steps call this module with a reference policy
+or a teacher.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slipstream.algorithms.head_rows import HeadGradients, check_head, chunks, num_words
+from slipstream.algorithms.head_rows import HeadGradients, check_head, chunks, vocab_size
 from slipstream.algorithms.log_probs import DEFAULT_CHUNK_SIZE, check_temperature, log_softmax_rows
 
 KLDirection = Literal["reverse", "forward"]
@@ -32,32 +32,34 @@ def chunked_full_kl(
     product: Product | None = None,
     ref_product: Product | None = None,
 ) -> Tensor:
-    """KL per token in nats, never holding N x V logits. With p the policy and q the reference, both
-    at `temperature`:
+    """KL per token in nats, without N x V logits in memory. With p the policy and q the reference,
+    both at `temperature`:
 
     - `reverse`: KL(p || q) = sum_v p (log p - log q), the expectation of `kl`'s estimators;
     - `forward`: KL(q || p) = sum_v q (log q - log p), as in distillation from a teacher.
 
-    `hidden_ND` (N, D) and `weight_VD` (V, D) of the policy, `ref_hidden_ND` (N, D') and
-    `ref_weight_VD` (V, D') of the reference, which gets no gradient. Returns (N,), float32 (float64
-    for float64 inputs), differentiable once in the policy's. Memory is O(chunk_size V); the
-    backward pass computes the logits again. `product` and `ref_product` compute x W^T, and without
-    a head hidden states are logits, as in `chunked_token_log_probs`.
+    `hidden_ND` (N, D) and `weight_VD` (V, D) are hidden states and LM head of the policy,
+    `ref_hidden_ND` (N, D') and `ref_weight_VD` (V, D') those of the reference, which gets no
+    gradient. Returns (N,) in float32 (float64 for float64 inputs), differentiable once in the
+    policy's inputs. Memory is O(chunk_size V), because the backward pass recomputes the logits.
+    `product` and `ref_product` compute x W^T; if a weight is None, the hidden states are logits
+    (`chunked_token_log_probs`).
 
     Source: Kullback and Leibler, 1951; as a penalty: https://arxiv.org/abs/1909.08593, section 2.2.
 
     Raises:
-        ValueError: shapes do not fit, an unknown direction, or `temperature` or `chunk_size` is not
-            positive.
+        ValueError: shapes do not fit, the direction is unknown, or `temperature` or `chunk_size` is
+            not positive.
     """
     check_temperature(temperature)
     check_head(hidden_ND, weight_VD, chunk_size)
     check_head(ref_hidden_ND, ref_weight_VD, chunk_size)
-    words, ref_words = num_words(hidden_ND, weight_VD), num_words(ref_hidden_ND, ref_weight_VD)
-    if len(hidden_ND) != len(ref_hidden_ND) or words != ref_words:
+    vocab, ref_vocab = vocab_size(hidden_ND, weight_VD), vocab_size(ref_hidden_ND, ref_weight_VD)
+    if len(hidden_ND) != len(ref_hidden_ND) or vocab != ref_vocab:
         raise ValueError(
-            f"policy and reference must have the same rows and vocabulary, got {len(hidden_ND)} "
-            f"and {len(ref_hidden_ND)} rows, {words} and {ref_words} words"
+            f"policy and reference must have equal numbers of rows and tokens, got "
+            f"{len(hidden_ND)} and {len(ref_hidden_ND)} rows, {vocab} and {ref_vocab} tokens in "
+            f"the vocabulary"
         )
     if direction not in ("reverse", "forward"):
         raise ValueError(

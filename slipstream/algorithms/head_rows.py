@@ -1,6 +1,6 @@
-"""What functions of the LM head over chunks of rows share: checks, and where gradients add up.
+"""Shared parts of functions that apply the LM head chunk by chunk: checks and gradient sums.
 
-Called by `log_probs`, `full_kl` and `correction.support_replay`.
+`log_probs`, `full_kl` and `correction.support_replay` use this module.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from torch import Tensor
 
 
 class HeadGradients:
-    """Gradients of hidden states and LM head from those of logits, chunk by chunk.
+    """Accumulates the gradients of hidden states and LM head from logit gradients, by chunks.
 
-    Chunks add up in float32 (float64 for float64): in bfloat16 the sum would lose the small ones.
+    The sum over chunks is in float32 (float64 for float64), because bfloat16 would lose small
+    terms.
     """
 
     def __init__(
@@ -26,8 +27,8 @@ class HeadGradients:
             self._grad_weight = torch.zeros_like(weight_VD, dtype=wide)
 
     def add(self, rows: slice, grad_logits: Tensor) -> None:
-        """`grad_logits` (rows, V) are with respect to the product of hidden states and head, or to
-        `hidden_ND` itself where there is no head."""
+        """Add a chunk. `grad_logits` (rows, V) is the gradient of the product of hidden states and
+        head, or of `hidden_ND` itself without a head."""
         if self._weight is None:
             if self._grad_hidden is not None:
                 self._grad_hidden[rows] = grad_logits
@@ -38,13 +39,13 @@ class HeadGradients:
         if self._grad_weight is not None:
             hidden = self._hidden[rows].to(self._weight.dtype)
             if self._grad_weight.dtype == self._weight.dtype:
-                # In place: a product of its own would be another V x D matrix.
+                # In place, because a separate product would need another V x D matrix.
                 self._grad_weight.addmm_(grad_logits.T, hidden)
             else:
                 self._grad_weight += grad_logits.T @ hidden
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of hidden states and head, in their dtypes; None where not needed."""
+        """The gradients of hidden states and head, in their dtypes; None if not needed."""
         grad_weight = self._grad_weight
         if grad_weight is not None and self._weight is not None:
             grad_weight = grad_weight.to(self._weight.dtype)
@@ -52,7 +53,7 @@ class HeadGradients:
 
 
 def check_head(hidden_ND: Tensor, weight_VD: Tensor | None, chunk_size: int) -> None:
-    """ValueError where hidden states do not fit the head, or `chunk_size` is not positive."""
+    """Raise ValueError if hidden states do not fit the head or `chunk_size` is not positive."""
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be >= 1, got {chunk_size}")
     if weight_VD is None:
@@ -66,8 +67,8 @@ def check_head(hidden_ND: Tensor, weight_VD: Tensor | None, chunk_size: int) -> 
         )
 
 
-def num_words(hidden_ND: Tensor, weight_VD: Tensor | None) -> int:
-    """V: without a head, hidden states are logits."""
+def vocab_size(hidden_ND: Tensor, weight_VD: Tensor | None) -> int:
+    """V, from the head, or from the logits if there is no head."""
     return hidden_ND.shape[1] if weight_VD is None else len(weight_VD)
 
 

@@ -1,9 +1,9 @@
-"""Distance between two policies on sampled tokens, and the controllers of its weight.
+"""KL between two policies, estimated on sampled tokens, and controllers of its coefficient.
 
-Estimators of KL(policy || reference) from the log-probs of tokens that the policy sampled, after
-http://joschu.net/blog/kl-approx.html. In the loss the trainer aggregates `kl_penalty`; in the
-reward `apply_kl_penalty` subtracts it from token scores, and `subtract_kl` one that was computed
-otherwise (`full_kl`). Knows nothing about models.
+The estimators of KL(policy || reference) use the log-probs of tokens that the policy sampled
+(http://joschu.net/blog/kl-approx.html). For a KL in the loss, the trainer aggregates `kl_penalty`.
+For a KL in the reward, `apply_kl_penalty` subtracts the estimate from token scores, and
+`subtract_kl` subtracts a KL that was computed in another way (`full_kl`).
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from torch import Tensor
 from slipstream.algorithms.aggregation import masked_sum, zero_masked
 
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-"""Estimator names; each may carry a `+` suffix."""
+"""Names of estimators. Each may have the suffix `+`."""
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """Per-token KL estimate of the kind `kl_penalty`, shape of the inputs. With d = logprob -
-    ref_logprob:
+    """Per-token KL estimates of the kind `kl_penalty`, in the shape of the inputs. With d =
+    logprob - ref_logprob:
 
     - `kl`, `k1`: d. Unbiased; as a loss its expected gradient is 0.
     - `abs`: |d|.
-    - `mse`, `k2`: d^2 / 2. Biased value; its gradient is that of the KL, in expectation.
-    - `low_var_kl`, `k3`: e^-d - 1 + d, the exponent clamped to +-20 and the value to +-10.
+    - `mse`, `k2`: d^2 / 2. The value is biased; the expected gradient is that of the KL.
+    - `low_var_kl`, `k3`: e^-d - 1 + d, with the exponent clamped to +-20 and the value to +-10.
       Unbiased and never negative.
-    - with `+` (`k1+`, `k3+`, ...): the named value with k2's gradient (straight-through).
+    - with `+` (`k1+`, `k3+`, ...): the value of that estimator with k2's gradient
+      (straight-through).
 
     Raises:
-        ValueError: unknown kind, or `full` or `full_forward`, which cannot be computed from sampled
-            tokens; see `full_kl`.
+        ValueError: the kind is unknown, or it is `full` or `full_forward`, which cannot be computed
+            from sampled tokens (`full_kl` computes them).
     """
     named = kl_penalty.removesuffix("+")
     if named != kl_penalty and not named.endswith("+"):
@@ -55,10 +56,10 @@ def _estimate(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
             return (log_ratio.exp() - log_ratio - 1).clamp(-10.0, 10.0)
         case "full" | "full_forward":
             raise ValueError(
-                f"kl penalty {kind!r} sums over the whole vocabulary and needs both policies' "
-                f"hidden states, but here are only log-probs of the sampled tokens; "
-                f"actor_rollout_ref.actor.kl_loss_type={kind} and algorithm.kl_penalty={kind} "
-                f"compute it, elsewhere use chunked_full_kl, 'k3' (low_var_kl) or 'k3+'"
+                f"kl penalty {kind!r} sums over the full vocabulary and needs both policies' "
+                f"hidden states, but kl_penalty() has only log-probs of sampled tokens; set "
+                f"actor_rollout_ref.actor.kl_loss_type={kind} or algorithm.kl_penalty={kind}, or "
+                f"in code use chunked_full_kl, 'k3' (low_var_kl) or 'k3+'"
             )
     raise ValueError(
         f"unknown kl penalty {kind!r}; known: {', '.join(KL_KINDS)}, each also with a '+' suffix"
@@ -66,17 +67,17 @@ def _estimate(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
 
 
 class KLController(Protocol):
-    """Holds the weight of a KL penalty; `value` is also its state for checkpoints."""
+    """Controls the coefficient `value` of a KL penalty. `value` is its whole state."""
 
     value: float
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Tell the KL just measured; `n_steps` is the number of sequences it was measured on."""
+        """Update `value` from a KL that was measured on `n_steps` sequences."""
         ...
 
 
 class FixedKLController:
-    """A constant weight."""
+    """A constant coefficient."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
@@ -86,7 +87,7 @@ class FixedKLController:
 
 
 class AdaptiveKLController:
-    """Steers the KL to a target: value *= 1 + clip(kl / target - 1, +-0.2) * n_steps / horizon.
+    """Moves the KL towards a target: value *= 1 + clip(kl / target - 1, +-0.2) * n_steps / horizon.
 
     Source: Ziegler et al., https://arxiv.org/abs/1909.08593, section 2.2.
     """
@@ -102,15 +103,15 @@ class AdaptiveKLController:
         self.horizon = horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Move `value` towards what makes the KL equal its target.
+        """Raise `value` if the KL is above the target, and lower it if the KL is below.
 
         Raises:
-            ValueError: so many sequences in one step that the weight could turn negative.
+            ValueError: `n_steps` is so large that the coefficient could become negative.
         """
         if n_steps >= 5 * self.horizon:
             raise ValueError(
-                f"{n_steps} sequences in one step could turn the KL's weight negative with "
-                f"horizon={self.horizon:g}; it must be more than a fifth of them (10000 is usual)"
+                f"{n_steps} sequences in one step could turn the KL coefficient negative with "
+                f"horizon={self.horizon:g}; set the horizon above {n_steps / 5:g} (10000 is usual)"
             )
         error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
@@ -119,10 +120,10 @@ class AdaptiveKLController:
 def get_kl_controller(
     kind: str, *, kl_coef: float, target_kl: float = 0.1, horizon: float = 10000
 ) -> KLController:
-    """The controller of `algorithm.kl_ctrl`: `fixed` or `adaptive`.
+    """Make the controller of `algorithm.kl_ctrl`, of kind `fixed` or `adaptive`.
 
     Raises:
-        ValueError: another kind, or an impossible target or horizon.
+        ValueError: the kind is unknown, or the target or horizon is not positive.
     """
     if kind == "fixed":
         return FixedKLController(kl_coef)
@@ -140,11 +141,11 @@ def apply_kl_penalty(
     kl_ctrl: KLController,
     kl_penalty_kind: str = "kl",
 ) -> tuple[Tensor, dict[str, float]]:
-    """In-reward KL from log-probs of the sampled tokens: `subtract_kl` of
-    `kl_penalty(old_log_probs, ref_log_probs, kl_penalty_kind)`. All tensors (B, T).
+    """In-reward KL from log-probs of sampled tokens. It is `subtract_kl` with
+    `kl_penalty(old_log_probs, ref_log_probs, kl_penalty_kind)`. All tensors are (B, T).
 
     Raises:
-        ValueError: unknown kind, or no row has an unmasked token.
+        ValueError: the kind is unknown, or the mask is empty.
     """
     with torch.no_grad():
         kl = kl_penalty(old_log_probs, ref_log_probs, kl_penalty_kind)
@@ -154,21 +155,24 @@ def apply_kl_penalty(
 def subtract_kl(
     token_level_scores: Tensor, kl: Tensor, response_mask: Tensor, *, kl_ctrl: KLController
 ) -> tuple[Tensor, dict[str, float]]:
-    """In-reward KL: token rewards = scores - beta KL M, beta from the controller before its update.
+    """In-reward KL: token rewards = scores - beta KL M, with beta from the controller.
 
-    All tensors (B, T). The measured KL is the mean over non-empty rows of the row's mean; it is
-    reported and given to the controller together with B. Call it once per whole batch.
+    Returns rewards and metrics. All tensors are (B, T). The measured KL is the mean of row means
+    over non-empty rows. It is reported, and then the controller is updated with it and B. Call this
+    once per batch, with the whole batch.
 
     Source: InstructGPT, https://arxiv.org/abs/2203.02155, eq. 2.
 
     Raises:
-        ValueError: no row has an unmasked token.
+        ValueError: the mask is empty.
     """
     with torch.no_grad():
         tokens_per_row = response_mask.sum(dim=-1)
         kept = tokens_per_row > 0
         if not bool(kept.any()):
-            raise ValueError("in-reward KL over an empty response mask has no value")
+            raise ValueError(
+                "in-reward KL over an empty response mask is undefined; skip such batches"
+            )
         row_kl = masked_sum(kl, response_mask, dim=-1)[kept] / tokens_per_row[kept]
         current_kl = float(row_kl.mean())
         beta = kl_ctrl.value

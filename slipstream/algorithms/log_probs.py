@@ -1,9 +1,9 @@
-"""Log-probs and entropies of given tokens, from logits or straight from hidden states.
+"""Log-probs and entropies of given tokens, from logits or from hidden states.
 
-Everything is computed in float32 (float64 inputs stay float64), whatever the model's precision,
-and row by row with the same operations: LM head product, cast, division by the temperature,
-log-softmax. The inference engine computes the same ones, so that its log-probs and the trainer's
-agree to the last bit. Called by training steps. Knows nothing about models or sequences.
+Computation is in float32 (float64 for float64 inputs) with any dtype of the model. Each row is
+computed with the same operations: LM head product, cast, division by the temperature, log-softmax.
+The inference engine uses the same operations, so its log-probs are bitwise equal to the trainer's.
+Training steps call this module.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from slipstream.algorithms.head_rows import HeadGradients, check_head, chunks, num_words
+from slipstream.algorithms.head_rows import HeadGradients, check_head, chunks, vocab_size
 
 DEFAULT_CHUNK_SIZE = 512
-"""Rows whose logits exist at once: 512 rows of 150,000 words are 0.3 GB in float32."""
+"""Rows whose logits are in memory at once: 512 rows with a vocabulary of 150,000 are 0.3 GB in
+float32."""
 
 DEFAULT_KEEP_BYTES = 600_000_000
-"""What trainers keep of logits for the backward pass: half of those of 8,192 tokens and 32,768
-words, where computing all of them again would make a pass slower than one that keeps them all."""
+"""Bytes of logits that trainers keep for the backward pass: half the logits of 8,192 tokens with a
+vocabulary of 32,768. At that size, recomputing all logits would be slower than keeping them."""
 
 _MIN_GEMM_ROWS = 12
 _GEMM_ROW_MULTIPLE = 4
@@ -32,10 +33,11 @@ _GEMM_ROW_MULTIPLE = 4
 def token_log_probs(logits_NV: Tensor, labels_N: Tensor, temperature: float = 1.0) -> Tensor:
     """log softmax(logits / temperature) at the labels.
 
-    `logits_NV` (..., V), `labels_N` (...) integer; returns (...), float32 (float64 for float64).
+    `logits_NV` is (..., V), `labels_N` (...) integer. Returns (...) in float32 (float64 for
+    float64).
 
     Raises:
-        ValueError: `temperature` is not positive: a greedy policy has no log-probs.
+        ValueError: `temperature` is not positive; a greedy policy has no log-probs.
     """
     check_temperature(temperature)
     log_p = torch.log_softmax(_tempered(logits_NV, temperature), dim=-1)
@@ -52,15 +54,14 @@ def chunked_token_log_probs(
     keep_bytes: int = 0,
     product: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of `labels_N` and entropies under the LM head, never holding N x V logits.
+    """Log-probs of `labels_N` and entropies under the LM head, without N x V logits in memory.
 
-    `hidden_ND` (N, D) are inputs of the LM head `weight_VD` (V, D); returns two (N,) tensors,
+    `hidden_ND` (N, D) are the inputs of the LM head `weight_VD` (V, D). Returns two tensors (N,) in
     float32 (float64 for float64 inputs), differentiable once in `hidden_ND` and `weight_VD`. Memory
-    is O(chunk_size V): the backward pass computes the logits again, except of as many first chunks
-    as fit in `keep_bytes` until then. Row i of the result does not depend on N, `chunk_size` or
-    `keep_bytes`, to the last bit. `product` computes x W^T into fresh memory, where the engine has
-    a faster kernel for it than `F.linear`. Where `weight_VD` is None, `hidden_ND` (N, V) are logits
-    already.
+    is O(chunk_size V): the backward pass recomputes the logits, except for the first chunks that
+    fit in `keep_bytes`. Row i of the result is bitwise independent of N, `chunk_size` and
+    `keep_bytes`. `product` computes x W^T into new memory, if there is a faster kernel than
+    `F.linear`. If `weight_VD` is None, `hidden_ND` (N, V) are logits.
 
     Raises:
         ValueError: shapes do not fit, `temperature` or `chunk_size` is not positive, or
@@ -92,9 +93,10 @@ def chunked_sum_pi_squared(
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     product: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """sum_v p_v^2 of each row's distribution, for the optimal token baseline; without gradient.
+    """sum_v p_v^2 of each row's distribution, for the optimal token baseline. Has no gradient.
 
-    Shapes, memory and `product` as in `chunked_token_log_probs`; returns (N,) in (0, 1].
+    Shapes, memory and `product` are as in `chunked_token_log_probs`. Returns (N,) with values in
+    (0, 1].
 
     Raises:
         ValueError: shapes do not fit, or `temperature` or `chunk_size` is not positive.
@@ -130,9 +132,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         log_probs = hidden.new_empty(len(hidden), dtype=dtype)
         entropies = torch.empty_like(log_probs)
-        # One for all chunks: large fresh memory costs as much as what is computed in it.
+        # One buffer for all chunks: allocating large memory takes as long as computing in it.
         scratch = hidden.new_empty(
-            min(chunk_size, len(hidden)), num_words(hidden, weight), dtype=dtype
+            min(chunk_size, len(hidden)), vocab_size(hidden, weight), dtype=dtype
         )
         kept: dict[int, Tensor] = {}
         for rows in chunks(len(hidden), chunk_size):
@@ -160,7 +162,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grads = HeadGradients(hidden, weight, need_hidden=need_hidden, need_weight=need_weight)
         for rows in chunks(len(hidden), chunk_size):
-            # What was kept is used up here; a second backward pass computes it again.
+            # Kept chunks are overwritten here; a second backward pass recomputes them.
             log_p = ctx.kept.pop(rows.start, None)
             if grad_entropies is None:
                 if log_p is None:
@@ -190,8 +192,7 @@ def log_softmax_rows(
     temperature: float,
     product: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """(n, V) log-probs of n rows, all that `chunked_token_log_probs` holds at once; each row's bits
-    do not depend on n."""
+    """Log-probs (n, V) of n rows. Each row is bitwise independent of n."""
     logits = _head_logits(hidden, weight, temperature, product)
     return torch.log_softmax(logits, dim=-1, out=_in_place(logits))
 
@@ -202,7 +203,8 @@ def softmax_rows(
     temperature: float,
     product: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """exp of `log_softmax_rows` but for rounding, in a third of the time of its softmax."""
+    """Probabilities (n, V), up to rounding the exp of `log_softmax_rows`, in a third of the
+    time."""
     logits = _head_logits(hidden, weight, temperature, product)
     return torch.softmax(logits, dim=-1, out=_in_place(logits))
 
@@ -214,7 +216,7 @@ def _head_logits(
     product: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     if weight is None:
-        # Fresh memory: softmax writes over it.
+        # A copy, because softmax overwrites it.
         return _tempered(hidden.clone(), temperature)
     rows = _pad_rows(hidden)
     logits = (F.linear(rows, weight) if product is None else product(rows))[: len(hidden)]
@@ -222,8 +224,8 @@ def _head_logits(
 
 
 def _in_place(logits: Tensor) -> Tensor | None:
-    """Where softmax may write its result: on CPU over its input, as it ends with each row before
-    it begins the next one; elsewhere kernels promise no such thing."""
+    """The output tensor of a softmax over `logits`. On CPU it is the input, because the kernel
+    finishes each row before the next; other devices' kernels do not guarantee this."""
     return logits if logits.device.type == "cpu" else None
 
 
@@ -231,14 +233,17 @@ def _tempered(logits: Tensor, temperature: float) -> Tensor:
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if temperature == 1:
         return logits
-    # Divide by a tensor, as the engine does: by a number, CUDA multiplies with the reciprocal.
+    # Divide by a tensor like the engine does: for a number, CUDA multiplies by the reciprocal.
     return logits / torch.full((), temperature, dtype=logits.dtype, device=logits.device)
 
 
 def _pad_rows(hidden: Tensor) -> Tensor:
-    """Zero rows up to a multiple of 4 and at least 12: from there on, the float32 and float64
-    matrix products on CPU compute each row independently of how many rows there are (where D is a
-    multiple of 4, as in models: others of small heads also depend on where the row lies)."""
+    """Pad with zero rows to a multiple of 4 and at least 12.
+
+    With such numbers of rows, float32 and float64 matrix products on CPU compute each row
+    independently of the number of rows, if D is a multiple of 4, as in models. With other D and
+    small heads a result also depends on the row's alignment in memory.
+    """
     if hidden.dtype not in (torch.float32, torch.float64):
         return hidden
     n = len(hidden)
@@ -247,9 +252,9 @@ def _pad_rows(hidden: Tensor) -> Tensor:
 
 
 def check_temperature(temperature: float) -> None:
-    """ValueError where there are no log-probs: a temperature that is not positive."""
+    """Raise ValueError unless the temperature is positive."""
     if not temperature > 0:
         raise ValueError(
-            f"log-probs need temperature > 0, got {temperature}; greedy responses are scored at "
-            f"the temperature that the policy trains at"
+            f"log-probs need temperature > 0, got {temperature}; score greedy responses at the "
+            f"temperature that the policy is trained at"
         )

@@ -1,8 +1,8 @@
-"""Names of advantage estimators and policy losses, and how users add their own.
+"""Registries of advantage estimators and policy losses, by VERL's names.
 
-Two registries under VERL's names. They know nothing about what the functions compute. The loop's
-wiring looks functions up by the configured name; user code registers with the decorators, in the
-module that `actor_rollout_ref.model.external_lib` names, or in any that is imported before.
+`build` looks functions up by the configured names. Users register their own functions with the
+decorators, in the module named by `actor_rollout_ref.model.external_lib` or in any module that is
+imported earlier.
 """
 
 from __future__ import annotations
@@ -17,39 +17,38 @@ from torch import Tensor
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 """`(*, token_level_rewards, response_mask, index, config) -> (advantages, returns)`.
 
-`token_level_rewards` and `response_mask` are (B, T), `index` holds B group keys (the prompt's
-uid), `config` is an `AdvantageConfig`; `AdvantageNeed` describes what an estimator may ask for
-besides. Both results are (B, T), 0 where masked; float64 if the rewards are, else float32. Called
-with keywords only, on the whole batch; further keywords may be added, so user functions should take
+`token_level_rewards` and `response_mask` are (B, T), `index` has B group keys (the prompts' uids),
+`config` is an `AdvantageConfig`. `AdvantageNeed` lists further inputs of estimators. Both results
+are (B, T), 0 where masked, in float64 if the rewards are, else float32. Estimators are called with
+keywords only, on the whole batch. Later versions may add keywords, so user functions should accept
 `**kwargs`.
 """
 
 LossMetrics = dict[str, Tensor | float]
-"""Scalars of one micro-batch (detached). They add up: the sum over the micro-batches of a
-mini-batch is the mini-batch's value."""
+"""Detached scalars of one micro-batch. Their sum over micro-batches is the mini-batch's value."""
 
 PolicyLossFn = Callable[..., tuple[Tensor, LossMetrics]]
 """`(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)
 -> (loss, metrics)`.
 
-All tensors are (B, T); `config` is a `PolicyLossConfig`, `rollout_is_weights` may be None. The
-loss is a scalar, linear in rows given `config.normalizers`, so that micro-batches add up.
+All tensors are (B, T); `config` is a `PolicyLossConfig`; `rollout_is_weights` may be None. The loss
+is a scalar and linear in rows, given `config.normalizers`, so that micro-batches add up.
 """
 
 PolicyLossSelection = Callable[..., Tensor]
-"""`(old_log_prob, log_prob, advantages, response_mask, config, *, lots=None) -> selected`.
+"""`(old_log_prob, log_prob, advantages, response_mask, config, *, hashes=None) -> selected`.
 
-Chooses the tokens that a loss treats in its own way, over a whole mini-batch and all ranks, once
-before its micro-batches: all are (B, T), the result bool; `lots` are int64, as `token_lots` draws
-them. Only values at target tokens count, not where they stand: ranks may gather their target tokens
-into one (1, N) row.
+Selects the tokens that a loss treats differently. It is called once over a whole mini-batch and all
+ranks, before its micro-batches. All tensors are (B, T), the result is bool. `hashes` are int64, as
+computed by `token_hashes`. The result depends only on the values at target tokens, not on their
+positions, so ranks may gather their target tokens into one row (1, N).
 """
 
 _Fn = TypeVar("_Fn", bound=Callable[..., object])
 
 
 class AdvantageEstimator(StrEnum):
-    """The estimators that ship."""
+    """The built-in estimators."""
 
     GAE = "gae"
     GRPO = "grpo"
@@ -69,28 +68,29 @@ class AdvantageEstimator(StrEnum):
 
 
 class AdvantageNeed(StrEnum):
-    """What an estimator needs beyond rewards, mask and group keys; the keyword that brings it."""
+    """Inputs that an estimator can request in addition to rewards, mask and group keys. The value
+    is the keyword."""
 
     VALUES = "values"
-    """(B, T): the critic's values."""
+    """The critic's values (B, T)."""
     REWARD_BASELINES = "reward_baselines"
-    """(B,): scores of the prompts' greedy responses."""
+    """Scores (B,) of the prompts' greedy responses."""
     OLD_LOG_PROBS = "old_log_probs"
-    """(B, T): log-probs under the policy before the update."""
+    """Log-probs (B, T) under the policy before the update."""
     REF_LOG_PROBS = "ref_log_probs"
-    """(B, T): log-probs under the reference model."""
+    """Log-probs (B, T) under the reference model."""
     SUM_PI_SQUARED = "sum_pi_squared"
-    """(B, T): sum over the vocabulary of squared probabilities, under the policy before the
+    """Sums of squared probabilities over the vocabulary (B, T), under the policy before the
     update."""
     ROLLOUT_IS_WEIGHTS = "rollout_is_weights"
-    """(B, T): importance weights of the rollout correction; the only one that is brought just where
-    it exists."""
+    """Importance weights of the rollout correction (B, T). The only optional input: it is passed
+    only if there are weights."""
     REWARD_PARTS = "reward_parts"
-    """Name to (B,): named components of the rewards."""
+    """Named components of the rewards: name -> (B,)."""
 
 
 class RegistryError(ValueError):
-    """A name is unknown, or already taken by another function."""
+    """A name is unknown, or another function has it."""
 
 
 _ADVANTAGES: dict[str, AdvantageFn] = {}
@@ -102,13 +102,13 @@ _SELECTIONS: dict[PolicyLossFn, PolicyLossSelection] = {}
 def register_adv_est(
     name: str | AdvantageEstimator, *, needs: Iterable[AdvantageNeed] = ()
 ) -> Callable[[_Fn], _Fn]:
-    """Decorator: make an `AdvantageFn` available as `algorithm.adv_estimator=<name>`.
+    """Decorator that registers an `AdvantageFn` for `algorithm.adv_estimator=<name>`.
 
-    The caller passes each of `needs` under its own name.
+    The caller passes each of `needs` as a keyword.
 
     Raises:
         RegistryError: another function has the name.
-        ValueError: a need that is none.
+        ValueError: a need is not an `AdvantageNeed`.
     """
     key, needed = registered_name(name), frozenset(AdvantageNeed(need) for need in needs)
     register = _register(_ADVANTAGES, "advantage estimator", key)
@@ -122,20 +122,21 @@ def register_adv_est(
 
 
 def get_adv_estimator_fn(name: str | AdvantageEstimator) -> AdvantageFn:
-    """The estimator registered under `name`, or under its spelling with `_plus_plus` for `++` and
-    `_` for `-`.
+    """The estimator registered as `name`, or as its spelling with `_plus_plus` for `++` and `_` for
+    `-`.
 
     Raises:
-        RegistryError: no such name; the message lists the known ones.
+        RegistryError: the name is unknown; the message lists the known names.
     """
     return _lookup(_ADVANTAGES, "advantage estimator", "register_adv_est", registered_name(name))
 
 
 def adv_needs(name: str | AdvantageEstimator) -> frozenset[AdvantageNeed]:
-    """What the estimator `name` is to be given beyond rewards, mask, group keys and config.
+    """The inputs that the estimator `name` needs in addition to rewards, mask, group keys and
+    config.
 
     Raises:
-        RegistryError: as `get_adv_estimator_fn`.
+        RegistryError: the name is unknown.
     """
     get_adv_estimator_fn(name)
     return _NEEDS.get(registered_name(name), frozenset())
@@ -144,15 +145,15 @@ def adv_needs(name: str | AdvantageEstimator) -> frozenset[AdvantageNeed]:
 def register_policy_loss(
     name: str, *, select: PolicyLossSelection | None = None
 ) -> Callable[[_Fn], _Fn]:
-    """Decorator: make a `PolicyLossFn` available as
+    """Decorator that registers a `PolicyLossFn` for
     `actor_rollout_ref.actor.policy_loss.loss_mode=<name>`.
 
-    `select` is for losses that treat some tokens of the mini-batch differently: the trainer calls
-    it once over the whole mini-batch, and the loss finds its rows' part in `config.selected`.
+    `select` is for losses that treat some tokens of the mini-batch differently. The trainer calls
+    it once over the whole mini-batch, and passes each micro-batch its part as `config.selected`.
 
     Raises:
-        RegistryError: another function has the name. VERL overwrites without a word here; two
-            modules that pick one name would then train with whichever was imported last.
+        RegistryError: another function has the name. (VERL overwrites silently, so that the last
+            import decides.)
     """
     register = _register(_POLICY_LOSSES, "policy loss", name)
 
@@ -166,35 +167,36 @@ def register_policy_loss(
 
 
 def get_policy_loss_fn(name: str) -> PolicyLossFn:
-    """The policy loss registered under `name`.
+    """The policy loss registered as `name`.
 
     Raises:
-        RegistryError: no such name; the message lists the known ones.
+        RegistryError: the name is unknown; the message lists the known names.
     """
     return _lookup(_POLICY_LOSSES, "policy loss", "register_policy_loss", name)
 
 
 def policy_loss_selection(name: str) -> PolicyLossSelection | None:
-    """What selects tokens for the policy loss `name`; None where the loss needs no selection.
+    """The function that selects tokens for the policy loss `name`; None if it needs none.
 
     Raises:
-        RegistryError: no such loss; the message lists the known ones.
+        RegistryError: the name is unknown; the message lists the known names.
     """
     return _SELECTIONS.get(get_policy_loss_fn(name))
 
 
 def adv_estimator_names() -> tuple[str, ...]:
-    """Every registered estimator, sorted."""
+    """The names of all registered estimators, sorted."""
     return tuple(sorted(_ADVANTAGES))
 
 
 def policy_loss_names() -> tuple[str, ...]:
-    """Every registered policy loss, sorted."""
+    """The names of all registered policy losses, sorted."""
     return tuple(sorted(_POLICY_LOSSES))
 
 
 def registered_name(name: str | AdvantageEstimator) -> str:
-    """`name` itself, unless it is another spelling of an estimator that exists."""
+    """The registered spelling of `name` if it is another spelling of a known estimator, else `name`
+    itself."""
     other = str(name).replace("++", "_plus_plus").replace("-", "_")
     return other if str(name) not in _ADVANTAGES and other in _ADVANTAGES else str(name)
 
@@ -208,7 +210,7 @@ def _register(table: dict[str, Any], kind: str, name: str) -> Callable[[_Fn], _F
             raise RegistryError(
                 f"{kind} {key!r} is already registered by "
                 f"{getattr(known, '__module__', '?')}.{getattr(known, '__qualname__', known)}; "
-                f"register yours under another name"
+                f"use another name"
             )
         return fn
 
@@ -222,7 +224,7 @@ def _lookup(table: dict[str, _Fn], kind: str, decorator: str, name: str) -> _Fn:
         meant = f" (did you mean {near[0]!r}?)" if near else ""
         raise RegistryError(
             f"unknown {kind} {str(name)!r}{meant}; known: {', '.join(sorted(table))}. "
-            f"Your own needs @{decorator}({str(name)!r}) in a module that "
-            "actor_rollout_ref.model.external_lib names"
+            f"Register your own with @{decorator}({str(name)!r}) in a module, and set "
+            "actor_rollout_ref.model.external_lib to that module"
         )
     return fn

@@ -1,7 +1,7 @@
-"""What advantage estimators and policy losses read from their `config` argument.
+"""Settings of advantage estimators and policy losses, their `config` argument.
 
-Attribute names are VERL's, so functions written for VERL read them unchanged, and any object with
-the same attributes may stand in. The loop's wiring fills these from the run's configuration.
+Attribute names are VERL's, so functions written for VERL can read them. Any object with the same
+attributes can be used instead. `build` makes these from the run's configuration.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from torch import Tensor
 from slipstream.algorithms.aggregation import Normalizers
 
 BYPASS_LOSS_TYPES = ("ppo_clip", "reinforce")
-"""Objectives of `bypass_mode`."""
+"""Objectives of the loss `bypass_mode`."""
 
 PF_PPO_METHODS = ("pow", "max_min", "max_random")
-"""Ways to weigh rows in `pf_ppo_weights`."""
+"""Methods of weighting rows in `pf_ppo_weights`."""
 
 
-def _taken(given: object, names: Iterable[str]) -> dict[str, Any]:
-    """The entries `names` of a mapping, or attributes of another object, that are there and not
-    None."""
+def _read(given: object, names: Iterable[str]) -> dict[str, Any]:
+    """The entries of a mapping, or attributes of an object, with these names that are not None."""
     if isinstance(given, Mapping):
         found = {name: given.get(name) for name in names}
     else:
@@ -33,12 +32,12 @@ def _taken(given: object, names: Iterable[str]) -> dict[str, Any]:
 
 
 class _Readable:
-    """VERL's functions read settings as attributes, by key, and with a default."""
+    """Lets VERL's functions read settings as attributes, by key, and with a default."""
 
     __slots__ = ()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The setting `key`, or `default` where there is none of that name."""
+        """The setting `key`, or `default` if there is no such setting."""
         return getattr(self, key, default)
 
     def __getitem__(self, key: str) -> Any:
@@ -52,7 +51,7 @@ class _Readable:
 class PFPPOConfig(_Readable):
     """Settings of PF-PPO's resampling: `algorithm.pf_ppo.*`.
 
-    `reweight_method` is `pow`, `max_min` or `max_random`; `weight_pow` the exponent of `pow`.
+    `reweight_method` is `pow`, `max_min` or `max_random`. `weight_pow` is the exponent of `pow`.
     """
 
     reweight_method: str = "pow"
@@ -73,13 +72,13 @@ class PFPPOConfig(_Readable):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageConfig(_Readable):
-    """Settings of the advantage estimators: those of `algorithm.*` that they read.
+    """Settings of the advantage estimators, from `algorithm.*`.
 
-    `gamma` discounts per token, `lam` is the lambda of GAE. `norm_adv_by_std_in_grpo` divides by
-    the group's standard deviation (GRPO); without it the advantage is the centred score (Dr. GRPO,
-    https://arxiv.org/abs/2503.20783). `gdpo_reward_keys` name the components of the reward that
-    `gdpo` compares one by one, `gdpo_reward_weights` weigh them (None: 1 each). `use_pf_ppo` asks
-    the loop to resample its rows as `pf_ppo` says; no estimator reads it.
+    `gamma` is the discount per token, `lam` the lambda of GAE. With `norm_adv_by_std_in_grpo` the
+    advantage is divided by the group's standard deviation (GRPO); without it, it is the centered
+    score (Dr. GRPO, https://arxiv.org/abs/2503.20783). `gdpo_reward_keys` are the components of the
+    reward that `gdpo` normalizes separately, `gdpo_reward_weights` their weights (None: 1 each).
+    With `use_pf_ppo` the loop resamples its rows with `pf_ppo`; estimators do not read it.
     """
 
     gamma: float = 1.0
@@ -92,15 +91,15 @@ class AdvantageConfig(_Readable):
 
     @classmethod
     def of(cls, given: object) -> AdvantageConfig:
-        """The settings of another object with attributes or, as VERL has them, a mapping of
-        names; what it lacks or has as None, and all of None, is the default.
+        """Read the settings from an object with attributes or a mapping, as VERL has them. Missing
+        settings and settings of None have their defaults; `given` None is all defaults.
 
         Raises:
-            ValueError: impossible values.
+            ValueError: a value is impossible.
         """
         if given is None or isinstance(given, cls):
             return given or cls()
-        return cls(**_taken(given, (f.name for f in fields(cls) if f.name != "pf_ppo")))
+        return cls(**_read(given, (f.name for f in fields(cls) if f.name != "pf_ppo")))
 
     def __post_init__(self) -> None:
         for name in ("gamma", "lam"):
@@ -118,19 +117,20 @@ class AdvantageConfig(_Readable):
             len(weights) != len(keys) or not all(math.isfinite(w) for w in weights)
         ):
             raise ValueError(
-                f"algorithm.gdpo_reward_weights={list(weights)} must hold one finite number for "
+                f"algorithm.gdpo_reward_weights={list(weights)} must have one finite number for "
                 f"each of algorithm.gdpo_reward_keys={list(keys)}"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossModeConfig(_Readable):
-    """Settings of single loss modes: `actor_rollout_ref.actor.policy_loss.*`.
+    """Settings of single loss modes, from `actor_rollout_ref.actor.policy_loss.*`.
 
-    `clip_cov`: the share `clip_cov_ratio` of all target tokens is chosen among those of covariance
-    between `clip_cov_lb` and `clip_cov_ub`. `kl_cov`: the share `kl_cov_ratio` of highest
-    covariance pays `ppo_kl_coef` times its absolute log-ratio. `dro` needs `dro_beta`. `loss_type`,
-    the objective of `bypass_mode`, is `ppo_clip` or `reinforce`.
+    `clip_cov` leaves out the share `clip_cov_ratio` of all target tokens, chosen among tokens with
+    a covariance between `clip_cov_lb` and `clip_cov_ub`. `kl_cov` adds a penalty of `ppo_kl_coef`
+    times the absolute log-ratio to the share `kl_cov_ratio` of tokens with the highest covariance.
+    `dro` needs `dro_beta`. `loss_type` is the objective of `bypass_mode`, `ppo_clip` or
+    `reinforce`.
     """
 
     loss_mode: str = "vanilla"
@@ -153,8 +153,7 @@ class PolicyLossModeConfig(_Readable):
         if not self.clip_cov_lb < self.clip_cov_ub:
             raise ValueError(
                 f"policy_loss.clip_cov_lb={self.clip_cov_lb} must be below "
-                f"policy_loss.clip_cov_ub={self.clip_cov_ub}: no covariance lies between them; "
-                f"the usual values are 1.0 and 5.0"
+                f"policy_loss.clip_cov_ub={self.clip_cov_ub}; the usual values are 1.0 and 5.0"
             )
         if not self.ppo_kl_coef >= 0:
             raise ValueError(f"policy_loss.ppo_kl_coef must be >= 0, got {self.ppo_kl_coef}")
@@ -169,18 +168,18 @@ class PolicyLossModeConfig(_Readable):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossConfig(_Readable):
-    """Settings of the policy losses: those of `actor_rollout_ref.actor.*` that they read.
+    """Settings of the policy losses, from `actor_rollout_ref.actor.*`.
 
-    `clip_ratio_low` and `clip_ratio_high` bound the probability ratio to `[1 - low, 1 + high]`;
-    None means `clip_ratio`. `clip_ratio_c` is the dual-clip bound for negative advantages, and the
+    `clip_ratio_low` and `clip_ratio_high` clip the probability ratio to `[1 - low, 1 + high]`; None
+    is `clip_ratio`. `clip_ratio_c` is the dual-clip bound for negative advantages, and the
     truncation of the ratio in `dppo_tv` and `dppo_kl`. `tau_pos` and `tau_neg` are the gate
-    temperatures of `sapo`. `policy_loss` holds what belongs to single modes.
+    temperatures of `sapo`. `policy_loss` has the settings of single modes.
 
-    `loss_scale_factor` is the horizon of `seq-mean-token-sum-norm` where no `normalizers` are
-    given. `normalizers` are the counts of the whole mini-batch; None says that the rows of one
-    call are the whole mini-batch. `selected` (B, T) is these rows' part of the selection that
-    `policy_loss_selection` made over the whole mini-batch; None lets the loss select among the
-    rows of the call, which is refused where these are not the whole mini-batch.
+    `normalizers` are the counts of the whole mini-batch; None means that the rows of a call are the
+    whole mini-batch. `loss_scale_factor` is the horizon of `seq-mean-token-sum-norm` without
+    `normalizers`. `selected` (B, T) is the part of these rows in the selection that
+    `policy_loss_selection` made over the whole mini-batch. If it is None, the loss selects among
+    the rows of the call, which must then be the whole mini-batch.
     """
 
     clip_ratio: float = 0.2
@@ -196,24 +195,24 @@ class PolicyLossConfig(_Readable):
 
     @classmethod
     def of(cls, given: object, *, width: int) -> PolicyLossConfig:
-        """The settings of another object, as `AdvantageConfig.of`. Counts of VERL's
-        `global_batch_info` become `normalizers`, with the `width` T of the rows as horizon where
-        there is none.
+        """Read the settings from another object, like `AdvantageConfig.of`. The counts of VERL's
+        `global_batch_info` become `normalizers`; without a horizon it is `width`, the T of the
+        rows.
 
         Raises:
-            ValueError: impossible values.
+            ValueError: a value is impossible.
         """
         if given is None or isinstance(given, cls):
             return given or cls()
-        found = _taken(given, (f.name for f in fields(cls)))
+        found = _read(given, (f.name for f in fields(cls)))
         modes = found.pop("policy_loss", None)
         if not isinstance(modes, PolicyLossModeConfig):
             names = (f.name for f in fields(PolicyLossModeConfig))
-            modes = PolicyLossModeConfig(**_taken(modes, names))
-        counts = _taken(given, ["global_batch_info"]).get("global_batch_info") or {}
+            modes = PolicyLossModeConfig(**_read(modes, names))
+        counts = _read(given, ["global_batch_info"]).get("global_batch_info") or {}
         tokens, rows = counts.get("batch_num_tokens"), counts.get("global_batch_size")
         if "normalizers" not in found and tokens is not None and rows is not None:
-            # Its losses are multiplied by the ranks that gradients will be averaged over.
+            # VERL multiplies losses by the number of ranks, over which gradients are averaged.
             ranks = counts.get("dp_size") or 1
             horizon = counts.get("loss_scale_factor") or found.get("loss_scale_factor") or width
             found["normalizers"] = Normalizers(
@@ -228,14 +227,13 @@ class PolicyLossConfig(_Readable):
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ValueError(
-                    f"{name} must be >= 0, got {value}: the ratio is clipped to "
-                    f"[1 - clip_ratio_low, 1 + clip_ratio_high], and a negative distance reverses "
-                    f"that range; the usual value is 0.2"
+                    f"{name} must be >= 0, got {value}, because the ratio is clipped to "
+                    f"[1 - clip_ratio_low, 1 + clip_ratio_high]; the usual value is 0.2"
                 )
         if not self.clip_ratio_c > 1:
             raise ValueError(
-                f"clip_ratio_c must be > 1 (the dual clip bounds the loss at -A * clip_ratio_c), "
-                f"got {self.clip_ratio_c}; the usual value is 3.0"
+                f"clip_ratio_c must be > 1, got {self.clip_ratio_c}, because the dual clip limits "
+                f"the loss to -A * clip_ratio_c; the usual value is 3.0"
             )
         for name in ("tau_pos", "tau_neg"):
             if not getattr(self, name) > 0:
@@ -245,15 +243,15 @@ class PolicyLossConfig(_Readable):
 
     @property
     def clip_distances(self) -> tuple[float, float]:
-        """(low, high): how far below and above 1 the ratio may go; thresholds of the divergence in
-        `dppo_tv` and `dppo_kl`, and of the log-ratio in `geo_mean`."""
+        """(low, high): the distances of the clip bounds from 1. They are also the thresholds of the
+        divergence in `dppo_tv` and `dppo_kl`, and of the log-ratio in `geo_mean`."""
         low = self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
         high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
         return low, high
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
-        """Smallest and largest unclipped probability ratio."""
+        """The smallest and largest probability ratio that is not clipped."""
         low, high = self.clip_distances
         return 1.0 - low, 1.0 + high
 

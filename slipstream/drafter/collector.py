@@ -22,6 +22,7 @@ from slipstream.drafter.buffer import BufferedSequence, DraftBuffer, from_tree, 
 from slipstream.drafter.decoded import DecodedFeatures
 from slipstream.drafter.sequences import DraftSequence
 from slipstream.errors import ConfigError
+from slipstream.training.columns import rows_of_column
 from slipstream.types import Features, NoiseKey, PolicyVersion, SamplingParams, TrainBatch
 
 
@@ -83,7 +84,7 @@ class RowCollector:
         wanted = {
             index
             for index, (key, mask) in enumerate(
-                zip(batch.keys, batch.loss_mask.split(batch.lengths), strict=True)
+                zip(batch.keys, rows_of_column(batch.loss_mask, batch.starts), strict=True)
             )
             if key is not None and bool(mask[2 : self._settings.max_length].any())
         }

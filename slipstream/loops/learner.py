@@ -46,7 +46,7 @@ from slipstream.rollout.train_rows import (
     placed_rewards,
     rows_of,
 )
-from slipstream.training.columns import padded, select_rows, unpadded
+from slipstream.training.columns import padded, rows_of_column, select_rows, unpadded
 from slipstream.training.critic import explained_variance
 from slipstream.training.protocol import ReferencePolicy, TrainFuture, TrainingBackend
 from slipstream.types import FeatureSink, Group, Sample, TrainBatch
@@ -240,7 +240,7 @@ class Learner:
         self, batch: TrainBatch, rewards: Tensor, usable: Usable
     ) -> dict[str, float]:
         config, samples = self._config, usable.samples
-        sums = [float(sum(row.tolist())) for row in rewards.split(batch.lengths)]
+        sums = [float(sum(row.tolist())) for row in rows_of_column(rewards, batch.starts)]
         if config.baseline is not None:
             fill_from_baseline(batch, sums, config.baseline)
         else:

@@ -205,7 +205,7 @@ def _summary_of(prefix: str, values_T: Tensor) -> dict[str, float]:
     """`metrics.batch_metrics.summary` of a column, with the same bits and without a list of it."""
     if not len(values_T):
         return {}
-    parts = (part.tolist() for part in values_T.split(4096))
+    parts = (values_T[start : start + 4096].tolist() for start in range(0, len(values_T), 4096))
     return {
         f"{prefix}/mean": math.fsum(itertools.chain.from_iterable(parts)) / len(values_T),
         f"{prefix}/max": float(values_T.max()),

@@ -55,8 +55,10 @@ from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.optim import OptimSettings
 from slipstream.training.protocol import TrainingBackend
 
-ROW_BYTES = 300
-"""Of a sampled token in Python's lists: ids, log-probs, masks, advantages."""
+ROW_BYTES = 240
+"""Host memory of a sampled token: 140 bytes in the lists of its `Sample`, and 100 at the peak of
+the update in the columns of its `TrainBatch` and in padded tensors. Measured with GRPO and
+responses of equal length (`python -m bench.train_batch --spread 0`)."""
 
 _GAPS, _GAPS_AGAIN = 1.2, 2.0
 """Resident bytes of a step on a CPU over allocated ones: what is freed and allocated anew leaves

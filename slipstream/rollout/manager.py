@@ -106,8 +106,8 @@ class RolloutCounts:
     `dropped` counts groups by reason: a filter's reason, or `surplus`. `carried_over` counts
     unfinished samples that the next batch continues. `tail_seconds` is the wall time with fewer
     than half of the batch's maximum of running responses. `scoring_seconds` is the wall time
-    without running responses, waiting for rewards. `generated` is the number of groups that the
-    filter got, divided by the batch size; None without a filter.
+    without running responses, waiting for rewards. `generated` is the number of needed groups,
+    accepted and rejected, divided by the batch size; None without a filter.
     """
 
     dropped: dict[str, int] = field(default_factory=dict)

@@ -1,6 +1,6 @@
-"""TRAINING: the backend protocol and its futures, losses, optimizers and the one-process backend.
+"""Training: the backend protocol, losses, optimizers, and backends for one or several processes.
 
-Knows models and algorithms; never engines, rollouts or environments.
+It knows models and algorithms, but no engines, rollouts or data sets.
 """
 
 from slipstream.training.compute_thread import ComputeThread

@@ -1,9 +1,9 @@
 """AdamW over named parameters, with torch's fused kernel.
 
-The update is `torch.optim.AdamW(fused=True)`'s to the bit (Loshchilov and Hutter 2019,
-https://arxiv.org/abs/1711.05101). The kernel is called directly, because making any `torch.optim`
-optimizer imports torch's compiler, which takes longer than a small model's first steps. Called by
-`optim`.
+The update is bitwise equal to `torch.optim.AdamW(fused=True)` (Loshchilov and Hutter 2019,
+https://arxiv.org/abs/1711.05101). The kernel is called directly, because any `torch.optim`
+optimizer imports torch's compiler, which takes longer than the first steps of a small model.
+`optim` calls this module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from slipstream.models.sharded import full, slice_like, whole_copy
 
 
 class AdamW:
-    """Moments and updates of named parameters. Parameters without gradient stay as they are."""
+    """Updates named parameters and keeps their moments. Parameters without gradient do not
+    change."""
 
     def __init__(
         self,
@@ -33,9 +34,9 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update all parameters from their gradients. Weight decay is for matrices only."""
+        """Update all parameters from their gradients. Weight decay applies to matrices only."""
         for name in self._parameters:
-            # Also of one that gets its first gradient later, or never: a state has all names.
+            # Also for parameters without gradient yet, so that the state always has all names.
             self._state_of(name)
         for decay, matrices in ((self._weight_decay, True), (0.0, False)):
             names = [
@@ -67,28 +68,29 @@ class AdamW:
             )
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Copies of step count and moments by parameter name; empty before the first step. Slices
-        are gathered (collective), into the host's memory."""
+        """Copies of step count and moments by parameter name; empty before the first step.
+        Collective for sharded parameters, which are gathered into host memory."""
         return {
             name: {key: whole_copy(value) for key, value in state.items()}
             for name, state in self._state.items()
         }
 
     def gather(self) -> None:
-        """Take part where another process makes a `state_dict`, and keep nothing."""
+        """Take part when another process calls `state_dict` (collective)."""
         for state in self._state.values():
             for value in state.values():
                 full(value)
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Go on from `state_dict()`; names and shapes have to be those of the parameters."""
+        """Restore `state_dict()`. Names and shapes must match the parameters."""
         self._state = {
             name: {key: self._placed(name, value) for key, value in entries.items()}
             for name, entries in state.items()
         }
 
     def _placed(self, name: str, value: Tensor) -> Tensor:
-        """A copy of one entry, where and as its parameter is; a step count is whole everywhere."""
+        """A copy of one entry on its parameter's device, sharded like it. Step counts are not
+        sharded."""
         parameter = self._parameters[name]
         copied = value.to(device=parameter.device, copy=True)
         return slice_like(copied, parameter) if value.ndim else copied

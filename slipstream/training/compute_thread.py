@@ -1,10 +1,10 @@
-"""One thread on which all blocking work on tensors runs, in the order in which it was submitted.
+"""One thread that runs all blocking tensor work, in the order of submission.
 
-Knows nothing about models. The event loop stays free, and two pieces of work never compete for the
-cores. Share one between trainer, reference and engine, and build the models on it, too: every
-thread that runs a parallel operation gets a team of OpenMP threads of its own, and once teams have
-more threads than there are cores, they sleep and wake at each operation instead of waiting for the
-next one (figures: `docs/log/threads.md`). torch's thread count is left as the program set it.
+So the event loop stays free, and two pieces of work never compete for cores. Share one compute
+thread between trainer, reference and engine, and build the models on it, too. The reason is OpenMP:
+each thread that runs a parallel operation gets its own pool of OpenMP threads. If the pools have
+more threads than there are cores, threads block and wake up at each operation, which is slow
+(figures: `docs/log/threads.md`). torch's number of threads is not changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class ComputeThread:
-    """A queue of work and the thread that works it off. Backends and engines may share one."""
+    """A work queue and the thread that runs it. Backends and engines may share one."""
 
     def __init__(self, name: str = "training") -> None:
         self._executor = ThreadPoolExecutor(
@@ -33,19 +33,20 @@ class ComputeThread:
 
     @property
     def executor(self) -> ThreadPoolExecutor:
-        """The queue itself, for an engine that shares it."""
+        """The executor behind the queue, for an engine that shares it."""
         return self._executor
 
     def submit(self, work: Callable[[], T]) -> TrainFuture[T]:
-        """Queue `work`; returns at once."""
+        """Queue `work` and return a future at once."""
         return TrainFuture(self._executor.submit(work))
 
     def run(self, work: Callable[[], T]) -> T:
-        """Queue `work` and block until it is done: for callers that are no event loop."""
+        """Run `work` on the thread and block until it is done. Do not call this on an event
+        loop."""
         if threading.get_ident() == self._ident:
             return work()
         return self.submit(work).wait()
 
     def close(self) -> None:
-        """Finish what is queued and end the thread."""
+        """Finish the queued work and end the thread."""
         self._executor.shutdown(wait=True)

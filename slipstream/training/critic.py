@@ -1,9 +1,9 @@
-"""The critic: values of states, and their update from returns.
+"""The critic: computes values, and learns them from returns.
 
-    V_t: what the critic expects of the state before token t, read at token t - 1
+    V_t: the expected return before token t, computed from the hidden state of token t - 1
 
-Packs and computes as the policy's trainer does, on a compute thread that it may share with it. It
-does not know where returns come from (`algorithms`). Called by the RL loop, once per step:
+It packs rows and computes like the policy's backend, on a compute thread that they may share. It
+does not know how returns are computed (`algorithms`). The RL loop calls it in each step:
 
     batch.values = await critic.values(batch)
     ...                                  advantages and batch.returns, by GAE
@@ -38,9 +38,11 @@ from slipstream.types import TrainBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLossSettings:
-    """Of `algorithms.value_loss`: how far values may move from those at the start of the update
-    before the loss no longer pulls them, and how token losses become one number, over the whole
-    mini-batch. `loss_scale_factor` is the horizon of `seq-mean-token-sum-norm`.
+    """Settings of `algorithms.value_loss`.
+
+    `cliprange_value` is the distance from the value at the start of the update beyond which the
+    loss is clipped. `loss_agg_mode` aggregates token losses over the mini-batch.
+    `loss_scale_factor` is the horizon of `seq-mean-token-sum-norm`.
 
     Raises:
         ConfigError: a range that is not positive, an unknown mode, or a missing horizon.
@@ -53,8 +55,8 @@ class ValueLossSettings:
     def __post_init__(self) -> None:
         if not self.cliprange_value > 0:
             raise ConfigError(
-                f"critic.cliprange_value={self.cliprange_value} must be > 0: at 0 no value could "
-                "move; the usual value is 0.5"
+                f"critic.cliprange_value={self.cliprange_value} must be > 0, or values could not "
+                "change; the usual value is 0.5"
             )
         if self.loss_agg_mode not in list(LossAggMode):
             raise ConfigError(
@@ -64,16 +66,17 @@ class ValueLossSettings:
         if self.loss_agg_mode == LossAggMode.SEQ_MEAN_TOKEN_SUM_NORM and not self.loss_scale_factor:
             raise ConfigError(
                 f"critic.loss_agg_mode={self.loss_agg_mode} divides by a constant length, but "
-                f"loss_scale_factor is {self.loss_scale_factor}; data.max_response_length is usual"
+                f"loss_scale_factor is {self.loss_scale_factor}; set it, usually to "
+                "data.max_response_length"
             )
 
 
 class Critic:
-    """A value model, whose parameters it owns from then on, and its optimizer.
+    """A value model and its optimizer. The critic owns the model's parameters.
 
     `optim`, `dtype`, `grad_clip`, `max_nonfinite_steps` and the limits of micro-batches are as in
-    `SingleProcessBackend`. All work runs on `compute` in the order of the calls; None: a thread of
-    its own.
+    `SingleProcessBackend`. All work runs on `compute` in the order of the calls; if it is None, the
+    critic makes its own thread.
     """
 
     def __init__(
@@ -114,46 +117,47 @@ class Critic:
         self._owns_compute = compute is None
 
     def values(self, batch: TrainBatch) -> TrainFuture[Tensor]:
-        """V_t under the present weights (T,), aligned with the batch's tokens.
+        """V_t under the current weights (T,), aligned with the batch's tokens.
 
-        0.0 at tokens that are no target. They do not depend on the split into micro-batches.
+        The values are 0.0 at tokens that are not targets. They do not depend on the split into
+        micro-batches.
 
         Raises (when awaited):
-            DataError: the batch cannot be computed on.
+            DataError: the batch is invalid.
         """
         return self._compute.submit(lambda: self._values(batch))
 
     def update(self, batch: TrainBatch) -> TrainFuture[dict[str, float]]:
-        """One optimizer step on a mini-batch with `returns`, and `values` from the start of the
-        update.
+        """Take one optimizer step on a mini-batch. It needs `returns`, and `values` from the start
+        of the update.
 
         Metrics: `critic/vf_loss`, `critic/vf_clipfrac` and `critic/vpred_mean` of `value_loss`;
-        `critic/grad_norm` before clipping and `critic/lr`; `critic/skipped_steps`: the updates that
-        this run has skipped because loss or gradient norm was not finite.
+        `critic/grad_norm` before clipping; `critic/lr`; and `critic/skipped_steps`, the number of
+        updates skipped so far because loss or gradient norm was not finite.
 
         Raises (when awaited):
-            DataError: the batch cannot be trained on, or lacks a column.
+            DataError: the batch is invalid or lacks a column.
             TrainingError: too many non-finite updates in a row.
         """
         return self._compute.submit(lambda: self._update(batch))
 
     def state_dict(self) -> StateTree:
-        """Optimizer state and counts, after all submitted work; the weights are saved separately.
-        Blocks: not for the event loop."""
+        """Optimizer state and counts, after all submitted work. The weights are saved separately.
+        Blocks, so do not call it on an event loop."""
         return self._compute.run(self._guarded.state_dict)
 
     def load_state_dict(self, state: StateTree) -> None:
-        """Go on from `state_dict()`, with the weights that were saved with it (`load_critic`), to
-        the bit. Blocks: not for the event loop.
+        """Restore `state_dict()`. Together with the weights saved with it (`load_critic`), training
+        continues bitwise equal. Blocks, so do not call it on an event loop.
 
         Raises:
-            CheckpointError: the state is incomplete, or of another optimizer or model.
+            CheckpointError: the state is incomplete, or belongs to another optimizer or model.
         """
         self._compute.run(lambda: self._guarded.load_state_dict(state))
 
     def save(self, folder: Path, save_tokenizer: Callable[[str], object] | None = None) -> None:
-        """Write the weights in fp32 for `load_critic` and transformers. Blocks: not for the event
-        loop."""
+        """Write the weights in fp32 for `load_critic` and transformers. Blocks, so do not call it
+        on an event loop."""
         self._compute.run(lambda: save_critic(self.model, folder, save_tokenizer=save_tokenizer))
 
     def close(self) -> None:
@@ -166,7 +170,7 @@ class Critic:
         check_batch(batch, vocab_size=c.vocab_size, limit=c.context_limit)
 
     def _forward(self, batch: TrainBatch) -> Iterator[tuple[MicroBatch, Tensor]]:
-        """Micro-batches, and the values (B, T) of their target tokens."""
+        """Yield micro-batches with the values (B, T) of their target tokens."""
         c = self.model.config
         packed = head = None
         for micro in micro_batches(
@@ -236,9 +240,11 @@ class Critic:
 
 
 def explained_variance(batch: TrainBatch) -> float | None:
-    """1 - Var(R - V) / (Var(R) + 1e-5) over target tokens, of `returns` and `values`:
-    1 where values say all, 0 where they say nothing, below where they mislead. None: one token.
-    Of a whole batch: within a mini-batch returns may not differ at all.
+    """The explained variance 1 - Var(R - V) / (Var(R) + 1e-5) over target tokens.
+
+    R are the `returns`, V the `values`. It is 1 for perfect values, 0 for values that
+    explain nothing, and negative for values worse than a constant. None for fewer than 2 tokens.
+    Use a whole batch, because the returns of one mini-batch may all be equal.
 
     Raises:
         DataError: the batch has no returns or no values.

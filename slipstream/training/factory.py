@@ -1,8 +1,7 @@
-"""Short ways to a trainer, in two tiers (the `rollouts` design's names).
+"""Factory functions for training backends and their parts, for scripts and notebooks.
 
-Tier 1 makes the parts (`load_hf_model`, `create_adamw_optimizer`, `create_cross_entropy_loss`);
-tier 2 the whole (`create_pytorch_backend`, `create_warmup_cosine_scheduler`). For scripts and
-notebooks; the command line wires the same classes from its configuration.
+`create_pytorch_backend` makes a backend in one call. The other functions make its parts: model,
+optimizer, schedule and loss. The command line makes the same classes from its configuration.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ if TYPE_CHECKING:
 
 
 def load_hf_model(folder: str | Path, *, device: torch.device | str = "cpu") -> Decoder:
-    """A `Decoder` with fp32 parameters from a Hugging Face folder.
+    """Load a `Decoder` with fp32 parameters from a Hugging Face folder.
 
     Raises:
-        CheckpointError: the folder is missing, corrupt, or of an architecture that is not read.
+        CheckpointError: the folder is missing or corrupt, or its architecture is not supported.
     """
     return load_checkpoint(Path(folder), device=torch.device(device))
 
@@ -47,9 +46,9 @@ def create_adamw_optimizer(
     weight_decay: float = 0.01,
     scheduler: LearningRateFactor | None = None,
 ) -> PolicyOptimizer:
-    """AdamW over all parameters of `model`; norms and biases without weight decay.
+    """AdamW over all parameters of `model`, without weight decay for norms and biases.
 
-    `scheduler` maps the update's number to a factor of `lr`; None keeps it constant.
+    `scheduler` maps the number of an update to a factor of `lr`; None keeps `lr` constant.
     """
     settings = OptimSettings(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     return PolicyOptimizer(model.named_parameters(), settings, schedule=scheduler)
@@ -58,7 +57,8 @@ def create_adamw_optimizer(
 def create_warmup_cosine_scheduler(
     *, warmup_steps: int, total_steps: int, min_lr_ratio: float = 0.0
 ) -> LearningRateFactor:
-    """Linear warm-up, then a cosine down to `min_lr_ratio` at `total_steps` (see `lr_factor`)."""
+    """A schedule with linear warm-up and cosine decay to `min_lr_ratio` at `total_steps`
+    (`lr_factor`)."""
     return OptimSettings(
         lr=1.0,
         schedule="cosine",
@@ -69,7 +69,7 @@ def create_warmup_cosine_scheduler(
 
 
 def create_cross_entropy_loss() -> LossFn:
-    """Mean cross-entropy over target tokens; metrics under `sft/`."""
+    """Cross-entropy, averaged over target tokens, with metrics under `sft/`."""
     return sft_loss()
 
 
@@ -87,12 +87,12 @@ def create_pytorch_backend(
     lora: LoraConfig | None = None,
     compute: ComputeThread | None = None,
 ) -> SingleProcessBackend:
-    """A backend in one line: `create_pytorch_backend("Qwen/folder", lr=1e-5)`.
+    """Make a backend in one call, for example `create_pytorch_backend("Qwen/folder", lr=1e-5)`.
 
-    `model` is a Hugging Face folder or a `Decoder`. Without `optimizer` it is AdamW at `lr`.
-    `loss` is what `forward_backward(batch)` takes; None is cross-entropy. `dtype` is `auto`,
-    `bfloat16` or `float32`; `auto` is bf16 where the hardware multiplies it. With `lora` the model
-    is frozen and gets an adapter of that configuration, which is trained instead.
+    `model` is a Hugging Face folder or a `Decoder`. `optimizer` None is AdamW at `lr`. `loss` is
+    the default loss of `forward_backward`; None is cross-entropy. `dtype` is `auto`, `bfloat16` or
+    `float32`; `auto` is bf16 if the hardware has bf16 matrix products. With `lora` the model is
+    frozen, and an adapter with this configuration is added and trained.
     """
     device = torch.device(device)
     if not isinstance(model, Decoder):
@@ -101,7 +101,7 @@ def create_pytorch_backend(
         if isinstance(optimizer, PolicyOptimizer):
             raise ConfigError(
                 "create_pytorch_backend(lora=...) adds parameters that the given optimizer does "
-                "not know; give OptimSettings, or add_lora before making the optimizer"
+                "not know; pass OptimSettings, or call add_lora before making the optimizer"
             )
         add_lora(model, lora)
     return SingleProcessBackend(

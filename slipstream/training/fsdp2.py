@@ -1,18 +1,18 @@
-"""Training over several processes: parameters, gradients and optimizer state in slices (FSDP2).
+"""Training over several processes with sharded parameters, gradients and optimizer state (FSDP2).
 
-Every process has the same batch and computes its share of the rows; log-probs and metrics are those
-of all. Each call is collective: all processes make the same ones in the same order, and a process
-that fails where others do not leaves these waiting (`deadlines` ends them). Losses are
-normalised by counts of the whole mini-batch, so the update is that of one process but for the order
-of sums. Knows torch's process groups, not who starts processes or tells them what to do
-(`distributed`).
+Every process gets the same batch and computes its share of the rows. Results and metrics are those
+of the whole batch. Each call is collective: all processes make the same calls in the same order. If
+only one process fails, the others wait for it until their deadline (`deadlines`). Losses are
+normalized by counts of the whole mini-batch, so the update equals that of one process, except for
+the order of sums. This module knows torch's process groups; `distributed` starts and commands the
+processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
+from itertools import accumulate, cycle, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from slipstream.models.decoder import Decoder
 from slipstream.models.policy import needs_padding
 from slipstream.models.sharded import free_gathered, is_sharded, shard
+from slipstream.training.columns import rows_of_column
 from slipstream.training.packing import MicroBatch, build_micro_batch
 from slipstream.training.single import SingleProcessBackend
 from slipstream.training.step import MetricSums, plan_rows, wanted_rows
@@ -35,31 +36,35 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """The processes that train together: `mesh` for tensors, `objects` (gloo) for the rest."""
+    """The processes that train together: a mesh for tensors, and a gloo group for Python
+    objects."""
 
     mesh: DeviceMesh
     objects: dist.ProcessGroup
 
     @property
     def rank(self) -> int:
-        """Number of this process, from 0."""
+        """The rank of this process, from 0."""
         return self.mesh.get_local_rank()
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of processes."""
         return self.mesh.size()
 
     def gather(self, value: T) -> list[T]:
-        """`value` of every process, by rank; collective."""
+        """The `value` of every process, by rank. Collective."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.objects)
         return found
 
 
 def shares(lengths: Mapping[int, int], ranks: int) -> list[list[int]]:
-    """Rows, given as index -> length, for each of `ranks`: the longest first, each to who has the
-    fewest tokens (ties: the lowest rank)."""
+    """Distribute rows, given as index -> length, over `ranks` processes. Returns indices by rank.
+
+    Rows are assigned from the longest to the shortest, each to the process with the fewest tokens
+    (ties: the lowest rank).
+    """
     out: list[list[int]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
     for index in sorted(lengths, key=lambda i: (-lengths[i], i)):
@@ -70,27 +75,27 @@ def shares(lengths: Mapping[int, int], ranks: int) -> list[list[int]]:
 
 
 class ShardedBackend(SingleProcessBackend):
-    """A `TrainingBackend` of which every process has one part."""
+    """A `TrainingBackend` that is sharded over several processes."""
 
     _may_end_early = False
 
     def __init__(self, decoder: Decoder, ranks: Ranks, **settings: Any) -> None:
-        """`decoder`, which every process has alike, is spread, unless it is already; `settings` as
-        in `SingleProcessBackend`."""
+        """Shard `decoder`, which must be equal in all processes, unless it is sharded already.
+        `settings` are those of `SingleProcessBackend`."""
         self._ranks = ranks
         if not is_sharded(decoder):
-            # Wherever it is: layer by layer it goes to the mesh's devices.
+            # The decoder may be on any device: layers move to the mesh's device one by one.
             shard(decoder, ranks.mesh)
         super().__init__(decoder, **settings)
 
     def _shares(self, batch: TrainBatch) -> list[dict[int, int]]:
-        """Of each process: index -> length."""
+        """Index -> length of the rows of each process."""
         lengths = wanted_rows(batch)
         return [{i: lengths[i] for i in share} for share in shares(lengths, self._ranks.size)]
 
     def _micro_batches(self, batch: TrainBatch, also: set[int]) -> Iterator[MicroBatch]:
-        """Those of this process, and fillers up to the number that another one has. Rows `also`
-        without a target token are nobody's."""
+        """Yield this process's micro-batches, and then fillers until all processes have the same
+        number. Rows `also` without target tokens are skipped."""
         c = self.decoder.config
         padded = needs_padding(self.decoder, self._dtype)
 
@@ -119,9 +124,9 @@ class ShardedBackend(SingleProcessBackend):
     def _of_all(self, metrics: MetricSums) -> MetricSums:
         joined = MetricSums()
         finite = True
-        for theirs, well in self._ranks.gather((metrics, self._guarded.finite)):
+        for theirs, is_finite in self._ranks.gather((metrics, self._guarded.finite)):
             joined.join(theirs)
-            finite = finite and well
+            finite = finite and is_finite
         self._guarded.finite = finite
         return joined
 
@@ -136,7 +141,7 @@ class ShardedBackend(SingleProcessBackend):
         parts = [[batch.slice_of(index) for index in share] for share in self._shares(batch)]
         own = torch.cat([out[:0], *(out[place] for place in parts[self._ranks.rank])])
         for places, theirs in zip(parts, self._ranks.gather(own), strict=True):
-            sizes = [place.stop - place.start for place in places]
-            for place, values in zip(places, theirs.split(sizes), strict=True):
+            starts = [0, *accumulate(place.stop - place.start for place in places)]
+            for place, values in zip(places, rows_of_column(theirs, starts), strict=True):
                 out[place] = values
         return out

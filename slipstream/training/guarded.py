@@ -1,6 +1,6 @@
-"""Optimizer steps with clipping, that skip what is not finite, and count.
+"""Optimizer steps with gradient clipping that skip and count non-finite updates.
 
-Knows gradients and an optimizer, not what they are of. Called by the backends and the critic.
+This module knows gradients and an optimizer, not the model. The backends and the critic use it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ _COUNTS = ("updates", "optimizer_steps", "skipped_steps", "nonfinite_in_a_row")
 
 
 class GuardedOptimizer:
-    """A `PolicyOptimizer` and the state of the update under way.
+    """A `PolicyOptimizer` with clipping and protection against non-finite updates.
 
-    `grad_clip` bounds the norm of the whole gradient; None leaves it. An update whose loss or
-    gradient is not finite is skipped; after `max_nonfinite_steps` such in a row the next one fails.
-    `prefix` goes before `/grad_norm` and `/lr`; `causes` says what may be wrong with a batch.
+    `grad_clip` is the maximum norm of the whole gradient, None for no limit. An update with a
+    non-finite loss or gradient is skipped; more than `max_nonfinite_steps` of them in a row are an
+    error. `prefix` is the metrics prefix of `/grad_norm` and `/lr`. `causes` names values of a
+    batch that may be broken, for the error message.
 
     Raises:
         ConfigError: an impossible `grad_clip` or `max_nonfinite_steps`.
@@ -48,7 +49,7 @@ class GuardedOptimizer:
         self._max_nonfinite = max_nonfinite_steps
         self._prefix = prefix
         self._causes = causes
-        # Of the gradients that have been added up since the last update.
+        # Whether gradients were added since the last update, and whether the loss was finite.
         self.has_gradients = False
         self.finite = True
         self.updates = 0
@@ -57,13 +58,15 @@ class GuardedOptimizer:
         self.nonfinite_in_a_row = 0
 
     def step(self, before_change: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """Clip, update and forget the gradients; `before_change` is called where weights change.
+        """Clip the gradients, update the weights, and clear the gradients. Returns metrics.
+
+        `before_change` is called before the weights change.
 
         Raises:
-            TrainingError: no gradients, or too many non-finite updates in a row.
+            TrainingError: there are no gradients, or too many non-finite updates in a row.
         """
         if not self.has_gradients:
-            raise TrainingError("optim_step() without gradients; call forward_backward() before it")
+            raise TrainingError("optim_step() without gradients; call forward_backward() first")
         metrics = {
             f"{self._prefix}/{name}": rate
             for name, rate in self.optimizer.learning_rates(self.updates).items()
@@ -85,7 +88,7 @@ class GuardedOptimizer:
         else:
             self.skipped_steps += 1
             self.nonfinite_in_a_row += 1
-        # A skipped update still moves the schedule: it is tied to the steps of the run.
+        # A skipped update still advances the schedule, which counts the steps of the run.
         self.updates += 1
         self.forget_gradients()
         if self.nonfinite_in_a_row > self._max_nonfinite:
@@ -93,22 +96,22 @@ class GuardedOptimizer:
                 f"loss or gradient norm was not finite in {self.nonfinite_in_a_row} updates in a "
                 f"row (update {self.updates}); likely causes: the learning rate "
                 f"({metrics[f'{self._prefix}/lr']:.3g} now) is too high, {self._causes} in the "
-                "batch are NaN or infinite, or the weights were already broken by an earlier "
-                "update: go back to a checkpoint with a lower learning rate"
+                "batch are NaN or infinite, or an earlier update broke the weights: resume from "
+                "an earlier checkpoint with a lower learning rate"
             )
         return metrics
 
     def forget_gradients(self) -> None:
-        """Begin an update anew."""
+        """Clear the gradients and start a new update."""
         self.optimizer.zero_grad()
         self.has_gradients = False
         self.finite = True
 
     def state_dict(self) -> StateTree:
-        """`{"optimizer": ..., "counts": ...}`.
+        """The state: `{"optimizer": ..., "counts": ...}`.
 
         Raises:
-            TrainingError: gradients wait for a step; they are not part of the state.
+            TrainingError: there are gradients, which are not part of the state.
         """
         if self.has_gradients:
             raise TrainingError(
@@ -119,10 +122,10 @@ class GuardedOptimizer:
         return {"optimizer": self.optimizer.state_dict(), "counts": counts}
 
     def load_state_dict(self, state: StateTree) -> None:
-        """Go on from `state_dict()`.
+        """Restore `state_dict()`.
 
         Raises:
-            CheckpointError: it is incomplete, or of another optimizer or model.
+            CheckpointError: the state is incomplete, or belongs to another optimizer or model.
         """
         optimizer, counts = entry(state, "optimizer"), entry(state, "counts")
         values = {name: int(entry(counts, name)) for name in _COUNTS}
@@ -133,10 +136,10 @@ class GuardedOptimizer:
 
 
 def entry(state: Mapping[str, Any], name: str) -> Any:
-    """One entry of a training state. Raises CheckpointError where it is missing."""
+    """One entry of a training state. Raises CheckpointError if it is missing."""
     if name not in state:
         raise CheckpointError(
-            f"training state: entry {name!r} is missing; the checkpoint is incomplete or of "
-            "another version of Slipstream"
+            f"training state: entry {name!r} is missing; the checkpoint is incomplete, or another "
+            "version of Slipstream wrote it"
         )
     return state[name]

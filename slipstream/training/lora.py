@@ -1,7 +1,6 @@
-"""What training keeps of a LoRA adapter, and the reference policy under one.
+"""The training state of a LoRA adapter, and the base weights as the reference policy.
 
-Knows the adapter's tensors and their place in a training state; the mathematics is `models.lora`.
-Called by the backends.
+The backends call this module. `models.lora` has the computation.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from slipstream.types import FeatureSink, TrainBatch
 
 
 class BaseWeights:
-    """The policy without its adapter, as the reference of KL terms: no second copy of the model."""
+    """The policy without its adapter, as the reference of KL terms. It needs no second copy of the
+    model."""
 
     def __init__(self, backend: TrainingBackend) -> None:
         self._backend = backend
@@ -27,12 +27,13 @@ class BaseWeights:
     def compute_log_probs(
         self, batch: TrainBatch, *, sink: FeatureSink | None = None
     ) -> TrainFuture[Tensor]:
-        """`TrainingBackend.compute_log_probs` under the base weights."""
+        """Like `TrainingBackend.compute_log_probs`, with the base weights."""
         return self._backend.compute_base_log_probs(batch, sink=sink)
 
 
 def adapter_state(module: nn.Module, base: str) -> dict[str, Any]:
-    """Copies of A and B, and what they are an adapter of; `base` is its `base_digest`."""
+    """Copies of the adapter's tensors A and B, with rank, alpha and `base`, the digest of the base
+    weights (`base_digest`)."""
     config = next(iter(lora_layers(module).values())).config
     return {
         "rank": config.rank,
@@ -43,23 +44,25 @@ def adapter_state(module: nn.Module, base: str) -> dict[str, Any]:
 
 
 def check_adapter_state(module: nn.Module, state: dict[str, Any] | None, base: str) -> None:
-    """Refuse a state that is not of this module's adapter on these base weights; `state` is None
-    where the checkpoint has all weights trained.
+    """Check that a state belongs to this module's adapter and base weights.
+
+    `state` is None if the checkpoint comes from a run that trained all weights. `base` is the
+    digest of this run's base weights.
 
     Raises:
-        CheckpointError: it names what differs.
+        CheckpointError: the state does not fit; the message names the difference.
     """
     own = adapter_tensors(module)
     if state is None and not own:
         return
     if state is None:
         raise CheckpointError(
-            "the checkpoint was made with all weights trained and this run trains a LoRA adapter; "
-            "resume with actor_rollout_ref.model.lora_rank=0, or start a new run from its weights"
+            "the checkpoint's run trained all weights, but this run trains a LoRA adapter; resume "
+            "with actor_rollout_ref.model.lora_rank=0, or start a new run from its weights"
         )
     if not own:
         raise CheckpointError(
-            f"the checkpoint was made with a LoRA adapter of rank {state['rank']} and this run "
+            f"the checkpoint's run trained a LoRA adapter of rank {state['rank']}, but this run "
             "trains all weights; resume with the same actor_rollout_ref.model.lora_rank, or start "
             "a new run from its merged weights"
         )
@@ -70,8 +73,8 @@ def check_adapter_state(module: nn.Module, state: dict[str, Any] | None, base: s
     ):
         if theirs != ours:
             raise CheckpointError(
-                f"the checkpoint was made with actor_rollout_ref.model.{name}={theirs:g} and this "
-                f"run has {ours:g}; resume with the same"
+                f"the checkpoint has actor_rollout_ref.model.{name}={theirs:g}, but this run has "
+                f"{ours:g}; resume with actor_rollout_ref.model.{name}={theirs:g}"
             )
     tensors: dict[str, Tensor] = state["tensors"]
     if odd := sorted(tensors.keys() ^ own.keys()):
@@ -82,12 +85,12 @@ def check_adapter_state(module: nn.Module, state: dict[str, Any] | None, base: s
     for name, tensor in tensors.items():
         if tensor.shape != own[name].shape:
             raise CheckpointError(
-                f"{name} has shape {tuple(tensor.shape)} in the checkpoint and "
-                f"{tuple(own[name].shape)} here; it is of another model"
+                f"{name} has shape {tuple(tensor.shape)} in the checkpoint, but "
+                f"{tuple(own[name].shape)} in this run: the checkpoint belongs to another model"
             )
     if state["base"] != base:
         raise CheckpointError(
-            "the checkpoint's LoRA adapter was trained on other base weights than this run has; "
+            "the checkpoint's LoRA adapter was trained on other base weights than this run's; "
             "resume with the same actor_rollout_ref.model.path (after SFT: with its checkpoint in "
             "the run folder), or start a new run from the merged weights"
         )
@@ -95,7 +98,7 @@ def check_adapter_state(module: nn.Module, state: dict[str, Any] | None, base: s
 
 @torch.no_grad()
 def load_adapter_state(module: nn.Module, state: dict[str, Any]) -> None:
-    """Go on from an `adapter_state` that `check_adapter_state` has let pass."""
+    """Load an `adapter_state` that passed `check_adapter_state`."""
     parameters = dict(module.named_parameters())
     for name, tensor in state["tensors"].items():
         assign(parameters[name], tensor)

@@ -1,10 +1,10 @@
-"""Loss functions over one micro-batch of a mini-batch, in a form that adds up.
+"""Loss functions of one micro-batch whose results add up to those of the mini-batch.
 
-A `LossFn` gets log-probs of target tokens and the counts of the whole mini-batch, and returns this
-micro-batch's share of loss and metrics. Sums over micro-batches are then the mini-batch's values,
-whatever the split. Knows nothing about models or packing. Called by `step`; made by the loops.
+A `LossFn` gets the log-probs of target tokens and the counts of the whole mini-batch. It returns
+the micro-batch's share of loss and metrics. So the sums over micro-batches do not depend on how the
+mini-batch is split. This module knows nothing about models or packing.
 
-Shapes: everything is (B, T), aligned with tokens: entry t belongs to token t, column 0 is masked.
+Shapes: all tensors are (B, T), aligned with tokens: entry t belongs to token t, column 0 is masked.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from slipstream.algorithms.settings import PolicyLossConfig
 from slipstream.errors import ConfigError, DataError
 
 FULL_KL: dict[str, KLDirection] = {"full": "reverse", "full_forward": "forward"}
-"""Values of `kl_loss_type` that look at the whole vocabulary."""
+"""Values of `kl_loss_type` with the KL over the full vocabulary, and its direction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """What a loss may look at. Where `mask` is 0, all columns are 0.
+    """The inputs of a loss function. All columns are 0 where `mask` is 0.
 
-    `log_probs`, `entropy` and `full_kl` (the exact KL to the reference, where the backend was asked
-    for it) carry gradients. `old_log_probs` are those of the policy that started
-    the update: where a row brought none, the row is on-policy and they are the present ones,
-    detached. The other columns are None when the batch does not have them. `normalizers` and
-    `num_targets`, the number of target tokens, count the whole mini-batch.
+    `log_probs`, `entropy` and `full_kl` (the exact KL to the reference, if it is used) have
+    gradients. `old_log_probs` are those of the policy at the start of the update. If a row has
+    none, it is on-policy, and they are its current log-probs, detached. Other columns are None if
+    the batch does not have them. `normalizers` and `num_targets`, the number of target tokens, are
+    those of the whole mini-batch.
     """
 
     log_probs: Tensor
@@ -61,8 +61,8 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutputs:
-    """`loss` is a scalar with gradients; `sums` are metrics that add up over micro-batches and
-    `maxima` such of which the largest counts."""
+    """The results of a loss function. `loss` is a scalar with gradients. The metrics in `sums` are
+    added over micro-batches; of those in `maxima` the largest value is kept."""
 
     loss: Tensor
     sums: Mapping[str, Tensor | float]
@@ -70,13 +70,16 @@ class LossOutputs:
 
 
 class LossFn(Protocol):
-    """A micro-batch's share of the loss. Must be linear in rows, given the normalizers."""
+    """Computes a micro-batch's share of the loss. It must be additive over rows, given the
+    normalizers."""
 
-    def __call__(self, inputs: LossInputs) -> LossOutputs: ...
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        """The share of one micro-batch."""
+        ...
 
 
 def sft_loss(*, prefix: str = "sft") -> LossFn:
-    """Cross-entropy, the mean over all target tokens of the mini-batch.
+    """Cross-entropy, averaged over all target tokens of the mini-batch.
 
     Metrics: `<prefix>/loss` in nats per token, `<prefix>/entropy` of the model's distribution.
     """
@@ -102,13 +105,13 @@ def policy_loss_fn(
     kl_loss_coef: float = 0.001,
     kl_loss_type: str = "low_var_kl",
 ) -> LossFn:
-    """Policy loss - entropy_coeff * entropy + kl_loss_coef * KL to the reference.
+    """The loss: policy loss - entropy_coeff * entropy + kl_loss_coef * KL to the reference.
 
-    `loss_mode` names a registered policy loss, `config` has its settings; its `loss_scale_factor`
-    is the horizon of `seq-mean-token-sum-norm`. With `kl_loss_type` `full` or `full_forward` the
-    backend computes the KL over the whole vocabulary. Metrics under VERL's names: `actor/pg_loss`,
-    `actor/entropy`, what the policy loss reports, and with `use_kl_loss` `actor/kl_loss` and
-    `actor/kl_coef`.
+    `loss_mode` names a registered policy loss, and `config` has its settings. Its
+    `loss_scale_factor` is the horizon of `seq-mean-token-sum-norm`. With `kl_loss_type` `full` or
+    `full_forward` the backend computes the KL over the full vocabulary. Metrics have verl's names:
+    `actor/pg_loss`, `actor/entropy`, the metrics of the policy loss, and with `use_kl_loss`
+    `actor/kl_loss` and `actor/kl_coef`.
 
     Raises:
         ConfigError: an unknown name, settings that the loss refuses, or a missing horizon.
@@ -123,7 +126,7 @@ def policy_loss_fn(
         if agg_mode == LossAggMode.SEQ_MEAN_TOKEN_SUM_NORM and not horizon:
             raise ConfigError(
                 f"loss_agg_mode={agg_mode} divides by a constant length, but loss_scale_factor is "
-                f"{horizon}; set actor.loss_scale_factor (data.max_response_length is usual)"
+                f"{horizon}; set actor.loss_scale_factor, usually to data.max_response_length"
             )
         _probe(policy_loss, agg_mode, config)
     except ValueError as error:
@@ -131,7 +134,10 @@ def policy_loss_fn(
 
     def compute(inputs: LossInputs) -> LossOutputs:
         if inputs.advantages is None:
-            raise DataError("a policy loss needs advantages, but the rows of this batch have none")
+            raise DataError(
+                "a policy loss needs advantages, but the rows of this batch have none; set "
+                "TrainRow.advantages"
+            )
         norm = inputs.normalizers
         if horizon:
             norm = replace(norm, horizon=horizon)
@@ -145,8 +151,8 @@ def policy_loss_fn(
                 config=replace(config, normalizers=norm, selected=inputs.selected),
                 rollout_is_weights=inputs.rollout_is_weights,
             )
-        if not _ships(policy_loss):
-            # VERL's losses report means over the rows they are given.
+        if not _built_in(policy_loss):
+            # Losses written for verl report means over the rows that they get.
             share = float(inputs.mask.sum()) / norm.num_tokens
             pg_metrics = {name: value * share for name, value in pg_metrics.items()}
         sums: dict[str, Tensor | float] = {"actor/pg_loss": pg_loss.detach(), **pg_metrics}
@@ -167,14 +173,15 @@ def policy_loss_fn(
     return compute
 
 
-def _ships(policy_loss: PolicyLossFn) -> bool:
-    """Whether a loss is one of ours, whose metrics are shares that add up over micro-batches."""
+def _built_in(policy_loss: PolicyLossFn) -> bool:
+    """Whether a loss is built in. The metrics of built-in losses add up over micro-batches."""
     return policy_loss.__module__.startswith("slipstream.")
 
 
 def _probe(policy_loss: PolicyLossFn, agg_mode: LossAggMode, config: PolicyLossConfig) -> None:
-    """Call a loss that ships once on one token: what it refuses is refused before a rollout."""
-    if not _ships(policy_loss):
+    """Call a built-in loss once on one token, so that it can reject its settings before the first
+    rollout."""
+    if not _built_in(policy_loss):
         return
     one = torch.ones(1, 1)
     policy_loss(
@@ -192,31 +199,31 @@ def _kl(inputs: LossInputs, kind: str) -> Tensor:
     if kind in FULL_KL:
         if inputs.full_kl is None:
             raise DataError(
-                f"kl_loss_type={kind} needs the reference model in the update; give the backend "
-                "one, or set kl_loss_type=low_var_kl"
+                f"kl_loss_type={kind} needs the reference model in the update; call use_full_kl() "
+                "of the backend, or set kl_loss_type=low_var_kl"
             )
         return inputs.full_kl
     if inputs.ref_log_probs is None:
         raise DataError(
-            "use_kl_loss=true needs reference log-probs, but the rows of this batch have "
-            "none; compute them with a reference policy or set use_kl_loss=false"
+            "use_kl_loss=true needs reference log-probs, but the rows of this batch have none; "
+            "compute them with a reference policy, or set use_kl_loss=false"
         )
     return kl_penalty(inputs.log_probs, inputs.ref_log_probs, kind)
 
 
 @torch.no_grad()
 def rollout_difference(inputs: LossInputs) -> LossOutputs:
-    """How far the trainer's log-probs are from those that the rollout recorded; its loss is 0.
+    """Metrics of the difference between the trainer's log-probs and the rollout's; the loss is 0.
 
     `training/rollout_probs_diff_max` and `_mean`: |p_rollout - p_train| of the target tokens.
-    `training/rollout_log_probs_bitwise_equal`: share of target tokens whose float32 log-probs agree
-    to the last bit; `training/rollout_log_probs_differing`: how many do not.
+    `training/rollout_log_probs_bitwise_equal`: share of target tokens with bitwise equal float32
+    log-probs. `training/rollout_log_probs_differing`: number of target tokens with different ones.
     """
     recorded = inputs.rollout_log_probs
     assert recorded is not None
     targets = (inputs.mask != 0).to(inputs.mask.dtype)
     difference = (recorded.exp() - inputs.log_probs.exp()).abs() * targets
-    # Counted in float64, where a sum of ones is exact.
+    # Count in float64, where sums of ones are exact.
     equal = masked_sum((recorded.float() == inputs.log_probs.float()).double(), targets.double())
     return LossOutputs(
         loss=difference.new_zeros(()),

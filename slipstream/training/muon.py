@@ -1,10 +1,11 @@
-"""Muon over many small matrices at once.
+"""Muon, batched over matrices of equal shape.
 
-The update of each matrix is its momentum, orthogonalised by Newton-Schulz iterations (Jordan et al.
-2024, https://kellerjordan.github.io/posts/muon/). Same rule and defaults as `torch.optim.Muon`, but
-matrices of equal shape are iterated as one batch, and in bf16, as torch does, only where that is
-what the run computes in: many CPUs emulate it. Of parameters that are spread over processes each
-keeps and iterates the whole matrices. Called by `optim`.
+The update of a matrix is its momentum, orthogonalized by Newton-Schulz iterations (Jordan et al.
+2024, https://kellerjordan.github.io/posts/muon/). Rule and defaults are those of
+`torch.optim.Muon`. There are two differences: matrices of equal shape are iterated as one batch,
+and the iterations run in bf16 only if the run computes in bf16, because many CPUs emulate bf16. If
+parameters are sharded over processes, each process keeps and iterates the whole matrices. `optim`
+calls this module.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from slipstream.models.sharded import full, slice_like
 
 NEWTON_SCHULZ_STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic a x + b x^3 + c x^5; they push singular values into about [0.7, 1.2]."""
+"""a, b, c of the polynomial a x + b x^3 + c x^5, which moves singular values to about [0.7,
+1.2]."""
 EPS = 1e-7
 
 
 def orthogonalize(matrices_NRC: Tensor) -> Tensor:
-    """Newton-Schulz on a batch of matrices with R <= C: U V^T of each, roughly."""
+    """Approximate U V^T of each matrix U S V^T of a batch (N, R, C) with R <= C, by Newton-Schulz
+    iterations."""
     a, b, c = COEFFICIENTS
     norms = torch.linalg.matrix_norm(matrices_NRC, keepdim=True)
     x: Tensor = matrices_NRC / norms.clamp(min=EPS)
@@ -34,7 +37,7 @@ def orthogonalize(matrices_NRC: Tensor) -> Tensor:
 
 
 class BatchedMuon:
-    """Momentum and updates of named 2-D parameters."""
+    """Updates named 2-D parameters and keeps their momentum."""
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class BatchedMuon:
         weight_decay: float,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Iterates in `dtype`."""
+        """`dtype` is the dtype of the Newton-Schulz iterations."""
         self._dtype = dtype
         self._parameters = parameters
         self._momentum = momentum
@@ -60,7 +63,7 @@ class BatchedMuon:
     def step(self, lr: float) -> None:
         """Update all parameters from their gradients.
 
-        A matrix moves by lr * sqrt(max(1, rows / columns)) along its orthogonalised momentum.
+        A matrix changes by -lr * sqrt(max(1, rows / columns)) times its orthogonalized momentum.
         """
         for shape, names in self._stacks.items():
             grads = torch.stack([_wide(_gradient(self._parameters[name])) for name in names])
@@ -86,7 +89,7 @@ class BatchedMuon:
         }
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Go on from `state_dict()`; names and shapes have to be those of the parameters."""
+        """Restore `state_dict()`. Names and shapes must match the parameters."""
         self._buffers = {}
         if not state:
             return
@@ -101,8 +104,10 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _wide(matrix: Tensor) -> Tensor:
+    """The matrix, transposed if it has more rows than columns."""
     return matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
 
 
 def _like(parameter: nn.Parameter, wide: Tensor) -> Tensor:
+    """The inverse of `_wide` for this parameter."""
     return wide.T.contiguous() if parameter.shape[0] > parameter.shape[1] else wide

@@ -1,8 +1,8 @@
-"""Optimizers over named parameters, and the learning rate as a function of the step.
+"""The optimizer over named parameters, and the learning rate schedule.
 
-One object with one state, keyed by parameter names: AdamW for everything, or Muon for the matrices
-inside the layers and AdamW for embeddings, LM head, norms and biases. Knows nothing about losses or
-models beyond parameter names. Called by the backends.
+It is AdamW for all parameters, or Muon for the matrices of the layers and AdamW for embeddings, LM
+head, norms and biases. Its state is keyed by parameter names. It knows models only by parameter
+names. The backends call it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ OptimizerName = Literal["AdamW", "Muon"]
 ScheduleName = Literal["constant", "cosine", "linear"]
 
 LearningRateFactor = Callable[[int], float]
-"""Step (0 is the first update) to what the base learning rates are multiplied with."""
+"""Maps the number of an update, from 0, to a factor of the base learning rate."""
 
 _NOT_MUON = ("embed_tokens.weight", "lm_head.weight", "score.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimSettings:
-    """Optimizer and schedule.
+    """Settings of the optimizer and the learning rate schedule.
 
-    With `Muon`, `muon_lr` (None: `lr`) is the learning rate of the layers' matrices and `lr` that
-    of all other parameters. `weight_decay` is decoupled; norms and biases have none. `total_steps`
-    is where `cosine` and `linear` reach `min_lr_ratio` times the learning rate.
+    With `Muon`, `muon_lr` (None: `lr`) is the learning rate of the layers' matrices, and `lr` the
+    rate of all other parameters. `weight_decay` is decoupled and does not apply to norms and
+    biases. The schedules `cosine` and `linear` reach `min_lr_ratio` times the learning rate at
+    `total_steps`. Raises ConfigError for impossible values.
     """
 
     lr: float
@@ -80,7 +81,7 @@ class OptimSettings:
             )
 
     def factor(self, step: int) -> float:
-        """`lr_factor` at `step` with these settings."""
+        """The factor of the learning rate at update `step` (`lr_factor`)."""
         return lr_factor(
             step,
             schedule=self.schedule,
@@ -98,11 +99,11 @@ def lr_factor(
     total_steps: int | None = None,
     min_lr_ratio: float = 0.0,
 ) -> float:
-    """What the learning rate of update number `step` (from 0) is multiplied with.
+    """The factor of the learning rate at update `step`, counted from 0.
 
-    Warm-up rises linearly, 1/w, 2/w, ..., and reaches 1 at update w - 1. Then `constant` stays at
-    1; `cosine` (Loshchilov and Hutter 2017) and `linear` fall from 1 at update w to `min_lr_ratio`
-    at update `total_steps`, and stay there.
+    Warm-up over w = `warmup_steps` is linear, 1/w, 2/w, ..., and reaches 1 at update w - 1. Then
+    `constant` stays at 1. `cosine` (Loshchilov and Hutter 2017) and `linear` fall from 1 at update
+    w to `min_lr_ratio` at update `total_steps`, and stay there.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
@@ -115,9 +116,9 @@ def lr_factor(
 
 
 class PolicyOptimizer:
-    """The optimizer of one model; its state is keyed by parameter names.
+    """The optimizer of one model, with a state keyed by parameter names.
 
-    `schedule` overrides the one of `settings`.
+    `schedule` overrides the schedule of `settings`.
     """
 
     def __init__(
@@ -128,7 +129,8 @@ class PolicyOptimizer:
         schedule: LearningRateFactor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`dtype` is what the run computes in; parameters and their averages stay what they are."""
+        """`dtype` is the run's compute dtype, used by Muon's iterations. Parameters and moments
+        keep their own dtype."""
         self.settings = settings
         self.schedule = schedule or settings.factor
         self._parameters = {n: p for n, p in named_parameters if p.requires_grad}
@@ -158,10 +160,11 @@ class PolicyOptimizer:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
+        """The trained parameters."""
         return list(self._parameters.values())
 
     def learning_rates(self, step: int) -> dict[str, float]:
-        """`lr`, and `muon_lr` with Muon, of update number `step` (from 0)."""
+        """The learning rates `lr` and, with Muon, `muon_lr` of update `step`, counted from 0."""
         factor = self.schedule(step)
         rates = {"lr": self.settings.lr * factor}
         if self._muon is not None:
@@ -170,19 +173,20 @@ class PolicyOptimizer:
         return rates
 
     def step(self, step: int) -> None:
-        """Apply the gradients with the learning rates of update number `step` (from 0)."""
+        """Update the parameters with the learning rates of update `step`, counted from 0."""
         rates = self.learning_rates(step)
         self._adamw.step(rates["lr"])
         if self._muon is not None:
             self._muon.step(rates["muon_lr"])
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         for parameter in self._parameters.values():
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies: `{"optimizer": name, "adamw": {name: {...}}, "muon": {name: {...}}}`."""
+        """A copy of the state: `{"optimizer": name, "adamw": {name: {...}}, "muon": {name: {...}}}`
+        with parameter names as inner keys."""
         muon = {} if self._muon is None else self._muon.state_dict()
         return {
             "optimizer": self.settings.optimizer,
@@ -191,18 +195,18 @@ class PolicyOptimizer:
         }
 
     def gather(self) -> None:
-        """Take part where another process makes a `state_dict`, and keep nothing."""
+        """Take part when another process calls `state_dict` (collective)."""
         self._adamw.gather()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`.
+        """Restore `state_dict()`.
 
         Raises:
-            CheckpointError: the state is of another optimizer or of another model.
+            CheckpointError: the state belongs to another optimizer or another model.
         """
         if state["optimizer"] != self.settings.optimizer:
             raise CheckpointError(
-                f"the checkpoint's optimizer is {state['optimizer']}, this run's is "
+                f"the checkpoint's optimizer is {state['optimizer']}, but this run's is "
                 f"{self.settings.optimizer}; resume with the same optimizer, or start a new run "
                 "from the saved weights"
             )
@@ -215,17 +219,18 @@ class PolicyOptimizer:
 
 
 def _check_state(state: dict[str, dict[str, Tensor]], parameters: dict[str, nn.Parameter]) -> None:
-    """Raise CheckpointError unless `state` is empty or has an entry of the right shape for each."""
+    """Raise CheckpointError unless `state` is empty or fits the parameters in names and shapes."""
     if state and set(state) != set(parameters):
         odd = sorted(set(state) ^ set(parameters))[0]
         raise CheckpointError(
             f"the optimizer state and the model disagree about parameter {odd!r}: the checkpoint "
-            "is of another model"
+            "belongs to another model"
         )
     for name, entries in state.items():
         for key, value in entries.items():
             if value.ndim and value.shape != parameters[name].shape:
                 raise CheckpointError(
-                    f"optimizer state {key} of {name!r} has shape {tuple(value.shape)}, the "
-                    f"parameter has {tuple(parameters[name].shape)}"
+                    f"optimizer state {key} of {name!r} has shape {tuple(value.shape)}, but the "
+                    f"parameter has {tuple(parameters[name].shape)}: the checkpoint belongs to "
+                    "another model"
                 )

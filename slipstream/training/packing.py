@@ -1,10 +1,10 @@
-"""From rows of any length to micro-batches within a token budget.
+"""Packs rows of any length into micro-batches within a token budget.
 
-Deterministic: rows in order of length (ties by index). Where the policy takes sequences in a row
-(`models.decoder`) nothing is padded, and micro-batches are as large as the budget; elsewhere rows
-are cut so that little is padded, on the right. A padded length is a multiple of 16, so that few
-shapes occur and every product of rows and columns obeys the exact mode's row rules. Knows shapes,
-not models or losses. Called by `step`.
+The plan is deterministic: rows are sorted by length (ties by index). If the policy can compute
+concatenated sequences (`models.decoder`), nothing is padded and micro-batches fill the budget.
+Otherwise rows are padded on the right, and the plan minimizes padding. A padded length is a
+multiple of 16, so that few shapes occur and matrix products satisfy the row rules of exact mode.
+This module knows shapes, not models or losses. `step` calls it.
 
 Shapes: B rows, T padded length, N target tokens, M = N padded for the LM head.
 """
@@ -25,22 +25,23 @@ from slipstream.types import FLOAT_COLUMNS, TrainBatch
 
 LENGTH_MULTIPLE = 16
 OVERHEAD_TOKENS = 64
-"""What a micro-batch costs besides its tokens, in tokens: packing the weights, starting kernels."""
+"""The fixed cost of a micro-batch (packing weights, starting kernels), in tokens."""
 MIN_HEAD_ROWS = 12
-"""From 12 rows on, in fours, matrix products compute each row the same way (exact mode)."""
+"""Matrix products compute each row in the same way (exact mode) if there are at least 12 rows, in
+multiples of four."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """Some rows of a batch as tensors.
 
-    `ids` and `positions` are what a forward pass takes: (B, T), or with `lengths` one row with one
-    sequence after another; `starts` has the place of each row's first token in them, flattened.
-    `mask` (B, T) is what losses see, and `target_slots` (N,) are the flat indices of target tokens
-    in it. `head_rows` and `labels` (M,) are the places of the tokens before them, whose hidden
-    states predict them, and the target tokens, padded for the row rule; results beyond N are
-    dropped. A `filler` is computed only because another process computes something at the same
-    time, and counts for nothing.
+    `ids` and `positions` are the inputs of a forward pass: (B, T), or with `lengths` one row of
+    concatenated sequences. `starts` are the flat indices of each row's first token in them. `mask`
+    (B, T) is the loss mask, and `target_slots` (N,) are the flat indices of target tokens in it.
+    `head_rows` (M,) are the flat indices of the tokens before the targets, whose hidden states
+    predict them, and `labels` (M,) are the target ids. Both are padded for the row rule; results
+    beyond N are dropped. A `filler` is computed only to match another process's forward pass, and
+    its results are ignored.
     """
 
     indices: list[int]
@@ -55,7 +56,7 @@ class MicroBatch:
     filler: bool = False
 
     def scatter(self, flat: Tensor) -> Tensor:
-        """(N,) values of target tokens to (B, T), zeros elsewhere. Differentiable."""
+        """Spread values (N,) of target tokens to (B, T), with zeros elsewhere. Differentiable."""
         spread = flat.new_zeros(self.mask.numel()).index_put((self.target_slots,), flat)
         return spread.view(self.mask.shape)
 
@@ -67,12 +68,11 @@ def plan_micro_batches(
     max_rows: int | None = None,
     padded: bool = True,
 ) -> list[list[int]]:
-    """Cut rows, given as index -> length, into micro-batches; None is no limit.
+    """Split rows, given as index -> length, into micro-batches, shortest rows first.
 
-    `max_tokens` bounds the size, with padding if there is any, `max_rows` the number of rows. Of
-    the ways to cut `padded` rows in order of length it takes the one with the least padding, where
-    another micro-batch counts as much as `OVERHEAD_TOKENS`; others are cut where the budget ends.
-    Shortest rows first.
+    `max_tokens` limits the size of a micro-batch, including padding, and `max_rows` its number of
+    rows; None is no limit. Padded rows are split, in order of length, with the least padding, where
+    each further micro-batch counts as `OVERHEAD_TOKENS`. Rows without padding fill the budget.
 
     Raises:
         DataError: a row does not fit into a micro-batch of its own.
@@ -90,7 +90,8 @@ def plan_micro_batches(
         )
     if not padded:
         return _filled(order, lengths, max_tokens, max_rows)
-    # Rows of equal width stay together, so cuts are looked for between widths only.
+    # Dynamic programming over the ends of groups of equal width: best[end] is (cost, start, rows
+    # per micro-batch) of the last group that ends there.
     widths = [padded_length(lengths[i]) for i in order]
     ends = [k + 1 for k, width in enumerate(widths) if widths[k + 1 : k + 2] != [width]]
     best: dict[int, tuple[int, int, int]] = {0: (0, 0, 0)}
@@ -137,7 +138,7 @@ def _rows_at_once(width: int, rows: int, max_tokens: int | None, max_rows: int |
 
 
 def padded_length(length: int) -> int:
-    """The width that a row of `length` tokens takes at least."""
+    """The padded width of a row of `length` tokens."""
     return round_up(length, LENGTH_MULTIPLE)
 
 

@@ -1,9 +1,9 @@
-"""The seam to training: what a backend offers, and the futures that it answers with.
+"""The protocol of training backends, and the futures that their methods return.
 
-A backend owns the policy's weights, its optimizer and the place where they are computed on. It
-does not know where batches come from or who receives the weights. Called by the loops and by
-checkpointing; the names follow the `rollouts` design (`forward_backward`, `optim_step`, futures in
-Tinker's style), so that work can be submitted first and awaited later.
+A backend owns the policy's weights, its optimizer and its device. It does not know where batches
+come from or who receives the weights. The loops and checkpointing call it. The names are Tinker's
+(`forward_backward`, `optim_step`). Methods return futures, so that callers can submit work first
+and await it later.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 StateTree = dict[str, Any]
-"""Nested string-keyed dictionaries whose leaves are tensors, numbers, strings or None."""
+"""Nested dictionaries with string keys. Leaves are tensors, numbers, strings or None."""
 
 
 class TrainFuture(Generic[T_co]):
-    """The result of work that runs elsewhere: `await` it, or ask `result()` once it is `done()`.
+    """The result of work on another thread: `await` it, or call `result()` once it is `done()`.
 
-    Awaiting suspends only the task that awaits, and any number of tasks may. A failure of the work
-    is raised where the future is awaited. Cancelling a task that awaits does not stop the work.
+    Any number of tasks may await it. A failure of the work is raised in each of them. Cancelling an
+    awaiting task does not stop the work.
     """
 
     def __init__(self, work: Future[T_co]) -> None:
@@ -53,21 +53,21 @@ class TrainFuture(Generic[T_co]):
         return self._work.done()
 
     def result(self) -> T_co:
-        """The result, or the failure raised. Never waits.
+        """The result. Raises the failure of the work, and never waits.
 
         Raises:
             RuntimeError: the work is not done yet.
         """
         if not self._work.done():
             raise RuntimeError(
-                "this TrainFuture is not done; `await` it (or `wait()` in code without event loop)"
+                "this TrainFuture is not done; `await` it, or call `wait()` without an event loop"
             )
         return self._work.result()
 
     def wait(self, timeout: float | None = None) -> T_co:
-        """The result, blocking the calling thread for at most `timeout` seconds.
+        """The result, after blocking the calling thread for at most `timeout` seconds.
 
-        For scripts without an event loop; inside one, `await` the future.
+        This is for scripts without an event loop; with one, `await` the future.
         """
         return self._work.result(timeout)
 
@@ -89,67 +89,68 @@ class ImmediateTrainFuture(TrainFuture[T]):
 
 
 class ReferencePolicy(Protocol):
-    """What a KL term compares with: any policy that stands still."""
+    """A policy that does not change during training, for KL terms."""
 
     def compute_log_probs(
         self, batch: TrainBatch, *, sink: FeatureSink | None = None
     ) -> TrainFuture[Tensor]:
-        """As `TrainingBackend.compute_log_probs`."""
+        """Like `TrainingBackend.compute_log_probs`."""
         ...
 
 
 class TrainingBackend(Protocol):
-    """Owner of the policy during training.
+    """Owns the policy during training, and computes on it.
 
-    Work is done in the order of the calls. Between two `optim_step` calls, `forward_backward` may
-    be called several times: gradients add up, each batch normalised by its own counts.
+    Work is done in the order of the calls. `forward_backward` may be called several times before
+    an `optim_step`: gradients add up, and each batch is normalized by its own counts.
     """
 
     @property
     def weight_version(self) -> PolicyVersion:
-        """How many weight updates have been published."""
+        """The number of published weight updates."""
         ...
 
     def forward_backward(
         self, batch: TrainBatch, loss: LossFn | None = None, *, sink: FeatureSink | None = None
     ) -> TrainFuture[dict[str, float]]:
-        """Add the gradient of `loss` over `batch`; the metrics of that pass.
+        """Add the gradient of `loss` over `batch`, and return the metrics of this pass.
 
-        Without `loss` it is the backend's own: cross-entropy where it was made without another.
+        If `loss` is None, the backend's own loss is used, cross-entropy by default.
         """
         ...
 
     def optim_step(self) -> TrainFuture[dict[str, float]]:
-        """Clip, update the weights and forget the gradients; gradient norm and learning rate."""
+        """Clip the gradients, update the weights and clear the gradients. Returns gradient norm and
+        learning rate as metrics."""
         ...
 
     def compute_log_probs(
         self, batch: TrainBatch, *, sink: FeatureSink | None = None
     ) -> TrainFuture[Tensor]:
-        """Log-probs (T,) of the target tokens under the present weights.
+        """Log-probs (T,) of the target tokens under the current weights.
 
-        Aligned with the batch's tokens; 0.0 at tokens that are no target.
+        Aligned with the batch's tokens; 0.0 at tokens that are not targets.
         """
         ...
 
     def compute_base_log_probs(
         self, batch: TrainBatch, *, sink: FeatureSink | None = None
     ) -> TrainFuture[Tensor]:
-        """`compute_log_probs` without the LoRA adapter.
+        """Like `compute_log_probs`, without the LoRA adapter.
 
         Raises (when awaited):
-            TrainingError: all weights are trained, so that there are no base weights.
+            TrainingError: all weights are trained, so there are no base weights.
         """
         ...
 
     def compute_sum_pi_squared(self, batch: TrainBatch) -> TrainFuture[Tensor]:
-        """Of the distribution at each target token, the sum of its squared probabilities; aligned
-        as `compute_log_probs`."""
+        """The sum of squared probabilities of the distribution at each target token, aligned like
+        `compute_log_probs`."""
         ...
 
     def use_full_kl(self, reference: Policy | None, in_loss: KLDirection | None = None) -> None:
-        """Set the reference of `compute_full_kl`; None: the base weights under a LoRA adapter. With
-        `in_loss`, losses get that KL.
+        """Set the reference of `compute_full_kl`. None means the base weights under a LoRA adapter.
+        With `in_loss`, the loss gets that KL.
 
         Raises:
             ConfigError: there are no base weights, or the vocabularies differ.
@@ -157,15 +158,15 @@ class TrainingBackend(Protocol):
         ...
 
     def compute_full_kl(self, batch: TrainBatch, direction: KLDirection) -> TrainFuture[Tensor]:
-        """The KL over the whole vocabulary between the present policy and the reference of
-        `use_full_kl`, at each target token; aligned as `compute_log_probs`."""
+        """The KL over the full vocabulary between the current policy and the reference of
+        `use_full_kl`, at each target token, aligned like `compute_log_probs`."""
         ...
 
     def compute_kept_ids(
         self, batch: TrainBatch, cuts: SamplingParams
     ) -> TrainFuture[list[list[array[int]]]]:
-        """The ids that a sampler with the cuts of `cuts` keeps at each target token, one list per
-        row; empty where no target token is."""
+        """The token ids that a sampler with top-k, top-p and min-p of `cuts` keeps at each target
+        token, one list per row; empty for tokens that are no targets."""
         ...
 
     def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
@@ -173,29 +174,29 @@ class TrainingBackend(Protocol):
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        """Replace all weights; names and shapes are checked before anything changes."""
+        """Replace all weights. Names and shapes are checked before anything changes."""
         ...
 
     def publish(self, *, advance: bool = True, kv_policy: KVPolicy = KVPolicy.KEEP) -> WeightUpdate:
-        """The present weights as an update for engines, under the next version.
+        """The current weights as an update for engines, with the next version number.
 
-        With `advance=False` under the present version: for an engine that starts or restarts. The
-        update keeps its values when the next optimizer step changes the weights.
+        With `advance=False` it has the current version number, for an engine that starts or
+        restarts. A later optimizer step does not change the values of the update.
         """
         ...
 
     def state_dict(self) -> StateTree:
-        """Everything but the weights that a bitwise equal continuation needs; with an entry
-        `lora`, where an adapter is all that is trained, no weights are needed besides."""
+        """The state that a bitwise equal continuation needs, except the weights. If only a LoRA
+        adapter is trained, the entry `lora` has its weights."""
         ...
 
     def load_state_dict(self, state: StateTree) -> None:
-        """Go on from `state_dict()`; the weights are loaded separately."""
+        """Restore `state_dict()`. The weights are loaded separately."""
         ...
 
     def load_training_state(self, file: Path) -> bool:
-        """`load_state_dict` from a file of `checkpoint.tree`; whether it has the trained weights,
-        too."""
+        """Restore `state_dict()` from a file of `checkpoint.tree`. Returns True if it contains the
+        trained weights (of a LoRA adapter)."""
         ...
 
     def save_policy(
@@ -205,14 +206,14 @@ class TrainingBackend(Protocol):
         ...
 
     def load_policy(self, folder: Path) -> None:
-        """Replace all weights by those of a Hugging Face folder."""
+        """Replace all weights by the weights of a Hugging Face folder."""
         ...
 
     def save_adapter(self, folder: Path, base_model: Path | None = None) -> None:
-        """Write a LoRA adapter as a folder that peft loads, on the model in `base_model`; nothing
-        where all weights are trained."""
+        """Write the LoRA adapter as a folder for peft, with `base_model` as its base. Does nothing
+        if all weights are trained."""
         ...
 
     def close(self) -> None:
-        """Wait for submitted work and give back threads. The backend is unusable afterwards."""
+        """Wait for submitted work and end the threads. The backend cannot be used afterwards."""
         ...

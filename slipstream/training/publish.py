@@ -1,8 +1,8 @@
-"""Weights on their way out: named buckets that keep their values while training goes on.
+"""Snapshots of weights for publishing: named buckets that keep their values during training.
 
-A snapshot copies nothing until a bucket is asked for, or until the optimizer is about to change the
-weights (copy on write). So a receiver that is quick costs one bucket of memory, and one that is
-slow still gets the version that it was promised. Used by backends; knows nothing about engines.
+Copies are made on write: a bucket is copied when it is taken, or before the optimizer changes the
+weights. So a fast receiver needs memory for one bucket only, and a slow receiver still gets the
+published version. Backends use this module. It knows nothing about engines.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from slipstream.types import WeightBucket
 _Named = tuple[str, Tensor | LoraLinear]
 
 BUCKET_BYTES = 64 * 2**20
-"""Size at which a bucket is full: large enough for throughput, small next to any model."""
+"""Size of a full bucket in bytes: large enough for throughput, small compared with models."""
 
 
 class WeightSnapshot:
-    """An iterable of buckets `(name, detached copy)`, to be consumed once.
+    """An iterable of buckets of `(name, detached copy)` that can be consumed once.
 
-    Of a layer with an adapter the merged weight is sent, computed when it is asked for.
+    For a layer with a LoRA adapter the merged weight is computed when its bucket is taken.
     """
 
     def __init__(self, named: Iterable[_Named], *, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._lock = threading.Lock()
-        self._waiting = [list(bucket) for bucket in _split(named, bucket_bytes)]
+        self._uncopied = [list(bucket) for bucket in _split(named, bucket_bytes)]
         self._copies: list[WeightBucket] | None = None
         self._next = 0
 
     def freeze(self) -> None:
-        """Copy what has not been taken yet; called before the weights change."""
+        """Copy the buckets that have not been taken. Must be called before the weights change."""
         with self._lock:
             if self._copies is None:
-                self._copies = [_copy(bucket) for bucket in self._waiting]
-                self._waiting = [[] for _ in self._waiting]
+                self._copies = [_copy(bucket) for bucket in self._uncopied]
+                self._uncopied = [[] for _ in self._uncopied]
 
     def __iter__(self) -> Iterator[WeightBucket]:
         while (bucket := self._take()) is not None:
@@ -47,21 +47,21 @@ class WeightSnapshot:
 
     def _take(self) -> WeightBucket | None:
         with self._lock:
-            place = self._next
-            if place == len(self._waiting):
+            index = self._next
+            if index == len(self._uncopied):
                 return None
             self._next += 1
             if self._copies is not None:
-                bucket, self._copies[place] = self._copies[place], []
+                bucket, self._copies[index] = self._copies[index], []
                 return bucket
-            waiting, self._waiting[place] = self._waiting[place], []
-            return _copy(waiting)
+            uncopied, self._uncopied[index] = self._uncopied[index], []
+            return _copy(uncopied)
 
 
 def named_buckets(named: Iterable[_Named]) -> Iterator[WeightBucket]:
-    """Buckets of the values as they are when each is asked for."""
+    """Yield buckets of copies; each bucket is copied when it is requested."""
     for bucket in _split(named, BUCKET_BYTES):
-        # An engine asks in inference mode, in which slices cannot be gathered.
+        # Engines iterate in inference mode, where sharded tensors cannot be gathered.
         with torch.inference_mode(False):
             copies = _copy(bucket)
         yield copies
@@ -72,7 +72,7 @@ def _copy(bucket: list[_Named]) -> WeightBucket:
 
 
 def _own(weight: Tensor | LoraLinear) -> Tensor:
-    """Values that nothing changes: merged and gathered ones are new already."""
+    """A copy of the weight's value. Merged and gathered values are already new tensors."""
     value = value_of(weight)
     fresh = isinstance(weight, LoraLinear) or value.data_ptr() != weight.data_ptr()
     return value if fresh else value.clone()

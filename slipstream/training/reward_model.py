@@ -1,7 +1,7 @@
-"""A learned reward model: a sequence-classification checkpoint that scores whole conversations.
+"""A learned reward model: a sequence-classification checkpoint that scores conversations.
 
-Transformers computes it, on the thread that all tensors are worked on. Knows tokens and batches of
-VERL's kind; `rewards.batched` calls it, and the loops put the two together.
+Transformers computes it, on the compute thread. `rewards.batched` calls it with batches in verl's
+format; `build` connects the two.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ if TYPE_CHECKING:
 
 
 class RewardModel:
-    """Scores of responses by a Hugging Face checkpoint with one label.
+    """Scores responses with a Hugging Face checkpoint that has one label.
 
-    `tokenizer` is the policy's: where the checkpoint has the same words and chat template, or no
-    tokenizer of its own, it reads the very tokens of the rollout; else prompt and response are
-    rendered and tokenised as its own tokenizer does. With `batch_size` above 1 a score may differ
-    in its last bits with what shares the batch. A conversation longer than `max_length` (None: the
-    model's positions) is a failure of its response. Raises CheckpointError for what is no such
-    checkpoint.
+    `tokenizer` is the policy's. If the checkpoint has the same vocabulary and chat template, or no
+    tokenizer, it gets the tokens of the rollout. Otherwise its own tokenizer renders and tokenizes
+    prompt and response. With `batch_size` above 1 the last bits of a score can depend on the other
+    responses of the batch. A response fails if its conversation is longer than `max_length` tokens
+    (None: the model's maximum). Raises CheckpointError if the checkpoint cannot be used.
     """
 
     def __init__(
@@ -52,20 +51,20 @@ class RewardModel:
         if max_length is not None and positions is not None and max_length > positions:
             raise CheckpointError(
                 f"reward_model.max_length={max_length} is more than the {positions} positions of "
-                f"{folder}; lower it"
+                f"{folder}; set at most {positions}"
             )
         self._max_length = max_length or positions
         self._own = _own_tokenizer(folder, tokenizer)
         words = len(tokenizer) if self._own is None else 0
         if words > self._model.config.vocab_size:
             raise CheckpointError(
-                f"the reward model {folder} knows {self._model.config.vocab_size} tokens, and the "
-                f"policy's tokenizer has {words}: put the reward model's own tokenizer files into "
-                "its folder"
+                f"the reward model {folder} has a vocabulary of {self._model.config.vocab_size} "
+                f"tokens, but the policy's tokenizer has {words}; put the reward model's own "
+                "tokenizer files into its folder"
             )
 
     async def __call__(self, data: DataProto) -> list[float | Score]:
-        """One score for each row. Cancelled, it leaves a batch that has begun alone."""
+        """Return one score per row. Cancelling does not stop a forward pass that is running."""
         sequences = [self._tokens(data, row) for row in range(len(data))]
         limit = self._max_length
         fits = [limit is None or len(s) <= limit for s in sequences]
@@ -73,7 +72,7 @@ class RewardModel:
             Score(
                 0.0,
                 ok=False,
-                failure=f"{len(s)} tokens are more than the reward model's {limit}",
+                failure=f"{len(s)} tokens are more than the reward model's maximum of {limit}",
             )
             for s in sequences
         ]
@@ -89,25 +88,25 @@ class RewardModel:
     @torch.no_grad()
     def _forward(self, sequences: Sequence[list[int]]) -> list[float]:
         width = max(map(len, sequences))
-        # The model takes the last token that is not padding for the last one: padding must be a
-        # token that no sequence ends with.
+        # The model scores at the last token that is not padding, so the padding token must be one
+        # that no sequence ends with.
         last = {sequence[-1] for sequence in sequences}
         pad = next(token for token in range(len(last) + 1) if token not in last)
         ids = torch.full((len(sequences), width), pad)
-        there = torch.zeros_like(ids)
+        mask = torch.zeros_like(ids)
         for row, sequence in enumerate(sequences):
             ids[row, : len(sequence)] = torch.tensor(sequence)
-            there[row, : len(sequence)] = 1
+            mask[row, : len(sequence)] = 1
         self._model.config.pad_token_id = pad
         device = self._model.device
-        logits = self._model(input_ids=ids.to(device), attention_mask=there.to(device)).logits
+        logits = self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
         scores: list[float] = logits[:, 0].float().tolist()
         return scores
 
     def _tokens(self, data: DataProto, row: int) -> list[int]:
         if self._own is None:
-            there = data.batch["attention_mask"][row].bool()
-            tokens: list[int] = data.batch["input_ids"][row][there].tolist()
+            mask = data.batch["attention_mask"][row].bool()
+            tokens: list[int] = data.batch["input_ids"][row][mask].tolist()
             return tokens
         prompt = data.non_tensor_batch["raw_prompt"][row]
         response = data.non_tensor_batch["response_text"][row]
@@ -125,15 +124,15 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
         architectures = config.architectures or []
         if not any(name.endswith("ForSequenceClassification") for name in architectures):
             raise CheckpointError(
-                f"reward_model.model.path={folder} holds {', '.join(architectures) or 'no model'}, "
+                f"reward_model.model.path={folder} is {', '.join(architectures) or 'no model'}, "
                 "not a model for sequence classification"
             )
         if config.num_labels != 1:
             raise CheckpointError(
-                f"reward_model.model.path={folder} gives {config.num_labels} labels, and a reward "
-                "is one number"
+                f"reward_model.model.path={folder} has {config.num_labels} labels; a reward model "
+                "must have 1"
             )
-        model, told = AutoModelForSequenceClassification.from_pretrained(
+        model, info = AutoModelForSequenceClassification.from_pretrained(
             str(folder), dtype=dtype, local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, KeyError) as error:
@@ -142,30 +141,31 @@ def _load(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
             f"reward_model.model.path={folder} cannot be loaded ({type(error).__name__}: {reason})"
             "; give a folder with config.json and model.safetensors"
         ) from error
-    if told["missing_keys"]:
+    if info["missing_keys"]:
         raise CheckpointError(
             f"reward_model.model.path={folder} lacks the weights "
-            f"{', '.join(sorted(told['missing_keys'])[:3])}, which would be drawn at random"
+            f"{', '.join(sorted(info['missing_keys'])[:3])}, which would be random; give a "
+            "complete checkpoint"
         )
     return model.to(device).eval()
 
 
 def _own_tokenizer(
-    folder: Path, policys: PreTrainedTokenizerBase
+    folder: Path, policy_tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedTokenizerBase | None:
-    """The checkpoint's tokenizer, None where the policy's tokens are what it reads."""
+    """The checkpoint's tokenizer; None if it can read the policy's tokens."""
     from transformers import AutoTokenizer
 
     if not (folder / "tokenizer_config.json").exists():
         return None
     own: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    same = own.get_vocab() == policys.get_vocab()
-    if same and own.chat_template in (None, policys.chat_template):
+    same = own.get_vocab() == policy_tokenizer.get_vocab()
+    if same and own.chat_template in (None, policy_tokenizer.chat_template):
         return None
-    if own.chat_template is None and policys.chat_template is not None:
+    if own.chat_template is None and policy_tokenizer.chat_template is not None:
         raise CheckpointError(
-            f"the tokenizer of the reward model {folder} has other words than the policy's and no "
-            "chat template, so that it is not known how it reads conversations; add its "
-            "chat_template.jinja"
+            f"the tokenizer of the reward model {folder} has another vocabulary than the policy's "
+            "and no chat template, so conversations cannot be rendered; add its "
+            "chat_template.jinja to the folder"
         )
     return own

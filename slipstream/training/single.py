@@ -1,7 +1,7 @@
 """Training in one process: fp32 master weights, bf16 or fp32 compute, one compute thread.
 
 Implements `protocol.TrainingBackend`. It does not know where batches come from, who receives the
-published weights, or how checkpoints are laid out on disk. Made by the loops' wiring.
+published weights, or the layout of checkpoints on disk. `build` makes it.
 """
 
 from __future__ import annotations
@@ -78,19 +78,18 @@ COMPUTE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class SingleProcessBackend:
-    """A `TrainingBackend` over one policy, whose parameters it owns from then on.
+    """A `TrainingBackend` over one policy. The backend owns the policy's parameters.
 
-    Where a decoder has a LoRA adapter (`models.lora.add_lora`), that is what is trained; weights
-    go out merged.
-    `optim` makes a `PolicyOptimizer` over the decoder's parameters, or is one. `grad_clip` bounds
-    the norm of the whole gradient; None leaves it. An update whose loss or gradient is not finite
-    is skipped; after `max_nonfinite_steps` such in a row the next one fails. `compute` may be
-    shared with other backends; else the backend makes its own thread. `metrics_prefix` goes before
-    `/grad_norm` and `/lr`.
+    If the decoder has a LoRA adapter (`models.lora.add_lora`), only the adapter is trained, and
+    published weights are merged. `optim` is a `PolicyOptimizer` over the decoder's parameters, or
+    the settings to make one. `grad_clip` is the maximum norm of the whole gradient, None for no
+    limit. An update with a non-finite loss or gradient is skipped; more than `max_nonfinite_steps`
+    of them in a row are an error. `compute` may be shared with other backends; if it is None, the
+    backend makes its own thread. `metrics_prefix` is the prefix of `/grad_norm` and `/lr`.
     """
 
     _may_end_early = True
-    """Whether nobody waits for the rest of a pass whose loss is not finite."""
+    """Whether a pass may end at a non-finite loss; not if other processes wait for the rest."""
 
     def __init__(
         self,
@@ -110,7 +109,7 @@ class SingleProcessBackend:
         loss: LossFn | None = None,
         compute: ComputeThread | None = None,
     ) -> None:
-        """`loss` is what `forward_backward` takes where it is given none; None: cross-entropy."""
+        """`loss` is the default loss of `forward_backward`; None is cross-entropy."""
         if dtype not in COMPUTE_DTYPES:
             raise ConfigError(f"compute dtype {dtype} is not one of float32 and bfloat16")
         self._settings = ForwardSettings(
@@ -145,33 +144,33 @@ class SingleProcessBackend:
 
     @property
     def weight_version(self) -> PolicyVersion:
-        """How many weight updates have been published."""
+        """The number of published weight updates."""
         return self._weight_version
 
     def forward_backward(
         self, batch: TrainBatch, loss: LossFn | None = None, *, sink: FeatureSink | None = None
     ) -> TrainFuture[dict[str, float]]:
-        """Add the gradient of `loss` over `batch`; the loss's metrics, summed over micro-batches.
+        """Add the gradient of `loss` over `batch`, and return the metrics of the mini-batch.
 
-        Without `loss` it is the one that the backend was made with.
-        `sink.receive` is called on the compute thread, before the weights change. A non-finite loss
-        ends the pass and makes the next `optim_step` skip.
+        `loss` None is the backend's default loss. `sink.receive` is called on the compute thread,
+        before the weights change. After a non-finite loss the pass ends, and the next `optim_step`
+        skips its update.
 
         Raises (when awaited):
-            DataError: the batch cannot be trained on.
+            DataError: the batch is invalid.
         """
         chosen = loss or self._loss
         return self._compute.submit(lambda: self._forward_backward(batch, chosen, sink))
 
     def optim_step(self) -> TrainFuture[dict[str, float]]:
-        """Clip the gradient, update the weights, forget the gradient.
+        """Clip the gradients, update the weights, and clear the gradients.
 
-        Metrics: `<prefix>/grad_norm` (before clipping; left out when the loss was not finite),
-        `<prefix>/lr`, `<prefix>/muon_lr` with Muon, and `training/skipped_steps`: the updates that
-        this run has skipped because loss or gradient norm was not finite.
+        Metrics: `<prefix>/grad_norm` (before clipping; absent if the loss was not finite),
+        `<prefix>/lr`, `<prefix>/muon_lr` with Muon, and `training/skipped_steps`, the number of
+        updates skipped so far because loss or gradient norm was not finite.
 
         Raises (when awaited):
-            TrainingError: no gradients, or too many non-finite updates in a row.
+            TrainingError: there are no gradients, or too many non-finite updates in a row.
         """
         return self._change(self._optim_step)
 
@@ -209,23 +208,23 @@ class SingleProcessBackend:
         return self._compute.submit(lambda: self._compute_kept_ids(batch, cuts))
 
     def use_full_kl(self, reference: Policy | None, in_loss: KLDirection | None = None) -> None:
-        """From now on the KL over the whole vocabulary is one to `reference`; None: to the base
-        weights under a LoRA adapter. With `in_loss` losses get it (`full_kl`).
+        """Set the reference of the KL over the full vocabulary; None is the base weights under a
+        LoRA adapter. With `in_loss` the KL is an input of losses (`LossInputs.full_kl`).
 
         Raises:
             ConfigError: there are no base weights, or the vocabularies differ.
         """
         if reference is None and not self._lora:
             raise ConfigError(
-                "use_full_kl(None): all weights are trained, so that there are no base weights; "
-                "give a frozen copy of the model"
+                "use_full_kl(None): all weights are trained, so there are no base weights; pass a "
+                "frozen copy of the model as the reference"
             )
         own = self.decoder.config.vocab_size
         if reference is not None and reference.config.vocab_size != own:
             raise ConfigError(
-                f"the KL over the whole vocabulary compares distributions over the same tokens: "
-                f"the policy has {own} and the reference {reference.config.vocab_size}; name "
-                "another reference (actor_rollout_ref.ref.path), or use "
+                f"the KL over the full vocabulary needs equal vocabularies, but the policy has "
+                f"{own} tokens and the reference {reference.config.vocab_size}; set another "
+                "reference (actor_rollout_ref.ref.path), or set "
                 "actor_rollout_ref.actor.kl_loss_type=low_var_kl"
             )
         self._reference, self._full_kl = (reference,), in_loss
@@ -251,25 +250,24 @@ class SingleProcessBackend:
         return self._compute.submit(compute)
 
     def get_weights(self) -> TrainFuture[dict[str, Tensor]]:
-        """Copies of all weights under their Hugging Face names, merged where there is an
-        adapter."""
+        """Copies of all weights under their Hugging Face names, merged with a LoRA adapter."""
         return self._compute.submit(
             lambda: {n: value_of(w).clone() for n, w in policy_weights(self.decoder)}
         )
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> TrainFuture[None]:
-        """Replace all weights; the optimizer keeps its state.
+        """Replace all weights. The optimizer keeps its state.
 
         Raises (when awaited):
-            CheckpointError: a tensor is missing, foreign, misshapen or not finite.
-            TrainingError: a LoRA adapter is trained, whose base weights stay as they are.
+            CheckpointError: a tensor is missing, unknown, not finite or of the wrong shape.
+            TrainingError: a LoRA adapter is trained, so the base weights must not change.
         """
 
         def load() -> None:
             if self._lora:
                 raise TrainingError(
-                    "load_weights() replaces all weights and this backend trains a LoRA adapter; "
-                    "make a backend on those weights and give it an adapter"
+                    "load_weights() replaces all weights, but this backend trains a LoRA adapter; "
+                    "make a backend with those weights and add an adapter"
                 )
             self._freeze_snapshots()
             load_weights(self.decoder, weights, source="load_weights")
@@ -277,18 +275,18 @@ class SingleProcessBackend:
         return self._change(load)
 
     def publish(self, *, advance: bool = True, kv_policy: KVPolicy = KVPolicy.KEEP) -> WeightUpdate:
-        """The present weights under the next version (`advance=False`: the present version).
+        """The current weights with the next version number (`advance=False`: the current one).
 
-        Buckets are detached copies, made when they are asked for and at the latest before the
-        weights change.
+        Buckets are detached copies. Each is made when it is requested, or before the weights
+        change.
 
         Raises:
-            TrainingError: an update of the weights is under way; await it first.
+            TrainingError: an update of the weights is running; await it first.
         """
         with self._lock:
             if self._pending_changes:
                 raise TrainingError(
-                    "publish() while optim_step() or load_weights() is under way would send a "
+                    "publish() while optim_step() or load_weights() is running would send a "
                     "mixture of two versions; await it first"
                 )
             self._weight_version += int(advance)
@@ -297,28 +295,29 @@ class SingleProcessBackend:
             return WeightUpdate(version=self._weight_version, buckets=snapshot, kv_policy=kv_policy)
 
     def state_dict(self) -> StateTree:
-        """Optimizer state, counts and a LoRA adapter, after all submitted work. Blocks: not for the
-        event loop.
+        """Optimizer state, counts and LoRA adapter, after all submitted work. Blocks, so do not
+        call it on an event loop.
 
         Raises:
-            TrainingError: gradients wait for an `optim_step`; they are not part of the state.
+            TrainingError: there are gradients, which are not part of the state.
         """
         return self._compute.run(self._state_dict)
 
     def load_state_dict(self, state: StateTree) -> None:
-        """Go on from `state_dict()`. Blocks: not for the event loop.
+        """Restore `state_dict()`. Blocks, so do not call it on an event loop.
 
         Raises:
-            CheckpointError: the state is of another optimizer, model, adapter or program version.
+            CheckpointError: the state belongs to another optimizer, model, adapter or version of
+                Slipstream.
         """
         self._compute.run(lambda: self._load_state_dict(state))
 
     def load_training_state(self, file: Path) -> bool:
-        """`load_state_dict` of a state that lies in a file (`checkpoint.tree`); whether the trained
-        weights came with it, which are those of a LoRA adapter. Blocks: not for the event loop.
+        """Restore `state_dict()` from a file of `checkpoint.tree`. Returns True if it contains the
+        trained weights, those of a LoRA adapter. Blocks, so do not call it on an event loop.
 
         Raises:
-            CheckpointError: as there, and where the file cannot be read.
+            CheckpointError: the file cannot be read, or as in `load_state_dict`.
         """
         state = load_tree(file)
         self.load_state_dict(state)
@@ -327,16 +326,16 @@ class SingleProcessBackend:
     def save_policy(
         self, folder: Path, save_tokenizer: Callable[[str], object] | None = None
     ) -> None:
-        """Write the weights in fp32 as a Hugging Face folder, merged where there is an adapter.
-        Blocks: not for the event loop."""
+        """Write the weights in fp32 as a Hugging Face folder, merged with a LoRA adapter. Blocks,
+        so do not call it on an event loop."""
         self._compute.run(lambda: save_policy(self.decoder, folder, save_tokenizer=save_tokenizer))
 
     def load_policy(self, folder: Path) -> None:
-        """Replace all weights by those of a Hugging Face folder; the optimizer keeps its state.
-        Blocks: not for the event loop.
+        """Replace all weights by those of a Hugging Face folder. The optimizer keeps its state.
+        Blocks, so do not call it on an event loop.
 
         Raises:
-            CheckpointError: the folder is missing or corrupt, or of another model.
+            CheckpointError: the folder is missing or corrupt, or belongs to another model.
         """
 
         def load() -> None:
@@ -346,8 +345,8 @@ class SingleProcessBackend:
         self._compute.run(load)
 
     def save_adapter(self, folder: Path, base_model: Path | None = None) -> None:
-        """Write a LoRA adapter as a folder that peft loads, which names `base_model` as what it
-        belongs on; nothing where all weights are trained. Blocks: not for the event loop."""
+        """Write the LoRA adapter as a folder for peft, with `base_model` as its base. Does nothing
+        if all weights are trained. Blocks, so do not call it on an event loop."""
         base, decoder = None if base_model is None else str(base_model.absolute()), self.decoder
         if self._lora and isinstance(decoder, Decoder):
             self._compute.run(lambda: save_adapter(decoder, folder, base_model=base))
@@ -358,7 +357,7 @@ class SingleProcessBackend:
             self._compute.close()
 
     def _change(self, work: Callable[[], T]) -> TrainFuture[T]:
-        """Submit work that changes the weights."""
+        """Submit work that changes the weights, and count it as pending until it is done."""
 
         def counted() -> T:
             try:
@@ -418,11 +417,12 @@ class SingleProcessBackend:
         return self._of_all(metrics).values()
 
     def _of_all(self, metrics: MetricSums) -> MetricSums:
-        """Those of the whole batch."""
+        """The metrics of all processes. Overridden for several processes."""
         return metrics
 
     def _all_rows(self, batch: TrainBatch, out: list[T]) -> list[T]:
-        """`out`, one entry per row of `batch`, with those of all rows."""
+        """`out`, one entry per row of `batch`, completed with the rows of other processes.
+        Overridden for several processes."""
         return out
 
     def _all_tokens(self, batch: TrainBatch, out: Tensor) -> Tensor:
@@ -434,8 +434,8 @@ class SingleProcessBackend:
     ) -> Iterator[ForwardResult]:
         if sink is not None and isinstance(self.decoder, HFPolicy):
             raise TrainingError(
-                f"transformers, which computes this {self.decoder.config.family}, hands over no "
-                "hidden states to learn from; train without a sink"
+                f"this {self.decoder.config.family} is computed by transformers' class, which "
+                "returns no hidden states for a feature sink; train without a sink"
             )
         tap_layers = sink.tap_layers if sink is not None else ()
         packed = None
@@ -443,7 +443,7 @@ class SingleProcessBackend:
         if self._full_kl is not None and torch.is_grad_enabled():
             full_kl = FullKL(reference=self._packed_reference(), direction=self._full_kl)
         for micro in self._micro_batches(batch, selected):
-            # With gradients every micro-batch needs its own graph down to the parameters.
+            # With gradients, each micro-batch needs its own graph down to the parameters.
             if packed is None or torch.is_grad_enabled():
                 packed = pack(self.decoder, self._dtype)
             yield forward(
@@ -471,7 +471,7 @@ class SingleProcessBackend:
     def _packed_reference(self) -> PackedPolicy:
         if self._reference is None:
             raise TrainingError(
-                "there is nothing to compare with: call use_full_kl() with a reference first"
+                "the KL over the full vocabulary has no reference; call use_full_kl() first"
             )
         (reference,) = self._reference
         with torch.no_grad():
@@ -562,7 +562,7 @@ class SingleProcessBackend:
         return state
 
     def _base(self) -> str:
-        """The base weights' fingerprint, taken once: nothing changes them."""
+        """The digest of the base weights, computed once, because they never change."""
         if self._base_digest is None:
             self._base_digest = base_digest(self.decoder)
         return self._base_digest

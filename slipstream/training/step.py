@@ -1,8 +1,8 @@
-"""The forward pass of a mini-batch, micro-batch by micro-batch, and what losses see of it.
+"""Forward passes over the micro-batches of a mini-batch, and the inputs of loss functions.
 
-Called by backends on their compute thread. Knows policies, packing and losses; nothing about
-optimizers, threads or versions. The LM head is applied to the hidden states that predict target
-tokens, a chunk of rows at a time, so memory is linear in tokens whatever the vocabulary.
+Backends call this on their compute thread. It knows policies, packing and losses, but no
+optimizers, threads or versions. The LM head is applied only to hidden states that predict target
+tokens, a chunk at a time, so memory for logits does not grow with the batch.
 
 Shapes: B rows, T padded length, N target tokens of a micro-batch, D hidden width.
 """
@@ -32,7 +32,7 @@ from slipstream.models.decoder import HiddenStates
 from slipstream.models.numerics import ROW_MULTIPLE
 from slipstream.models.policy import PackedPolicy
 from slipstream.sampling.truncate import truncate
-from slipstream.training.columns import any_of_rows
+from slipstream.training.columns import any_of_rows, rows_of_column
 from slipstream.training.losses import LossInputs
 from slipstream.training.packing import MicroBatch, build_micro_batch, column, plan_micro_batches
 from slipstream.types import Features, FeatureSink, SamplingParams, TrainBatch
@@ -40,12 +40,13 @@ from slipstream.types import Features, FeatureSink, SamplingParams, TrainBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardSettings:
-    """How forward passes are cut.
+    """Limits of forward passes.
 
-    `max_tokens_per_micro_batch` counts padding; with `max_rows_per_micro_batch` either may be None.
-    `log_prob_chunk` is the number of rows whose logits exist at once, `log_prob_keep_bytes` what is
-    kept of them for the backward pass, which computes the others again. `gradient_checkpointing`
-    computes each layer again in the backward pass, with bitwise the same gradients.
+    `max_tokens_per_micro_batch` includes padding. It or `max_rows_per_micro_batch` may be None, but
+    not both. `log_prob_chunk` is the number of tokens whose logits are in memory at once.
+    `log_prob_keep_bytes` limits the logits kept for the backward pass, which recomputes the others.
+    `gradient_checkpointing` recomputes each layer in the backward pass, with bitwise equal
+    gradients. Raises ConfigError for impossible values.
     """
 
     max_tokens_per_micro_batch: int | None
@@ -61,22 +62,24 @@ class ForwardSettings:
                 raise ConfigError(f"{name}={limit} must be at least 1, or null for no limit")
         if self.max_tokens_per_micro_batch is None and self.max_rows_per_micro_batch is None:
             raise ConfigError(
-                "max_tokens_per_micro_batch and max_rows_per_micro_batch are both null; one of "
-                "them has to bound the size of a forward pass"
+                "max_tokens_per_micro_batch and max_rows_per_micro_batch are both null; set one of "
+                "them to limit the size of a forward pass"
             )
         if self.log_prob_keep_bytes < 0:
-            raise ConfigError(f"log_prob_keep_bytes={self.log_prob_keep_bytes} is negative; set 0")
+            raise ConfigError(
+                f"log_prob_keep_bytes={self.log_prob_keep_bytes} is negative; set at least 0"
+            )
         if self.log_prob_chunk < 1 or self.log_prob_chunk % ROW_MULTIPLE:
             raise ConfigError(
                 f"log_prob_chunk={self.log_prob_chunk} must be a positive multiple of "
-                f"{ROW_MULTIPLE}: exact mode multiplies rows in fours"
+                f"{ROW_MULTIPLE}, because exact mode computes rows in groups of {ROW_MULTIPLE}"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardResult:
-    """`log_probs`, `entropies` and, with a reference, `full_kl` (N,) of the target tokens of
-    `micro`, in order of their slots."""
+    """Results of a forward pass: `log_probs`, `entropies` and, with a reference, `full_kl`, each
+    (N,), for the target tokens of `micro` in order of their slots; and the hidden states."""
 
     micro: MicroBatch
     log_probs: Tensor
@@ -87,14 +90,14 @@ class ForwardResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullKL:
-    """The reference that a pass compares with over the whole vocabulary, packed, and which way."""
+    """The packed reference policy for the KL over the full vocabulary, and the KL's direction."""
 
     reference: PackedPolicy
     direction: KLDirection
 
 
 def wanted_rows(batch: TrainBatch, also: Iterable[int] = ()) -> dict[int, int]:
-    """The rows with target tokens, and the rows `also`: index -> length."""
+    """Index -> length of the rows with target tokens and of the rows `also`."""
     trained = any_of_rows(batch.targets, batch.starts)
     wanted = {i for i, has_targets in enumerate(trained) if has_targets} | set(also)
     lengths = batch.lengths
@@ -111,7 +114,7 @@ def micro_batches(
     device: torch.device,
     padded: bool,
 ) -> Iterator[MicroBatch]:
-    """The rows with target tokens, and the rows `also`, in micro-batches."""
+    """Yield micro-batches of the rows with target tokens and of the rows `also`."""
     for indices in plan_rows(wanted_rows(batch, also), settings, padded=padded):
         yield build_micro_batch(
             batch,
@@ -126,7 +129,7 @@ def micro_batches(
 def plan_rows(
     lengths: Mapping[int, int], settings: ForwardSettings, *, padded: bool
 ) -> list[list[int]]:
-    """Rows, given as index -> length, cut as `settings` say."""
+    """Plan micro-batches for rows, given as index -> length, within the limits of `settings`."""
     return plan_micro_batches(
         lengths,
         max_tokens=settings.max_tokens_per_micro_batch,
@@ -145,9 +148,12 @@ def forward(
     full_kl: FullKL | None = None,
     kept: KeptIds | None = None,
 ) -> ForwardResult:
-    """Log-probs and entropies of the target tokens, and their KL to a reference; differentiable
-    where `packed` is. With `kept`, ids of each of `micro.head_rows`, log-probs are of the law over
-    these alone; entropies and KL are always of the whole vocabulary."""
+    """Compute log-probs and entropies of the target tokens, and their KL to a reference.
+
+    The results are differentiable if `packed` is. With `kept`, token ids for each of
+    `micro.head_rows`, log-probs are renormalized over these ids; entropies and KL always cover the
+    full vocabulary.
+    """
     hidden = packed.forward(
         micro.ids,
         micro.positions,
@@ -198,7 +204,8 @@ def whole_kl(
     temperature: float,
     settings: ForwardSettings,
 ) -> Tensor:
-    """(B, T): the KL to the reference over the whole vocabulary where target tokens stand."""
+    """The KL to the reference over the full vocabulary at the target tokens (B, T), 0
+    elsewhere."""
     hidden = packed.forward(micro.ids, micro.positions, lengths=micro.lengths)
     kl = _whole_kl(packed, micro, _head_rows(hidden, micro), full_kl, temperature, settings)
     return micro.scatter(kl[: len(micro.target_slots)])
@@ -212,7 +219,8 @@ def _whole_kl(
     temperature: float,
     settings: ForwardSettings,
 ) -> Tensor:
-    """Of each of `rows`, the policy's hidden states of `micro.head_rows`."""
+    """The KL (M,) to the reference. `rows` are the policy's hidden states at
+    `micro.head_rows`."""
     reference = full_kl.reference
     with torch.no_grad():
         theirs = reference.forward(micro.ids, micro.positions, lengths=micro.lengths)
@@ -235,7 +243,8 @@ def _whole_kl(
 def sum_pi_squared(
     packed: PackedPolicy, micro: MicroBatch, *, temperature: float, settings: ForwardSettings
 ) -> Tensor:
-    """(B, T): the sum over the vocabulary of squared probabilities where target tokens stand."""
+    """The sum of squared probabilities over the vocabulary at the target tokens (B, T), 0
+    elsewhere."""
     hidden = packed.forward(micro.ids, micro.positions, lengths=micro.lengths)
     weight, product = packed.head
     sums = chunked_sum_pi_squared(
@@ -257,7 +266,8 @@ def kept_of_sampler(
     cuts: SamplingParams,
     settings: ForwardSettings,
 ) -> list[array[int]]:
-    """The ids that top-k, top-p and min-p of `cuts` keep at each target token (`truncate`)."""
+    """The token ids that top-k, top-p and min-p of `cuts` keep at each target token
+    (`sampling.truncate`)."""
     rows = _head_rows(packed.forward(micro.ids, micro.positions, lengths=micro.lengths), micro)
     weight, product = packed.head
     kept: list[array[int]] = []
@@ -278,7 +288,7 @@ def kept_of_sampler(
 
 
 def kept_ids(batch: TrainBatch, micro: MicroBatch) -> KeptIds | None:
-    """Those of the rows of `micro`, for each of its `head_rows`; None where they have none."""
+    """The recorded `kept_ids` for each of `micro.head_rows`; None if the batch has none."""
     if batch.kept_ids is None:
         return None
     rows = [batch.kept_ids[i] for i in micro.indices]
@@ -294,8 +304,8 @@ def _head_rows(hidden: HiddenStates, micro: MicroBatch) -> Tensor:
 
 
 def batch_normalizers(batch: TrainBatch) -> Normalizers:
-    """Counts of the whole mini-batch; the horizon is its longest row."""
-    weights = [row[1:] for row in batch.loss_mask.split(batch.lengths)]
+    """Normalizers of the whole mini-batch. The horizon is the length of its longest row."""
+    weights = [row[1:] for row in rows_of_column(batch.loss_mask, batch.starts)]
     return Normalizers(
         # In order and in float64: another order would change the last bits of weighted sums.
         num_tokens=float(sum(sum(row.tolist()) for row in weights)),
@@ -305,7 +315,7 @@ def batch_normalizers(batch: TrainBatch) -> Normalizers:
 
 
 def loss_inputs(batch: TrainBatch, result: ForwardResult, normalizers: Normalizers) -> LossInputs:
-    """The (B, T) view of a micro-batch that losses take."""
+    """The inputs of a loss function for one micro-batch, all (B, T)."""
     micro = result.micro
     log_probs = micro.scatter(result.log_probs)
     targets = micro.mask != 0
@@ -345,14 +355,14 @@ def hand_over(
     selected: set[int],
     optimizer_step: int,
 ) -> None:
-    """Give `sink` the features of the selected rows: detached, unpadded copies."""
+    """Pass the features of the selected rows to `sink`, as detached copies without padding."""
     final, aux_layers = result.hidden.final.detach().flatten(0, 1), result.hidden.aux_layers
     for start, index in zip(result.micro.starts, result.micro.indices, strict=True):
         if index not in selected:
             continue
         place = batch.slice_of(index)
         own = slice(start, start + place.stop - place.start)
-        # Copies: a view would keep the whole micro-batch in memory.
+        # Copy, because a view would keep the whole micro-batch in memory.
         sink.receive(
             Features(
                 uid=batch.uids[index],
@@ -367,13 +377,14 @@ def hand_over(
 
 
 class MetricSums:
-    """Metrics of a mini-batch from those of its micro-batches."""
+    """Accumulates the metrics of micro-batches into those of a mini-batch."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._maxima: dict[str, float] = {}
 
     def add(self, sums: Mapping[str, Tensor | float], maxima: Mapping[str, Tensor | float]) -> None:
+        """Add a micro-batch: sums are added, of `maxima` the largest value is kept."""
         for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + float(value)
         for name, value in maxima.items():
@@ -381,8 +392,9 @@ class MetricSums:
             self._maxima[name] = max(known, float(value))
 
     def join(self, other: MetricSums) -> None:
-        """Take in those of other micro-batches of the same mini-batch."""
+        """Add the metrics of other micro-batches of the same mini-batch."""
         self.add(other._sums, other._maxima)
 
     def values(self) -> dict[str, float]:
+        """The metrics of the mini-batch."""
         return {**self._sums, **self._maxima}

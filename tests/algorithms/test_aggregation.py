@@ -1,4 +1,4 @@
-"""Aggregation: values by hand, and independence of the micro-batch split."""
+"""Aggregation: values of all modes, and independence of the split into micro-batches."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ MASK = torch.tensor([[1.0, 1.0, 1.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
         ("seq-mean-token-sum-norm", (6 + 5) / (2 * 3)),
     ],
 )
-def test_modes_by_hand(mode: str, expected: float) -> None:
+def test_values_of_all_modes(mode: str, expected: float) -> None:
     assert float(agg_loss(LOSS, MASK, mode)) == pytest.approx(expected)
 
 
-def test_the_horizon_replaces_the_padded_length() -> None:
+def test_horizon_replaces_the_padded_length() -> None:
     out = agg_loss(LOSS, MASK, "seq-mean-token-sum-norm", loss_scale_factor=10)
     assert float(out) == pytest.approx(11 / (2 * 10))
     padded = torch.nn.functional.pad(LOSS, (0, 5)), torch.nn.functional.pad(MASK, (0, 5))
@@ -45,36 +45,36 @@ def test_the_horizon_replaces_the_padded_length() -> None:
     assert float(again) == pytest.approx(11 / (2 * 10))
 
 
-def test_global_counts_replace_those_of_the_rows() -> None:
+def test_global_counts_replace_the_counts_of_the_rows() -> None:
     mean = agg_loss(LOSS, MASK, "token-mean", batch_num_tokens=22)
     assert float(mean) == pytest.approx(11 / 22)
     seq = agg_loss(LOSS, MASK, "seq-mean-token-sum", global_batch_size=11, batch_num_tokens=22)
     assert float(seq) == pytest.approx(1.0)
 
 
-def test_rows_without_targets_are_not_sequences() -> None:
+def test_rows_without_targets_do_not_count_as_sequences() -> None:
     assert Normalizers.from_mask(MASK) == Normalizers(num_tokens=4, num_sequences=2, horizon=3)
 
 
-def test_an_unknown_mode_lists_the_known_ones() -> None:
+def test_unknown_mode_error_lists_the_known_modes() -> None:
     with pytest.raises(ValueError, match="'mean'; known: token-mean, token-sum, seq-mean-token"):
         agg_loss(LOSS, MASK, "mean")
 
 
-def test_empty_masks_are_refused() -> None:
+def test_rejects_empty_masks() -> None:
     with pytest.raises(ValueError, match="num_tokens of a mini-batch must be > 0, got 0"):
         Normalizers.from_mask(torch.zeros(2, 3))
     with pytest.raises(ValueError, match="empty mask"):
         masked_mean(LOSS, torch.zeros_like(LOSS))
 
 
-def test_an_empty_micro_batch_of_a_full_mini_batch_adds_zero() -> None:
+def test_empty_micro_batch_adds_zero() -> None:
     norm = Normalizers.from_mask(MASK)
     for mode in LossAggMode:
         assert float(sum_loss(LOSS[2:], MASK[2:], mode, norm)) == 0.0
 
 
-def test_masked_places_may_hold_anything() -> None:
+def test_masked_values_are_ignored() -> None:
     values = torch.tensor([[1.0, float("nan"), float("inf")]], requires_grad=True)
     mask = torch.tensor([[1.0, 0.0, 0.0]])
     assert masked_sum(values, mask).item() == 1.0
@@ -84,7 +84,7 @@ def test_masked_places_may_hold_anything() -> None:
 
 
 def reference(loss: Tensor, mask: Tensor, mode: str, horizon: float) -> Tensor:
-    """The definitions, spelled out with loops in float64."""
+    """The definitions, computed with loops in float64."""
     rows = [
         [loss[i, t] for t in range(loss.shape[1]) if mask[i, t]]
         for i in range(loss.shape[0])
@@ -125,7 +125,7 @@ def test_loss_and_gradient_do_not_depend_on_the_split(
     expected = reference(expected_leaf, mask, mode, horizon or n_tokens)
     torch.autograd.backward(expected)
 
-    # Float32 like real losses, micro-batches cut anywhere and trimmed to their own longest row.
+    # Float32 like real losses; micro-batches of any rows, trimmed to their longest row.
     leaf = values.float().requires_grad_()
     norm = Normalizers.from_mask(mask, horizon=horizon)
     total = 0.0
@@ -143,7 +143,7 @@ def test_loss_and_gradient_do_not_depend_on_the_split(
     torch.testing.assert_close(leaf.grad.double(), expected_leaf.grad, rtol=1e-6, atol=1e-7)
 
 
-def test_frameworks_that_average_gradients_get_the_loss_times_their_ranks() -> None:
+def test_dp_size_multiplies_the_loss() -> None:
     once = agg_loss(LOSS, MASK, "token-mean", 1, 8.0, 4.0)
     assert float(agg_loss(LOSS, MASK, "token-mean", 2, 8.0, 4.0)) == 2 * float(once)
     with pytest.raises(ValueError, match="with dp_size=2 the rows of one rank are not the mini"):

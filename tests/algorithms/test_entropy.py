@@ -8,7 +8,7 @@ import torch
 from slipstream.algorithms import Normalizers, entropy_loss
 
 
-def test_the_bonus_lowers_the_loss_where_entropy_rises() -> None:
+def test_entropy_bonus_lowers_the_loss() -> None:
     mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
     norm = Normalizers.from_mask(mask)
     entropy = torch.tensor([[1.0, 2.0], [3.0, 9.0]])
@@ -18,6 +18,6 @@ def test_the_bonus_lowers_the_loss_where_entropy_rises() -> None:
     bonus = entropy_loss(-(log_p.exp() * log_p).sum(-1), mask, "token-mean", norm, coeff=0.1)
     torch.autograd.backward(bonus)
     assert logits.grad is not None
-    # Descending takes probability from the likelier word.
+    # Gradient descent lowers the probability of the likelier token.
     assert float(logits.grad[0, 0, 0]) > 0
     assert float(logits.grad[1, 1, 0]) == 0

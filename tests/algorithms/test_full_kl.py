@@ -1,4 +1,4 @@
-"""Exact KL: by hand, against loops and autograd, in both directions; sums of squared probs."""
+"""Exact KL in both directions, and sums of squared probabilities, against loops and autograd."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIRECTIONS: tuple[KLDirection, ...] = ("reverse", "forward")
 def inputs(
     n: int = 7, dtype: torch.dtype = torch.float64, *, d: int = 6, ref_d: int = 4
 ) -> tuple[Tensor, ...]:
-    """The reference is narrower than the policy."""
+    """Hidden states and heads of a policy and of a reference with a smaller width."""
     generator = torch.Generator().manual_seed(n)
     shapes = ((n, d), (11, d), (n, ref_d), (11, ref_d))
     hidden, weight, ref_hidden, ref_weight = (
@@ -27,8 +27,8 @@ def inputs(
     return hidden, weight, ref_hidden, ref_weight
 
 
-def test_by_hand() -> None:
-    """A head of one input: hidden 1 gives the weights as logits."""
+def test_values_of_a_tiny_head() -> None:
+    """With hidden width 1 and hidden state 1, the logits are the head's weights."""
     one = torch.ones(1, 1)
     policy = torch.tensor([[0.75], [0.25]]).log()
     ref = torch.tensor([[0.5], [0.5]]).log()
@@ -50,7 +50,7 @@ def softmax(logits: list[float], temperature: float) -> list[float]:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("chunk_size", [1, 3, 100])
-def test_values_against_loops(direction: KLDirection, chunk_size: int) -> None:
+def test_values_equal_loops(direction: KLDirection, chunk_size: int) -> None:
     hidden, weight, ref_hidden, ref_weight = inputs()
     actual = chunked_full_kl(
         hidden, weight, ref_hidden, ref_weight, 0.7, chunk_size=chunk_size, direction=direction
@@ -68,7 +68,9 @@ def test_values_against_loops(direction: KLDirection, chunk_size: int) -> None:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("chunk_size", [1, 3, 100])
-def test_gradients_equal_those_through_all_logits(direction: KLDirection, chunk_size: int) -> None:
+def test_gradients_equal_autograd_through_all_logits(
+    direction: KLDirection, chunk_size: int
+) -> None:
     hidden, weight, ref_hidden, ref_weight = inputs()
     upstream = torch.linspace(-1, 2, 7, dtype=torch.float64)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
@@ -108,8 +110,8 @@ def test_gradcheck(direction: KLDirection) -> None:
     assert torch.autograd.gradcheck(kl, (hidden.requires_grad_(), weight.requires_grad_()))
 
 
-def test_rows_do_not_depend_on_the_chunks_to_the_bit() -> None:
-    # Widths as models have them: rows of 6 numbers are multiplied by where they lie in memory.
+def test_rows_are_bitwise_independent_of_chunks() -> None:
+    # A width as in models. With a width of 6, results depend on the rows' alignment in memory.
     hidden, weight, ref_hidden, ref_weight = inputs(24, torch.float32, d=16, ref_d=8)
     whole = chunked_full_kl(hidden, weight, ref_hidden, ref_weight)
     squares = chunked_sum_pi_squared(hidden, weight)
@@ -134,7 +136,7 @@ def test_frozen_and_low_precision_inputs_and_no_rows() -> None:
     assert empty.shape == chunked_sum_pi_squared(hidden[:0], weight).shape == (0,)
 
 
-def test_at_most_one_chunk_of_each_policys_logits_exists_at_once(
+def test_at_most_one_chunk_of_each_policys_logits_is_in_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows: list[int] = []
@@ -151,11 +153,11 @@ def test_at_most_one_chunk_of_each_policys_logits_exists_at_once(
     assert rows == [16, 16, 16, 16, 16, 16, 12, 12] * 2
 
 
-def test_bad_input_is_refused() -> None:
+def test_rejects_invalid_input() -> None:
     hidden, weight, ref_hidden, ref_weight = inputs()
-    with pytest.raises(ValueError, match="got 7 and 6 rows, 11 and 11 words"):
+    with pytest.raises(ValueError, match="got 7 and 6 rows, 11 and 11 tokens"):
         chunked_full_kl(hidden, weight, ref_hidden[:6], ref_weight)
-    with pytest.raises(ValueError, match="got 7 and 7 rows, 11 and 9 words"):
+    with pytest.raises(ValueError, match="got 7 and 7 rows, 11 and 9 tokens"):
         chunked_full_kl(hidden, weight, ref_hidden, ref_weight[:9])
     with pytest.raises(ValueError, match=r"hidden \(N, D\) and weight \(V, D\), got \(7, 4\)"):
         chunked_full_kl(hidden, weight, ref_hidden, weight)

@@ -1,4 +1,4 @@
-"""KL estimators and controllers against hand-computed values."""
+"""KL estimators and controllers against values computed by hand and loops."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REF = torch.tensor([-1.5, -1.0])
         ("k3", [math.exp(-0.5) - 0.5, math.e - 2.0]),
     ],
 )
-def test_values_by_hand(kind: str, expected: list[float]) -> None:
+def test_values_of_all_kinds(kind: str, expected: list[float]) -> None:
     assert kl_penalty(LP, REF, kind).tolist() == pytest.approx(expected)
     assert kl_penalty(LP, REF, kind + "+").tolist() == kl_penalty(LP, REF, kind).tolist()
 
@@ -46,12 +46,12 @@ def grad(kind: str) -> list[float]:
     return out
 
 
-def test_gradients_by_hand() -> None:
+def test_gradients() -> None:
     assert grad("k1") == [1.0, 1.0]
     assert grad("k2") == [0.5, -1.0]
     assert grad("k3") == pytest.approx([1 - math.exp(-0.5), 1 - math.e])
     assert grad("abs") == [1.0, -1.0]
-    # Beyond its bounds k3 pulls nowhere.
+    # Where k3 is clamped, its gradient is 0.
     far = torch.tensor([-100.0, 0.0], requires_grad=True)
     kl_penalty(far, torch.tensor([0.0, -100.0]), "k3").sum().backward()  # type: ignore[no-untyped-call]
     assert far.grad is not None
@@ -59,7 +59,7 @@ def test_gradients_by_hand() -> None:
 
 
 def loops(kind: str, lp: float, ref: float) -> tuple[float, float]:
-    """Value and derivative by `lp`."""
+    """The value and its derivative with respect to `lp`."""
     d = lp - ref
     name = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(kind.rstrip("+"), kind.rstrip("+"))
     ratio = math.exp(min(max(-d, -20.0), 20.0))
@@ -84,7 +84,7 @@ def test_values_and_gradients_equal_loops(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KL_KINDS)
-def test_the_plus_suffix_has_the_gradient_of_k2(kind: str) -> None:
+def test_plus_suffix_has_the_gradient_of_k2(kind: str) -> None:
     assert grad(kind + "+") == grad("k2")
 
 
@@ -98,15 +98,15 @@ def test_estimators_average_to_the_kl_of_two_bernoullis(kind: str) -> None:
     p, q = torch.tensor([0.6, 0.4]), torch.tensor([0.5, 0.5])
     exact = float((p * (p / q).log()).sum())
     estimate = float((p * kl_penalty(p.log(), q.log(), kind)).sum())
-    # k2 is biased in the third order of the log-ratio.
+    # k2 has a bias of third order in the log-ratio.
     assert estimate == pytest.approx(exact, abs=2e-3 if kind == "k2" else 1e-6)
 
 
-def test_what_cannot_be_computed_is_refused() -> None:
+def test_rejects_unknown_and_full_kl_kinds() -> None:
     for kind in ("full", "full_forward"):
         computed = (
-            rf"'{kind}' sums over .* actor_rollout_ref.actor.kl_loss_type={kind} and "
-            rf"algorithm.kl_penalty={kind} compute it"
+            rf"'{kind}' sums over .* actor_rollout_ref.actor.kl_loss_type={kind} or "
+            rf"algorithm.kl_penalty={kind}"
         )
         for suffix in ("", "+"):
             with pytest.raises(ValueError, match=computed):
@@ -115,7 +115,7 @@ def test_what_cannot_be_computed_is_refused() -> None:
         kl_penalty(LP, REF, "k4")
 
 
-def test_the_adaptive_controller_by_hand() -> None:
+def test_adaptive_controller_values() -> None:
     controller = AdaptiveKLController(0.1, target_kl=0.5, horizon=100)
     controller.update(0.55, n_steps=10)  # error 0.1
     assert controller.value == pytest.approx(0.1 * (1 + 0.1 * 10 / 100))
@@ -127,7 +127,7 @@ def test_the_adaptive_controller_by_hand() -> None:
     assert controller.value == pytest.approx(0.1 * 0.98)
 
 
-def test_a_weight_that_could_turn_negative_is_refused() -> None:
+def test_rejects_steps_that_could_make_the_coefficient_negative() -> None:
     controller = AdaptiveKLController(0.1, target_kl=0.1, horizon=20)
     controller.update(0.0, 99)
     assert controller.value == pytest.approx(0.1 * (1 - 0.2 * 99 / 20))
@@ -138,7 +138,7 @@ def test_a_weight_that_could_turn_negative_is_refused() -> None:
             get_kl_controller("adaptive", kl_coef=0.1, **wrong)
 
 
-def test_one_plus_is_enough() -> None:
+def test_rejects_two_plus_suffixes() -> None:
     with pytest.raises(ValueError, match=r"unknown kl penalty 'k1\+\+'"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "k1++")
 
@@ -154,7 +154,7 @@ def test_controllers_by_name() -> None:
         get_kl_controller("adaptive", kl_coef=0.3, horizon=0)
 
 
-def test_in_reward_kl_by_hand() -> None:
+def test_in_reward_kl_values() -> None:
     scores = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 2.0], [0.0, 0.0, 0.0]])
     old = torch.tensor([[-1.0, -1.0, float("nan")], [-1.0, -2.0, -1.0], [0.0, 0.0, 0.0]])
     ref = torch.tensor([[-2.0, -2.0, 0.0], [-1.5, -1.5, -1.0], [0.0, 0.0, 0.0]])
@@ -164,12 +164,12 @@ def test_in_reward_kl_by_hand() -> None:
     torch.testing.assert_close(
         rewards, torch.tensor([[-0.1, 0.9, 0.0], [-0.05, 0.05, 2.0], [0.0, 0.0, 0.0]])
     )
-    # Row means 1 and 0; the empty row does not count.
+    # Row means are 1 and 0; the empty row does not count.
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.5)
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.1
 
 
-def test_a_kl_that_is_known_is_subtracted_as_it_is() -> None:
+def test_subtract_kl_subtracts_a_given_kl() -> None:
     scores = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
     kl = torch.tensor([[0.5, 1.5], [3.0, float("nan")]])
     mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
@@ -180,7 +180,7 @@ def test_a_kl_that_is_known_is_subtracted_as_it_is() -> None:
         subtract_kl(scores, kl, 0 * mask, kl_ctrl=FixedKLController(0.1))
 
 
-def test_in_reward_kl_steers_its_controller_after_use() -> None:
+def test_in_reward_kl_updates_the_controller_after_use() -> None:
     controller = AdaptiveKLController(0.1, target_kl=0.1, horizon=4)
     one = torch.ones(2, 1)
     _, metrics = apply_kl_penalty(0 * one, one, 0 * one, one, kl_ctrl=controller)

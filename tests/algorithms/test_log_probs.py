@@ -1,4 +1,4 @@
-"""Log-probs: plain against closed forms, chunked against plain, to the bit where promised."""
+"""Log-probs: closed forms, and chunked computation bitwise equal to plain computation."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def entropy(logits: Tensor) -> Tensor:
     return -(log_p.exp() * log_p).sum(-1)
 
 
-def test_plain_by_hand() -> None:
+def test_token_log_probs_match_closed_forms() -> None:
     logits = torch.tensor([[0.0, math.log(3.0)], [math.log(9.0), 0.0]])
     labels = torch.tensor([1, 0])
     assert token_log_probs(logits, labels).tolist() == pytest.approx(
         [math.log(0.75), math.log(0.9)]
     )
-    # At temperature 2 odds take their square root: 3 / (3 + 1) for the second row.
+    # At temperature 2 odds become their square root: 3 / (3 + 1) for the second row.
     assert float(token_log_probs(logits, labels, 2.0)[1]) == pytest.approx(math.log(0.75))
 
 
-def test_plain_takes_any_leading_shape_and_low_precision() -> None:
+def test_token_log_probs_accept_any_leading_shape_and_low_precision() -> None:
     out = token_log_probs(torch.zeros(2, 3, 4, dtype=torch.bfloat16), torch.zeros(2, 3).long())
     assert out.dtype == torch.float32
     assert out.shape == (2, 3)
@@ -47,7 +47,7 @@ def test_plain_takes_any_leading_shape_and_low_precision() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk_size", [1, 5, 12, 16, 1000])
-def test_chunked_forward_equals_the_plain_one_to_the_bit(
+def test_chunked_forward_is_bitwise_equal_to_plain(
     dtype: torch.dtype, temperature: float, chunk_size: int
 ) -> None:
     hidden, weight, labels = inputs(24, d=64, v=301, dtype=dtype)
@@ -59,7 +59,7 @@ def test_chunked_forward_equals_the_plain_one_to_the_bit(
         assert torch.equal(actual, expected[:n])
 
 
-def test_the_temperature_divides_as_per_row_temperatures_do() -> None:
+def test_scalar_temperature_equals_per_row_temperatures() -> None:
     logits = torch.randn(64, 301, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(64)
     per_row = torch.full((64, 1), 0.7)
@@ -67,8 +67,9 @@ def test_the_temperature_divides_as_per_row_temperatures_do() -> None:
     assert torch.equal(token_log_probs(logits, labels, 0.7), expected)
 
 
-def test_without_padding_a_single_row_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason for `_pad_rows`; should this fail, the kernels have become row-independent."""
+def test_single_row_differs_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason for `_pad_rows`. If this fails, the kernels no longer depend on the number of
+    rows."""
     hidden, weight, labels = inputs(24, d=64, v=301)
     expected = token_log_probs(F.linear(hidden, weight), labels)
     monkeypatch.setattr(log_probs_module, "_pad_rows", lambda hidden: hidden)
@@ -81,9 +82,7 @@ def test_without_padding_a_single_row_would_differ(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("chunk_size", [1, 4, 7, 64])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("uses", ["log_probs", "entropies", "both"])
-def test_chunked_gradients_equal_the_plain_ones(
-    chunk_size: int, temperature: float, uses: str
-) -> None:
+def test_chunked_gradients_equal_plain(chunk_size: int, temperature: float, uses: str) -> None:
     hidden, weight, labels = inputs(10, dtype=torch.float64)
     upstream = torch.randn(2, 10, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
@@ -116,7 +115,7 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(both, (hidden.requires_grad_(), weight.requires_grad_()))
 
 
-def test_low_precision_gradients_keep_their_dtype_and_add_up_in_float32() -> None:
+def test_low_precision_gradients_keep_dtype_and_sum_in_float32() -> None:
     hidden, weight, labels = inputs(64, d=32, v=50, dtype=torch.bfloat16)
     low = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     torch.autograd.backward(chunked_token_log_probs(*low, labels, chunk_size=4)[0].sum())
@@ -139,7 +138,7 @@ def test_frozen_inputs_get_no_gradient() -> None:
     assert weight.grad is None
 
 
-def test_no_rows_give_no_results() -> None:
+def test_empty_input() -> None:
     hidden, weight, labels = inputs(0)
     log_probs, entropies = chunked_token_log_probs(
         hidden.requires_grad_(), weight.requires_grad_(), labels
@@ -150,7 +149,7 @@ def test_no_rows_give_no_results() -> None:
     assert float(weight.grad.abs().sum()) == 0.0
 
 
-def test_at_most_one_chunk_of_logits_exists_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_one_chunk_of_logits_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
     linear = F.linear
 
@@ -167,7 +166,7 @@ def test_at_most_one_chunk_of_logits_exists_at_once(monkeypatch: pytest.MonkeyPa
     assert rows == [16, 16, 16, 12] * 2
 
 
-def test_bad_input_is_refused() -> None:
+def test_rejects_invalid_input() -> None:
     hidden, weight, labels = inputs(6)
     with pytest.raises(ValueError, match="temperature > 0, got 0"):
         chunked_token_log_probs(hidden, weight, labels, 0.0)

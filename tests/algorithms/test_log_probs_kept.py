@@ -1,4 +1,4 @@
-"""Chunks of logits that are kept for the backward pass: the same results, fewer products."""
+"""Chunks of logits that are kept for the backward pass: equal results, fewer matrix products."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("uses", ["log_probs", "entropies", "both"])
 @pytest.mark.parametrize("chunks_kept", [0, 2, 9])
-def test_kept_chunks_are_not_computed_again(
+def test_kept_chunks_are_not_recomputed(
     monkeypatch: pytest.MonkeyPatch, uses: str, chunks_kept: int
 ) -> None:
     hidden, weight, labels = inputs(50)
@@ -42,7 +42,7 @@ def test_kept_chunks_are_not_computed_again(
         chosen = terms if uses == "both" else [terms[uses == "entropies"]]
         loss = torch.stack(chosen).sum()
         grads = torch.autograd.grad(loss, leaves, retain_graph=True)
-        # What was kept is used up: a second pass is as good.
+        # Kept chunks are overwritten by the first backward pass; a second one must be correct.
         again = torch.autograd.grad(loss, leaves)
         for a, b in zip(grads, again, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
@@ -58,7 +58,7 @@ def test_kept_chunks_are_not_computed_again(
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_entropies_do_not_depend_on_the_chunks_to_the_bit() -> None:
+def test_entropies_are_bitwise_independent_of_chunks() -> None:
     hidden, weight, labels = inputs(24)
     _, whole = chunked_token_log_probs(hidden, weight, labels)
     for chunk_size in (1, 5, 16):
@@ -66,7 +66,7 @@ def test_entropies_do_not_depend_on_the_chunks_to_the_bit() -> None:
         assert torch.equal(part, whole[:13])
 
 
-def test_negative_bytes_are_refused() -> None:
+def test_rejects_negative_keep_bytes() -> None:
     hidden, weight, labels = inputs(6)
     with pytest.raises(ValueError, match="keep_bytes must be >= 0, got -1"):
         chunked_token_log_probs(hidden, weight, labels, keep_bytes=-1)

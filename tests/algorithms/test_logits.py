@@ -1,4 +1,4 @@
-"""Without an LM head what is given are logits: numbers and gradients of one that is explicit."""
+"""Functions without an LM head take logits, with the results of an explicit identity head."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor | None, Tensor, Tensor | None], Te
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, "squares"])
-def test_logits_are_their_own_head(name: str) -> None:
+def test_logits_equal_an_identity_head(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, weight, theirs, their_weight = (
         torch.randn(*shape, generator=generator) for shape in ((N, D), (V, D), (N, 4), (V, 4))
@@ -44,7 +44,7 @@ def test_logits_are_their_own_head(name: str) -> None:
         own = hidden.clone().requires_grad_()
         logits = own @ weight.T
         given = (own, weight) if explicit else (logits, None)
-        # The reference may have a head or not, whatever the policy has.
+        # The reference may have a head or logits, independently of the policy.
         reference = (theirs @ their_weight.T, None) if explicit else (theirs, their_weight)
         before = logits.detach().clone()
         value = FUNCTIONS[name](*given, *reference)
@@ -57,9 +57,9 @@ def test_logits_are_their_own_head(name: str) -> None:
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-5)
 
 
-def test_shapes_are_checked() -> None:
+def test_rejects_wrong_shapes() -> None:
     logits = torch.zeros(2, 3, 4)
     with pytest.raises(ValueError, match=r"expected logits \(N, V\), got \(2, 3, 4\)"):
         chunked_sum_pi_squared(logits, None)
-    with pytest.raises(ValueError, match="2 and 2 rows, 4 and 3 words"):
+    with pytest.raises(ValueError, match="2 and 2 rows, 4 and 3 tokens"):
         chunked_full_kl(logits[:, 0], None, logits[:, 0, :3], None)

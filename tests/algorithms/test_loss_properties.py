@@ -1,7 +1,6 @@
-"""Every policy loss, and every other term of the trainer's losses, in every aggregation mode: how
-the mini-batch is laid out does not matter.
+"""Loss, metrics and gradients do not depend on order, micro-batches, padding and ranks.
 
-Order of samples, micro-batches, padding and ranks leave loss, metrics and gradient as they are.
+This is tested for every policy loss and every other loss term, in every aggregation mode.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ Term = Callable[[Tensor, Batch, LossAggMode, Normalizers], tuple[Tensor, LossMet
 
 
 def kl(kind: str) -> Term:
-    """The KL to a reference, as the trainer adds it: columns are 0 where masked."""
+    """The KL to a reference, as in the trainer: columns are 0 where masked."""
 
     def loss(
         new: Tensor, batch: Batch, mode: LossAggMode, norm: Normalizers
@@ -71,8 +70,7 @@ def value(
 
 
 def full_kl(direction: KLDirection) -> Term:
-    """The KL over a vocabulary of three, of which the policy's and the reference's hidden states
-    are the columns of log-probs."""
+    """The KL over a vocabulary of three, with logits made from the columns of log-probs."""
 
     def loss(
         new: Tensor, batch: Batch, mode: LossAggMode, norm: Normalizers
@@ -104,7 +102,7 @@ Outcome = tuple[float, Tensor, dict[str, float]]
 
 
 def outcome(name: str, batch: Batch, mode: LossAggMode, config: PolicyLossConfig) -> Outcome:
-    """(loss, gradient, metrics) of a policy loss or another term, by itself."""
+    """(loss, gradient, metrics) of a policy loss or another term."""
     if name == REINFORCE:
         chosen = replace(config.policy_loss, loss_type="reinforce")
         return run("bypass_mode", batch, mode, replace(config, policy_loss=chosen))
@@ -118,12 +116,12 @@ def outcome(name: str, batch: Batch, mode: LossAggMode, config: PolicyLossConfig
 
 
 def selecting(name: str, batch: Batch) -> PolicyLossConfig:
-    """Settings with the tokens that the loss selects, if it is one that does."""
+    """Settings with the tokens that the loss selects, if it selects tokens."""
     return with_selection(name, batch) if name in policy_loss_names() else CONFIG
 
 
 def pad(batch: Batch, width: int) -> Batch:
-    """Further columns of garbage, masked."""
+    """The batch with further masked columns of garbage."""
 
     def widen(column: Tensor) -> Tensor:
         filler = torch.full((len(column), width), 7.0).to(column)
@@ -135,7 +133,7 @@ def pad(batch: Batch, width: int) -> Batch:
 
 
 def whole(name: str, mode: LossAggMode, batch: Batch) -> Outcome:
-    """All rows in one call that counts and selects for itself, with the lots of `batch`."""
+    """All rows in one call, with counts and selection by the loss itself and the batch's hashes."""
     return outcome(name, batch, mode, selecting(name, batch))
 
 
@@ -146,7 +144,7 @@ def in_parts(
     parts: list[tuple[list[int], int]],
     config: PolicyLossConfig,
 ) -> Outcome:
-    """The sum over micro-batches, each of some rows and further columns of padding."""
+    """The sum over micro-batches, each with some rows and further columns of padding."""
     grad = torch.zeros_like(batch.new)
     loss, metrics = 0.0, dict[str, float]()
     for rows, width in parts:
@@ -181,7 +179,7 @@ def assert_same(actual: Outcome, expected: Outcome, dtype: torch.dtype) -> None:
     widths=st.lists(st.integers(0, 3), min_size=4, max_size=4),
     dtype=st.sampled_from([torch.float64, torch.float32]),
 )
-def test_order_micro_batches_and_padding_change_nothing(
+def test_losses_do_not_depend_on_order_micro_batches_and_padding(
     name: str,
     mode: LossAggMode,
     seed: int,
@@ -204,11 +202,11 @@ def test_order_micro_batches_and_padding_change_nothing(
 
 
 SPLIT = ([0, 3], [1, 2, 4, 5])
-"""Rows of the two ranks."""
+"""The rows of the two ranks."""
 SEED = 17
 
 
-def test_two_ranks_make_the_update_of_one(tmp_path: Path) -> None:
+def test_two_ranks_equal_one_rank(tmp_path: Path) -> None:
     spawn(_rank, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
     results: dict[Any, Outcome] = torch.load(tmp_path / "results.pt")
     assert len(results) == len(CASES) * 2
@@ -257,7 +255,7 @@ def _rank(rank: int, folder: str) -> None:
 
 
 def _select_over_ranks(name: str, batch: Batch, rank: int) -> Tensor | None:
-    """Each rank gathers all target tokens into one row, selects, and keeps its own part."""
+    """Gather all target tokens into one row, select, and return this rank's part."""
     select = policy_loss_selection(name) if name in policy_loss_names() else None
     if select is None:
         return None

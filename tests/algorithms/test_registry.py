@@ -1,4 +1,4 @@
-"""Registries: lookup by string and enum, errors that list names, no silent overwriting."""
+"""Registries: lookup by string and enum, errors that list names, and no silent overwriting."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_other_spellings_of_estimators_are_accepted(spelling: str, name: str) ->
         register_adv_est(spelling)(lambda **_: (torch.zeros(1), torch.zeros(1)))
 
 
-def test_what_estimators_need_is_declared() -> None:
+def test_needs_of_estimators() -> None:
     needs = {name: sorted(adv_needs(name)) for name in adv_estimator_names()}
     baseline = ["old_log_probs", "rollout_is_weights", "sum_pi_squared"]
     assert {name: need for name, need in needs.items() if need} == {
@@ -87,7 +87,7 @@ def test_what_estimators_need_is_declared() -> None:
         adv_needs("gea")
 
 
-def test_an_estimator_written_for_verl_registers_unchanged() -> None:
+def test_estimator_written_for_verl_can_be_registered() -> None:
     @register_adv_est("theirs")
     def theirs(
         token_level_rewards: Tensor,
@@ -109,7 +109,7 @@ def test_an_estimator_written_for_verl_registers_unchanged() -> None:
     assert advantages.tolist() == [[1.0, 1.0]]
 
 
-def test_users_declare_needs_too() -> None:
+def test_user_estimators_can_declare_needs() -> None:
     @register_adv_est("my-own", needs=[AdvantageNeed.VALUES])
     def mine(**kwargs: Any) -> tuple[Tensor, Tensor]:
         return torch.zeros(1, 1), torch.zeros(1, 1)
@@ -159,7 +159,7 @@ def test_unknown_names_list_the_known_ones() -> None:
         get_policy_loss_fn("van")
 
 
-def test_user_functions_join_and_keep_their_name() -> None:
+def test_user_functions_can_be_registered() -> None:
     @register_adv_est("mine")
     def mine(**kwargs: Any) -> tuple[Tensor, Tensor]:
         return torch.zeros(1, 1), torch.zeros(1, 1)
@@ -172,7 +172,7 @@ def test_user_functions_join_and_keep_their_name() -> None:
     assert get_policy_loss_fn("my_loss") is my_loss
 
 
-def test_a_taken_name_is_refused_but_the_same_function_may_register_again() -> None:
+def test_rejects_a_second_function_with_the_same_name() -> None:
     assert register_adv_est("grpo")(grpo) is grpo
     assert register_policy_loss("vanilla")(vanilla) is vanilla
     with pytest.raises(RegistryError, match=r"'grpo' is already registered by .*advantages\.grpo"):
@@ -183,7 +183,7 @@ def test_a_taken_name_is_refused_but_the_same_function_may_register_again() -> N
     assert get_policy_loss_fn("vanilla") is vanilla
 
 
-def test_a_loss_may_bring_the_selection_that_it_needs() -> None:
+def test_loss_can_register_a_selection() -> None:
     def choose(*args: Any, **kwargs: Any) -> Tensor:
         return torch.zeros(1, 1, dtype=torch.bool)
 

@@ -9,8 +9,8 @@ from statistics import fmean, median
 import pytest
 
 from bench import selector_regret as regret
-from bench.selector_regret import FLOOR, missed, play, run, table
-from bench.simulators import World, by_chances, simulated
+from bench.selector_regret import FLOOR, missed, run, simulate, table
+from bench.simulators import Simulator, by_rates, simulated
 from slipstream.bench.record import ResultRow, Spread, this_machine
 from slipstream.errors import ConfigError
 from slipstream.inference.speculation.plan import OFF, DraftPlan
@@ -20,34 +20,34 @@ from tests.bench.test_simulators import line
 ONE, TWO = DraftPlan.chain(1), DraftPlan.chain(2)
 
 
-def world(steps: int = 100) -> World:
+def world(steps: int = 100) -> Simulator:
     """One draft is free and always right, the second one takes as long as a step and is wrong."""
-    return World(
+    return Simulator(
         [3] * steps,
         lambda _, __, drafted: 1.0 + (drafted.drafts > 1),
-        by_chances(lambda _, __: [1.0, 0.0]),
+        by_rates(lambda _, __: [1.0, 0.0]),
         [OFF, ONE, TWO],
     )
 
 
 def test_regret_of_fixed_plans_by_hand() -> None:
-    best = play(world(), PredefinedSelector(ONE), 0)
+    best = simulate(world(), PredefinedSelector(ONE), 0)
     assert (best.seconds, best.hindsight, best.drafting) == (100, 0, 1)
     # Plain decoding takes twice as long for the same tokens, and two drafts too.
     for plan, seconds in ((OFF, 100), (TWO, 200)):
-        regret = play(world(), PredefinedSelector(plan), 0)
+        regret = simulate(world(), PredefinedSelector(plan), 0)
         assert regret.seconds == pytest.approx(seconds)
         assert regret.hindsight == regret.clairvoyant == pytest.approx(0.5)
 
 
 def test_only_the_clairvoyant_changes_plans_within_a_batch_size() -> None:
-    turning = World(
+    turning = Simulator(
         [1] * 100,
         lambda _, __, drafted: 1.0 + 0.5 * drafted.drafts,
-        by_chances(lambda step, _: [float(step >= 50)]),
+        by_rates(lambda step, _: [float(step >= 50)]),
         [OFF, ONE],
     )
-    regret = play(turning, PredefinedSelector(OFF), 0)
+    regret = simulate(turning, PredefinedSelector(OFF), 0)
     # Over all steps a draft yields as much as it costs: 1.5 and 0.75 seconds a token.
     assert regret.hindsight == pytest.approx(0)
     assert regret.clairvoyant == pytest.approx(0.125)
@@ -55,62 +55,65 @@ def test_only_the_clairvoyant_changes_plans_within_a_batch_size() -> None:
 
 def test_the_cost_model_stays_near_the_best_plans() -> None:
     worlds = simulated(0)
-    assert {"shrinking", "drifting, 2", "moods, 16"} < worlds.keys()
-    for name in ("still, 1", "still, 16", "drifting, 2"):
-        assert play(worlds[name], CostModelSelector(worlds[name].plans), 0).hindsight < 0.05
+    assert {"shrinking", "acceptance drift, 2", "speed drift, 16"} < worlds.keys()
+    for name in ("constant, 1", "constant, 16", "acceptance drift, 2"):
+        assert simulate(worlds[name], CostModelSelector(worlds[name].plans), 0).hindsight < 0.05
     # Never to draft costs much with one request, and nothing with sixteen.
     never = PredefinedSelector(OFF)
-    assert play(worlds["still, 1"], never, 0).hindsight > 0.5
-    assert play(worlds["still, 16"], never, 0).hindsight == 0
+    assert simulate(worlds["constant, 1"], never, 0).hindsight > 0.5
+    assert simulate(worlds["constant, 16"], never, 0).hindsight == 0
 
 
 def test_it_stays_near_them_with_trees_among_them() -> None:
     worlds = simulated(0)
-    for name in ("trees, 4", "trees, 64", "dear rows, 2"):
+    for name in ("trees, 4", "trees, 64", "expensive tokens, 2"):
         world, regrets = worlds[name], list[float]()
         for seed in range(3):
             selector = CostModelSelector(world.plans)
-            cold, warm = (play(world, selector, seed + 3 * turn).hindsight for turn in (0, 1))
+            cold, warm = (simulate(world, selector, seed + 3 * turn).hindsight for turn in (0, 1))
             assert cold < 0.1
             regrets.append(warm)
         assert median(regrets) < 0.03
     # Nothing is gained by always taking the largest tree, or never any.
     for plan in (DraftPlan(8, 4, 32), DraftPlan.chain(5)):
-        assert play(worlds["trees, 4"], PredefinedSelector(plan), 0).hindsight > 0.1
-    assert play(worlds["dear rows, 2"], PredefinedSelector(DraftPlan(4, 2, 8)), 0).hindsight > 0.3
+        assert simulate(worlds["trees, 4"], PredefinedSelector(plan), 0).hindsight > 0.1
+    assert (
+        simulate(worlds["expensive tokens, 2"], PredefinedSelector(DraftPlan(4, 2, 8)), 0).hindsight
+        > 0.3
+    )
 
 
 def test_many_plans_that_differ_little_are_told_apart_in_noise() -> None:
     world, regrets = simulated(0)["trees, noisy"], list[float]()
     for seed in range(6):
         selector = CostModelSelector(world.plans)
-        play(world, selector, seed)
-        regrets.append(play(world, selector, seed + 9).hindsight)
+        simulate(world, selector, seed)
+        regrets.append(simulate(world, selector, seed + 9).hindsight)
     # Where moods are held to last half a second, and be as large as 17 %, it is 0.0257.
     assert fmean(regrets) < 0.0235
 
 
 def test_trees_that_are_cut_are_charged_for_what_is_left() -> None:
     class Cutting(PredefinedSelector):
-        def worth(self, running: int) -> float:
+        def min_acceptance(self, running: int) -> float:
             return 0.2
 
     tree = DraftPlan(2, 2, 5)
-    world = World(
+    world = Simulator(
         [2] * 50,
         lambda _, __, drafted: 1.0 + drafted.drafts,
-        by_chances(lambda _, __: [0.6, 0.5], lambda _: 0.5),
+        by_rates(lambda _, __: [0.6, 0.5], lambda _: 0.5),
         [OFF, tree],
     )
     # Of .6, .3 (after it), .12 (beside it), .075 two are left.
-    assert play(world, Cutting(tree), 0).seconds == pytest.approx(50 * 3)
-    assert play(world, PredefinedSelector(tree), 0).seconds == pytest.approx(50 * 5)
+    assert simulate(world, Cutting(tree), 0).seconds == pytest.approx(50 * 3)
+    assert simulate(world, PredefinedSelector(tree), 0).seconds == pytest.approx(50 * 5)
 
 
 def test_noisy_steps_do_not_make_it_draft_where_that_does_not_pay() -> None:
-    for name in ("shrinking, noisy", "small"):
+    for name in ("shrinking, noisy", "small model"):
         world = simulated(0)[name]
-        found = [play(world, CostModelSelector(world.plans), seed) for seed in range(5)]
+        found = [simulate(world, CostModelSelector(world.plans), seed) for seed in range(5)]
         assert median(regret.hindsight for regret in found) < 0.05
 
 
@@ -138,7 +141,7 @@ def test_traces_that_are_none(tmp_path: Path) -> None:
 def test_what_choosing_takes_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     # A second for each of the two calls of a step, which takes one.
     monkeypatch.setattr(regret, "perf_counter", count().__next__)
-    found = play(world(), PredefinedSelector(ONE), 0)
+    found = simulate(world(), PredefinedSelector(ONE), 0)
     assert (found.seconds, found.choosing) == (100, 2)
 
 

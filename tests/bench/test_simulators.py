@@ -9,8 +9,8 @@ from operator import mul
 
 import pytest
 
-from bench.selector_regret import SELECTORS, play
-from bench.simulators import FAIR, World, by_chances, recorded, simulated
+from bench.selector_regret import SELECTORS, simulate
+from bench.simulators import FAIR, Simulator, by_rates, recorded, simulated
 from slipstream.inference.speculation.bandits import BanditSelector, EpsilonGreedy
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.report import ReportedSelector, replay
@@ -25,11 +25,11 @@ TREE, WIDE = DraftPlan(2, 2, 4), DraftPlan(6, 4, 16)
 
 
 def test_what_a_tree_yields_by_hand() -> None:
-    drafted = by_chances(lambda _, __: [0.6, 0.5], lambda _: 0.5)
+    drafted = by_rates(lambda _, __: [0.6, 0.5], lambda _: 0.5)
     # Chances: .6; beside it .4 * .3 = .12; after .6: .3, and beside that .3 * .25 = .075; after
     # .12: .06, and beside that .015.
     found = drafted(0, 1, DraftPlan(2, 2, 5), 0.0)
-    assert (found.drafts, found.levels, found.draft_rows) == (4, 2, 3)
+    assert (found.drafts, found.passes, found.draft_rows) == (4, 2, 3)
     assert found.reach == pytest.approx([0.72, 0.375])
     # The best three.
     assert drafted(0, 1, TREE, 0.0).reach == pytest.approx([0.72, 0.3])
@@ -40,15 +40,15 @@ def test_what_a_tree_yields_by_hand() -> None:
 
 
 def test_drafts_that_are_not_worth_a_row_are_left_out() -> None:
-    drafted = by_chances(lambda _, __: [0.6, 0.5, 0.5, 0.5], lambda _: 0.5)
+    drafted = by_rates(lambda _, __: [0.6, 0.5, 0.5, 0.5], lambda _: 0.5)
     plan = DraftPlan(4, 2, 12)
     cut = drafted(0, 1, plan, 0.2)
     assert cut.drafts == 2
     assert cut.reach == pytest.approx([0.6, 0.3])
     # The pass for the third level finds nothing, and is the last one.
-    assert cut.levels == 3
-    assert drafted(0, 1, plan, 0.7).levels == 1
-    assert drafted(0, 1, plan, 0.0).levels == 4
+    assert cut.passes == 3
+    assert drafted(0, 1, plan, 0.7).passes == 1
+    assert drafted(0, 1, plan, 0.0).passes == 4
 
 
 def test_a_tree_as_wide_as_can_be_accepts_what_was_measured() -> None:
@@ -63,12 +63,12 @@ def test_a_tree_as_wide_as_can_be_accepts_what_was_measured() -> None:
         DraftPlan(6, 4, 12): 4.50,
         DraftPlan(6, 4, 16): 4.71,
     }
-    fair = by_chances(lambda _, __: FAIR)
+    fair = by_rates(lambda _, __: FAIR)
     for plan, tokens in measured.items():
         assert fair(0, 4, plan, 0.0).made == pytest.approx(tokens, rel=0.04)
 
 
-def best(world: World, running: int) -> DraftPlan:
+def best(world: Simulator, running: int) -> DraftPlan:
     step = list(world.sizes).index(running)
     return max(world.plans, key=lambda plan: world.rate(step, plan))
 
@@ -77,12 +77,14 @@ def test_trees_win_for_few_requests_where_rows_are_free_and_nowhere_where_they_a
     worlds = simulated(0)
     assert all(best(worlds["trees, shrinking"], n).topk > 1 for n in (1, 2, 4, 8))
     assert all(best(worlds["trees, shrinking"], n).topk == 1 for n in (16, 32, 64))
-    assert not any(best(worlds["dear rows, shrinking"], n).topk > 1 for n in (1, 2, 4, 16, 64))
-    assert best(worlds["dear rows, shrinking"], 1) != OFF
+    assert not any(
+        best(worlds["expensive tokens, shrinking"], n).topk > 1 for n in (1, 2, 4, 16, 64)
+    )
+    assert best(worlds["expensive tokens, shrinking"], 1) != OFF
 
 
 def test_what_siblings_are_worth_comes_and_goes() -> None:
-    world = simulated(0)["trees, siblings, 2"]
+    world = simulated(0)["trees, sibling drift, 2"]
     tree, chain = DraftPlan(4, 2, 8), DraftPlan.chain(5)
     gains = [world.rate(step, tree) / world.rate(step, chain) for step in (0, 1570, 3140)]
     assert gains[0] > 1.02 > 0.97 > gains[1]
@@ -160,19 +162,19 @@ def test_a_step_of_a_tree_that_was_cut_away_is_one_of_the_tree() -> None:
 
 def test_chains_are_right_with_the_products_of_their_rates() -> None:
     rates = [0.9, 0.8, 0.5]
-    chain = by_chances(lambda _, __: rates)(0, 3, DraftPlan.chain(3), 0.0)
+    chain = by_rates(lambda _, __: rates)(0, 3, DraftPlan.chain(3), 0.0)
     assert chain.reach == pytest.approx(list(accumulate(rates, mul)))
 
 
 def test_a_trace_of_a_world_with_trees_is_a_world_like_it() -> None:
     world = simulated(0)["trees, 4"]
     plans = [OFF, DraftPlan.chain(5), DraftPlan(4, 2, 8), DraftPlan(6, 4, 24)]
-    part = World([4] * 900, world.seconds, world.drafted, plans)
+    part = Simulator([4] * 900, world.seconds, world.drafted, plans)
     lines: list[str] = []
     makers: list[Callable[[Sequence[DraftPlan]], StrategySelector]] = [CostModelSelector, _in_turns]
     for seed, maker in enumerate(makers):
         reported = ReportedSelector(maker(plans), notify=lines.append, trace=lines.append)
-        play(part, reported, seed)
+        simulate(part, reported, seed)
     again = recorded(text for text in lines if text.startswith("{"))
     assert again.plans == sorted(plans)
     for plan in plans:
@@ -182,9 +184,9 @@ def test_a_trace_of_a_world_with_trees_is_a_world_like_it() -> None:
     assert best(again, 4) == best(part, 4) == DraftPlan(6, 4, 24)
     # What each selector loses in it: those that know nothing at first, more than the best plan.
     for name, make in SELECTORS.items():
-        found = play(again, make(again.plans, 0), 0)
+        found = simulate(again, make(again.plans, 0), 0)
         assert 0 < found.hindsight < (0.1 if name == "cost model" else 0.6)
-    assert play(again, PredefinedSelector(DraftPlan(6, 4, 24)), 0).hindsight == pytest.approx(0)
+    assert simulate(again, PredefinedSelector(DraftPlan(6, 4, 24)), 0).hindsight == pytest.approx(0)
 
 
 def _in_turns(plans: Sequence[DraftPlan]) -> BanditSelector:
@@ -197,7 +199,9 @@ def test_a_trace_with_trees_is_replayed_to_the_same_plans() -> None:
     for make in SELECTORS.values():
         lines: list[str] = []
         reported = ReportedSelector(make(world.plans, 3), notify=print, trace=lines.append)
-        play(World(world.sizes[:600], world.seconds, world.drafted, world.plans), reported, 0)
+        simulate(
+            Simulator(world.sizes[:600], world.seconds, world.drafted, world.plans), reported, 0
+        )
         pairs = replay(lines, lambda make=make: make(world.plans, 3))  # type: ignore[misc]
         assert len(pairs) > 500
         assert all(chosen == taken for chosen, taken in pairs)

@@ -1,4 +1,4 @@
-"""Small decoders and batches for the training tests."""
+"""Small decoders and batches for tests of training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from slipstream.models import Decoder, ModelConfig
 from slipstream.training import OptimSettings, SingleProcessBackend
-from slipstream.training.columns import train_batch
+from slipstream.training.columns import rows_of_column, train_batch
 from slipstream.types import TrainBatch, TrainRow
 
 VOCAB = 64
@@ -34,7 +34,7 @@ def tiny_decoder(*, seed: int = 0, layers: int = 2, max_positions: int = 512) ->
     )
     decoder.init_weights(seed)
     with torch.no_grad():
-        # Large enough that the distributions are not all but uniform.
+        # Large enough that the distributions are clearly not uniform.
         decoder.model.embed_tokens.weight.mul_(20)
     return decoder
 
@@ -46,7 +46,7 @@ def tiny_backend(decoder: Decoder | None = None, **settings: Any) -> SingleProce
 
 
 def observe(backend: SingleProcessBackend, look: Callable[[TrainBatch], T]) -> list[T]:
-    """What `look` finds in each batch that `backend` gets from now on, in a list that grows."""
+    """A list to which the result of `look` is appended for each batch that `backend` gets."""
     found: list[T] = []
     original = backend.forward_backward
 
@@ -68,7 +68,7 @@ def as_rows(batch: TrainBatch) -> list[TrainRow]:
 
 def by_row(batch: TrainBatch, values_T: torch.Tensor) -> list[list[float]]:
     """A column as one list per row."""
-    return [values.tolist() for values in values_T.split(batch.lengths)]
+    return [values.tolist() for values in rows_of_column(values_T, batch.starts)]
 
 
 def make_row(rng: random.Random, length: int, *, prompt: int = 3, policy: bool = True) -> TrainRow:
@@ -106,7 +106,7 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 
 
 def relative_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Norm of the difference over the norm, of all tensors together."""
+    """Norm of the difference divided by the norm, over all tensors together."""
     assert a.keys() == b.keys()
     difference = sum(float((a[n].double() - b[n].double()).square().sum()) for n in a)
     size = sum(float(b[n].double().square().sum()) for n in b)

@@ -1,4 +1,4 @@
-"""Several processes that train together, for tests: gloo on this machine's loopback."""
+"""Runs test functions in several processes that are connected by gloo on the loopback."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from torch import multiprocessing as mp
 from slipstream.training.fsdp2 import Ranks
 
 
-def on_ranks(size: int, work: Callable[..., Any], *given: Any, timeout_s: float = 120) -> list[Any]:
-    """What `work(ranks, *given)`, a function of a module, returns in each of `size` processes."""
+def on_ranks(size: int, work: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+    """Run `work(ranks, *args)` in `size` processes and return the results by rank. `work` must be a
+    function of a module."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = mp.get_context("spawn")
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     processes = [
-        context.Process(target=_run, args=(rank, size, port, pipes[rank][1], work, given))
+        context.Process(target=_run, args=(rank, size, port, pipes[rank][1], work, args))
         for rank in range(size)
     ]
     for process in processes:
@@ -45,7 +46,7 @@ def on_ranks(size: int, work: Callable[..., Any], *given: Any, timeout_s: float 
 
 def _received(end: Connection, timeout_s: float) -> tuple[bool, Any]:
     if not end.poll(timeout_s):
-        return False, f"nothing in {timeout_s} s"
+        return False, f"no result in {timeout_s} s"
     try:
         received: tuple[bool, Any] = pickle.loads(end.recv_bytes())
     except EOFError:
@@ -54,7 +55,7 @@ def _received(end: Connection, timeout_s: float) -> tuple[bool, Any]:
 
 
 def _run(
-    rank: int, size: int, port: int, end: Connection, work: Callable[..., Any], given: Any
+    rank: int, size: int, port: int, end: Connection, work: Callable[..., Any], args: Any
 ) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -62,8 +63,8 @@ def _run(
         dist.init_process_group("gloo", rank=rank, world_size=size)
         mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
         ranks = Ranks(mesh=mesh, objects=mesh.get_group())
-        # Not `send`, for which torch would keep tensors in files of a process that ends.
-        end.send_bytes(pickle.dumps((True, work(ranks, *given))))
+        # Not `send`: torch would pass tensors as shared files of this process, which ends.
+        end.send_bytes(pickle.dumps((True, work(ranks, *args))))
         dist.destroy_process_group()
     except BaseException:
         end.send_bytes(pickle.dumps((False, traceback.format_exc())))

@@ -1,4 +1,4 @@
-"""The critic: what it reads, how it learns, and its files."""
+"""The critic: values, updates against a reference, resume, and files."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def batch_of(lengths: list[int], seed: int = 0) -> TrainBatch:
 
 
 def reference_values(model: ValueModel, tokens: list[int]) -> torch.Tensor:
-    """V before each token, from a forward pass over this row alone, in float64 at the end."""
+    """V before each token, from a forward pass over this row only, with the head in float64."""
     ids = torch.tensor(tokens + [0] * (-len(tokens) % 16))[None]
     hidden = model.pack(torch.float32).forward(ids, torch.arange(ids.shape[1])[None]).final[0]
     values = hidden.double() @ model.score.weight[0].double() + model.score.bias.double()
     return torch.cat([values.new_zeros(1), values[: len(tokens) - 1]])
 
 
-def test_values_are_of_the_state_before_each_token() -> None:
+def test_values_are_those_of_the_state_before_each_token() -> None:
     batch, work = batch_of(LENGTHS), critic()
     values = work.values(batch).wait()
     for given, got in zip(as_rows(batch), by_row(batch, values), strict=True):
@@ -84,7 +84,7 @@ def test_values_are_of_the_state_before_each_token() -> None:
     work.close()
 
 
-def test_a_new_critic_expects_nothing_and_is_no_second_policy() -> None:
+def test_new_critic_has_zero_values_and_no_lm_head() -> None:
     policy = tiny_decoder()
     add_lora(policy, LoraConfig(rank=2))
     with torch.no_grad():
@@ -114,7 +114,7 @@ def test_values_do_not_depend_on_the_split(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
-def test_the_update_is_that_of_the_formula_whatever_the_split(mode: str) -> None:
+def test_update_equals_a_reference_for_any_split(mode: str) -> None:
     batch = batch_of(LENGTHS)
     model = tiny_model()
     total = torch.zeros((), dtype=torch.float64)
@@ -156,7 +156,7 @@ def test_the_update_is_that_of_the_formula_whatever_the_split(mode: str) -> None
         work.close()
 
 
-def test_masked_places_may_hold_anything() -> None:
+def test_masked_entries_do_not_matter() -> None:
     clean, dirty = batch_of(LENGTHS), batch_of(LENGTHS)
     assert dirty.returns is not None
     assert dirty.values is not None
@@ -180,7 +180,7 @@ def learn(work: Critic, batch: TrainBatch, steps: int) -> dict[str, float]:
     return metrics
 
 
-def test_it_learns_a_constant() -> None:
+def test_learns_a_constant() -> None:
     batch = batch_of([12, 20, 28])
     batch.returns = torch.full((batch.num_tokens,), 1.5)
     work = critic(tiny_model(head=False), optim=OptimSettings(lr=1e-2, weight_decay=0.0))
@@ -190,7 +190,7 @@ def test_it_learns_a_constant() -> None:
     work.close()
 
 
-def test_it_learns_what_is_linear_in_the_hidden_state() -> None:
+def test_learns_a_linear_function_of_the_hidden_state() -> None:
     teacher = critic(tiny_model())
     batch = batch_of([24, 40, 33])
     batch.returns = teacher.values(batch).wait()
@@ -205,7 +205,7 @@ def test_it_learns_what_is_linear_in_the_hidden_state() -> None:
     work.close()
 
 
-def test_explained_variance_by_hand() -> None:
+def test_explained_variance_matches_a_computation_by_hand() -> None:
     given = TrainRow(
         tokens=[1, 2, 3, 4],
         loss_mask=[1.0, 1.0, 0.0, 1.0],
@@ -236,7 +236,7 @@ def test_metrics() -> None:
     work.close()
 
 
-def test_equal_values_to_transformers_and_a_round_trip(tmp_path: Path) -> None:
+def test_values_equal_transformers_and_files_round_trip(tmp_path: Path) -> None:
     from transformers import AutoModelForTokenClassification
 
     batch, work = batch_of(LENGTHS), critic()
@@ -310,7 +310,7 @@ def test_non_finite_updates_are_skipped_and_counted() -> None:
 
 
 @pytest.mark.parametrize("missing", ["returns", "values"])
-def test_a_row_without_a_column_is_refused(missing: str) -> None:
+def test_rejects_a_row_without_a_column(missing: str) -> None:
     work, batch = critic(), batch_of(LENGTHS)
     setattr(batch, missing, None)
     with pytest.raises(DataError, match=f"the batch has no {missing}"):
@@ -327,7 +327,7 @@ def test_a_row_without_a_column_is_refused(missing: str) -> None:
     setattr(batch, missing, torch.zeros(103))
     with pytest.raises(DataError, match=f"{missing} has 103 entries for 104 tokens"):
         work.update(batch).wait()
-    # Nothing of a refused update stays.
+    # A rejected update changes nothing.
     assert work.update(batch_of(LENGTHS)).wait()["critic/grad_norm"] > 0
     work.close()
 
@@ -340,6 +340,6 @@ def test_a_row_without_a_column_is_refused(missing: str) -> None:
         ({"loss_agg_mode": "seq-mean-token-sum-norm"}, "divides by a constant length"),
     ],
 )
-def test_impossible_settings(settings: dict[str, Any], message: str) -> None:
+def test_rejects_impossible_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ValueLossSettings(**settings)

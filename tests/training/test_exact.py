@@ -1,4 +1,4 @@
-"""The same token gets the same bits, whatever micro-batch, padding or caller it comes with."""
+"""Log-probs are bitwise independent of micro-batches and padding, and equal to the engine's."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_log_probs_do_not_depend_on_the_split(dtype: torch.dtype, temperature: f
     assert all(row[0] == 0.0 for row in reference)
 
 
-def test_long_contexts_do_not_depend_on_padding_or_company(dtype: torch.dtype) -> None:
+def test_long_contexts_do_not_depend_on_padding_or_other_rows(dtype: torch.dtype) -> None:
     rng = random.Random(1)
     long, shorter = make_row(rng, 2000), make_row(rng, 1100)
     shorter.tokens[:700] = long.tokens[:700]
@@ -85,11 +85,11 @@ def test_long_contexts_do_not_depend_on_padding_or_company(dtype: torch.dtype) -
 
     assert together[0] == alone[0]
     assert together[1] == shorter_alone[0]
-    # A common prefix has common bits.
+    # Rows with a common prefix have equal log-probs there.
     assert together[0][1:700] == together[1][1:700]
 
 
-def test_log_probs_are_what_an_engine_computes_from_the_same_hidden_states(
+def test_log_probs_equal_the_engines_from_the_same_hidden_states(
     dtype: torch.dtype,
 ) -> None:
     rng = random.Random(2)
@@ -104,21 +104,21 @@ def test_log_probs_are_what_an_engine_computes_from_the_same_hidden_states(
             ids = torch.tensor(row.tokens + [0] * (-len(row.tokens) % 4))[None]
             hidden = packed.forward(ids, torch.arange(ids.shape[1])[None]).final[0]
             for t in range(3, len(row.tokens), 13):
-                # One decode step: a single row, padded by the row rule.
+                # One decode step has a single row, padded by the row rule.
                 logits = packed.lm_head(pad_rows(hidden[t - 1 : t], 12))[:1].float()
                 law = torch.log_softmax(logits / 0.9, -1)
                 assert law[0, row.tokens[t]].item() == got[t]
 
 
 @pytest.mark.usefixtures("without_kernels")
-def test_whether_torchs_products_are_exact_is_measured() -> None:
+def test_exactness_of_torchs_matrix_products_is_measured() -> None:
     hidden = torch.randn(12, 192)
     weight = torch.randn(96, 192)
     same = torch.equal(F.linear(hidden, weight)[:4], F.linear(hidden[:4].clone(), weight))
     assert same or not rows_are_exact(torch.float32, torch.device("cpu"))
 
 
-def test_the_kernels_are_exact_whatever_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_exact_if_torchs_products_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     for torchs in (False, True):
         monkeypatch.setattr("slipstream.models.numerics.products_are_exact", lambda so=torchs: so)

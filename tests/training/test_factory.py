@@ -1,3 +1,5 @@
+"""Factory functions for training backends."""
+
 from __future__ import annotations
 
 import random
@@ -22,7 +24,7 @@ from tests.training.helpers import tiny_decoder
 
 
 def counting_batch() -> TrainBatch:
-    """Token n is followed by n + 1: learnable by looking one token back."""
+    """Rows in which token n is followed by n + 1, so the previous token predicts the next."""
     starts = random.Random(0).sample(range(40), 8)
     rows = [
         TrainRow(tokens=[s + i for i in range(12)], loss_mask=[0.0] + [1.0] * 11) for s in starts
@@ -30,7 +32,7 @@ def counting_batch() -> TrainBatch:
     return train_batch(rows)
 
 
-def test_tier_one_parts_learn_together(tmp_path: Path) -> None:
+def test_training_with_single_parts_reduces_the_loss(tmp_path: Path) -> None:
     save_checkpoint(tiny_decoder(), tmp_path)
     model = load_hf_model(tmp_path)
     schedule = create_warmup_cosine_scheduler(warmup_steps=2, total_steps=30, min_lr_ratio=0.1)
@@ -48,7 +50,7 @@ def test_tier_one_parts_learn_together(tmp_path: Path) -> None:
     assert rates[-1] < 0.002
 
 
-def test_tier_two_backend_from_a_folder(tmp_path: Path) -> None:
+def test_create_pytorch_backend_from_a_folder(tmp_path: Path) -> None:
     save_checkpoint(tiny_decoder(), tmp_path)
 
     backend = create_pytorch_backend(tmp_path, lr=0.01, dtype="float32")
@@ -63,6 +65,6 @@ def test_tier_two_backend_from_a_folder(tmp_path: Path) -> None:
     backend.close()
 
 
-def test_missing_folder_is_named(tmp_path: Path) -> None:
+def test_missing_folder_is_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere does not exist"):
         create_pytorch_backend(tmp_path / "nowhere")

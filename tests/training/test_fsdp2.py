@@ -1,3 +1,5 @@
+"""FSDP2 training in two processes against one process."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -31,7 +33,7 @@ def optim(name: str) -> OptimSettings:
 
 
 def updates(backend: Any, lengths: list[int], dtype: torch.dtype) -> dict[str, Any]:
-    """Log-probs, metrics, gradients and weights of two updates."""
+    """Run two updates, and return log-probs, metrics, gradients and weights."""
     loss = policy_loss_fn(entropy_coeff=0.02, use_kl_loss=True, kl_loss_coef=0.1)
     out: dict[str, Any] = {"metrics": []}
     for number in range(2):
@@ -64,7 +66,7 @@ def sharded(
         (2, LENGTHS, torch.bfloat16, "AdamW", {}),
     ],
 )
-def test_updates_are_those_of_one_process(
+def test_updates_equal_those_of_one_process(
     size: int, lengths: list[int], dtype: torch.dtype, name: str, more: dict[str, Any]
 ) -> None:
     alone = updates(tiny_backend(optim=optim(name), dtype=dtype, **SETTINGS), lengths, dtype)
@@ -88,14 +90,14 @@ def test_updates_are_those_of_one_process(
     assert sum(own["local"] for own in found) == total
 
 
-def test_rows_are_shared_by_their_tokens() -> None:
+def test_rows_are_distributed_by_token_count() -> None:
     lengths = {0: 5, 1: 100, 2: 50, 3: 49, 4: 2}
     assert shares(lengths, 2) == [[1, 4], [2, 3, 0]]
     assert shares({7: 3}, 3) == [[7], [], []]
 
 
 def resumed(ranks: Ranks, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
-    """One more update from a state of one process; the state of after it."""
+    """Load a state of one process, run one more update, and return the state after it."""
     backend = ShardedBackend(tiny_decoder(seed=5), ranks, optim=optim("AdamW"), **SETTINGS)
     backend.load_weights(tensors).wait()
     backend.load_state_dict(state)
@@ -105,7 +107,7 @@ def resumed(ranks: Ranks, state: dict[str, Any], tensors: dict[str, torch.Tensor
     return before, weights(backend)
 
 
-def test_a_state_of_one_process_goes_on_in_several() -> None:
+def test_state_of_one_process_resumes_in_several() -> None:
     alone = tiny_backend(optim=optim("AdamW"), **SETTINGS)
     updates(alone, LENGTHS, torch.float32)
     state, tensors = alone.state_dict(), weights(alone)
@@ -121,7 +123,7 @@ def test_a_state_of_one_process_goes_on_in_several() -> None:
 
 
 def poisoned(ranks: Ranks) -> Any:
-    """An update with a loss that is NaN in the share of one process alone, and one without."""
+    """Run an update whose loss is NaN in one process only, and then a finite one."""
     backend = ShardedBackend(tiny_decoder(), ranks, optim=optim("AdamW"), **SETTINGS)
     start = weights(backend)
     batch = make_batch(LENGTHS)
@@ -135,26 +137,26 @@ def poisoned(ranks: Ranks) -> Any:
     return skipped, same, backend.optim_step().wait()["training/skipped_steps"]
 
 
-def test_what_is_not_finite_in_one_process_is_skipped_by_all() -> None:
+def test_non_finite_loss_in_one_process_is_skipped_by_all() -> None:
     assert on_ranks(2, poisoned) == [(1.0, True, 1.0)] * 2
 
 
 def loaded(ranks: Ranks, folder: Path) -> Any:
-    """What a policy that is read in slices has, and what is said of one that is not whole."""
+    """Load a policy sharded; return its tensors, its local size, and the errors of broken ones."""
     device = torch.device("cpu")
     decoder = load_sharded(folder / "good", ranks.mesh, device=device)
     found = {name: full(p.detach()) for name, p in decoder.named_parameters()}
     local = sum(cast(Any, p).to_local().numel() for p in decoder.parameters())
-    said = []
+    errors = []
     for name in ("lacks", "strange", "other head"):
         try:
             load_sharded(folder / name, ranks.mesh, device=device)
         except CheckpointError as error:
-            said.append(str(error))
-    return found, local, said
+            errors.append(str(error))
+    return found, local, errors
 
 
-def test_a_policy_is_read_in_slices(tmp_path: Path) -> None:
+def test_sharded_loading(tmp_path: Path) -> None:
     decoder = tiny_decoder()
     wanted = {name: p.detach().clone() for name, p in decoder.named_parameters()}
     embedding = wanted["model.embed_tokens.weight"]
@@ -170,9 +172,9 @@ def test_a_policy_is_read_in_slices(tmp_path: Path) -> None:
             del tensors["model.norm.weight"]
         save_file(tensors, tmp_path / name / "model.safetensors")
     parts = on_ranks(2, loaded, tmp_path)
-    for found, _, said in parts:
+    for found, _, errors in parts:
         assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
-        assert [text.split(": ", 1)[1] for text in said] == [
+        assert [text.split(": ", 1)[1] for text in errors] == [
             "tensor model.norm.weight is missing",
             "tensor model.norm.weight has NaN or infinite values",
             "tensor lm_head.weight is not part of this model",

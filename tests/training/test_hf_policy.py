@@ -1,4 +1,4 @@
-"""The trainer of a policy that transformers computes: its log-probs, updates, what it sends out."""
+"""Training of an HF policy: log-probs, updates and published weights."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def backend_of(folder: Path, **settings: object) -> tuple[SingleProcessBackend, 
 
 
 @torch.no_grad()
-def laws(folder: Path, batch: TrainBatch) -> list[torch.Tensor]:
-    """Of each row, (T, V): the law of the token after, each row computed by itself."""
+def next_token_log_probs(folder: Path, batch: TrainBatch) -> list[torch.Tensor]:
+    """Log-probs (T, V) of the next token for each row, each row computed alone."""
     model = load_theirs(folder)
     return [
         (model(input_ids=torch.tensor([row.tokens])).logits[0] / batch.temperature).log_softmax(-1)
@@ -43,10 +43,10 @@ def laws(folder: Path, batch: TrainBatch) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_log_probs_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+def test_log_probs_equal_transformers(kind: str, tmp_path: Path) -> None:
     save_foreign(kind, tmp_path)
     batch = batch_of(9, 40, 17, 65, 33)
-    expected = laws(tmp_path, batch)
+    expected = next_token_log_probs(tmp_path, batch)
     for settings in (
         {"max_tokens_per_micro_batch": 400},
         {"max_rows_per_micro_batch": 1, "log_prob_chunk": 8},
@@ -67,7 +67,7 @@ def test_log_probs_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
                 assert set(kept[r][t]) == set(own.topk(5).indices.tolist())
 
 
-def test_the_kl_over_the_vocabulary_is_that_of_both_laws(tmp_path: Path) -> None:
+def test_full_kl_equals_that_of_the_distributions(tmp_path: Path) -> None:
     save_foreign("gpt2", tmp_path / "own")
     save_foreign("gemma2", tmp_path / "other")
     batch = batch_of(9, 30)
@@ -75,7 +75,10 @@ def test_the_kl_over_the_vocabulary_is_that_of_both_laws(tmp_path: Path) -> None
     backend.use_full_kl(load_hf_policy(tmp_path / "other"))
     found = by_row(batch, backend.compute_full_kl(batch, "reverse").wait())
     backend.close()
-    own, other = laws(tmp_path / "own", batch), laws(tmp_path / "other", batch)
+    own, other = (
+        next_token_log_probs(tmp_path / "own", batch),
+        next_token_log_probs(tmp_path / "other", batch),
+    )
     for row, values, p, q in zip(as_rows(batch), found, own, other, strict=True):
         kl = (p.exp() * (p - q)).sum(-1)
         for t in range(1, len(row.tokens)):
@@ -83,11 +86,11 @@ def test_the_kl_over_the_vocabulary_is_that_of_both_laws(tmp_path: Path) -> None
             assert values[t] == pytest.approx(wanted, abs=1e-4)
 
 
-def test_updates_reach_an_engine_and_a_state_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_updates_reach_an_engine_and_resume_is_bitwise_equal(tmp_path: Path) -> None:
     save_foreign("mixtral", tmp_path / "start")
     backend, model = backend_of(tmp_path / "start")
     core = HFCore(model.copy_as(torch.float32), max_model_len=100)
-    # So few tokens do not reach all experts.
+    # With so few tokens some experts get none.
     small = batch_of(4)
     losses = []
     for number in range(4):
@@ -118,8 +121,8 @@ def test_updates_reach_an_engine_and_a_state_goes_on_bit_for_bit(tmp_path: Path)
     again.close()
 
 
-def test_it_hands_over_no_features(tmp_path: Path) -> None:
+def test_rejects_a_feature_sink(tmp_path: Path) -> None:
     backend, _ = backend_of(save_foreign("gpt2", tmp_path))
-    with pytest.raises(TrainingError, match="computes this gpt2, hands over no hidden states"):
+    with pytest.raises(TrainingError, match=r"this gpt2 .*without a sink"):
         backend.compute_log_probs(batch_of(9), sink=RecordingSink({0})).wait()
     backend.close()

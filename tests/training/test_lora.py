@@ -1,4 +1,4 @@
-"""Training an adapter: the same update as peft's and autograd's, and nothing else changes."""
+"""Training of a LoRA adapter: gradients equal to peft's, resume, publishing and the reference."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LENGTHS = [9, 33, 17, 40]
 
 
 def adapted(rank: int = 3, alpha: float = 6.0, *, seed: int = 0, **more: Any) -> Decoder:
-    """With B away from zero, where A has a gradient."""
+    """A decoder with an adapter whose B is not zero, so that A has a gradient."""
     decoder = tiny_decoder(seed=seed)
     add_lora(decoder, LoraConfig(rank=rank, alpha=alpha, **more), seed=7)
     generator = torch.Generator().manual_seed(3)
@@ -52,7 +52,7 @@ def step(backend: SingleProcessBackend, seed: int = 0) -> dict[str, float]:
     return metrics | backend.optim_step().wait()
 
 
-def test_gradients_are_those_of_peft(tmp_path: Path) -> None:
+def test_gradients_equal_peft(tmp_path: Path) -> None:
     from peft import PeftModel
 
     decoder = adapted()
@@ -85,7 +85,7 @@ def test_gradients_are_those_of_peft(tmp_path: Path) -> None:
         torch.testing.assert_close(ours[name], theirs[name], atol=2e-6, rtol=1e-3)
 
 
-def test_steps_change_a_and_b_alone_and_only_they_have_optimizer_state() -> None:
+def test_only_a_and_b_change_and_have_optimizer_state() -> None:
     decoder = adapted()
     before = copy.deepcopy(dict(decoder.named_parameters()))
     backend = tiny_backend(decoder, optim=OptimSettings(lr=1e-2))
@@ -126,14 +126,14 @@ def test_resume_is_bitwise_equal(optimizer: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (lambda: tiny_decoder(), "made with a LoRA adapter of rank 3"),
-        (lambda: adapted(rank=2), "lora_rank=3 and this run has 2"),
-        (lambda: adapted(alpha=8.0), "lora_alpha=6 and this run has 8"),
+        (lambda: tiny_decoder(), "LoRA adapter of rank 3"),
+        (lambda: adapted(rank=2), "lora_rank=3, but this run has 2"),
+        (lambda: adapted(alpha=8.0), "lora_alpha=6, but this run has 8"),
         (lambda: adapted(target_modules=("q_proj",)), "disagree about"),
         (lambda: adapted(seed=1), "other base weights"),
     ],
 )
-def test_a_state_of_another_adapter_is_refused(other: Any, message: str) -> None:
+def test_rejects_the_state_of_another_adapter(other: Any, message: str) -> None:
     backend, decoder = tiny_backend(adapted()), other()
     before = base_of(decoder)
     state, target = backend.state_dict(), tiny_backend(decoder)
@@ -144,15 +144,15 @@ def test_a_state_of_another_adapter_is_refused(other: Any, message: str) -> None
     target.close()
 
 
-def test_a_state_of_all_weights_is_refused_by_an_adapter() -> None:
+def test_adapter_rejects_the_state_of_all_weights() -> None:
     backend, target = tiny_backend(), tiny_backend(adapted())
-    with pytest.raises(CheckpointError, match="all weights trained"):
+    with pytest.raises(CheckpointError, match="lora_rank=0"):
         target.load_state_dict(backend.state_dict())
     backend.close()
     target.close()
 
 
-def test_what_goes_out_is_merged_and_computes_the_same_bits(dtype: torch.dtype) -> None:
+def test_published_weights_are_merged_and_give_bitwise_equal_log_probs(dtype: torch.dtype) -> None:
     backend = tiny_backend(adapted(), dtype=dtype)
     step(backend)
     batch = make_batch([20, 37], seed=1)
@@ -173,7 +173,7 @@ def test_what_goes_out_is_merged_and_computes_the_same_bits(dtype: torch.dtype) 
     other.close()
 
 
-def test_a_published_update_keeps_its_values() -> None:
+def test_published_update_keeps_its_values() -> None:
     backend = tiny_backend(adapted(), optim=OptimSettings(lr=0.1))
     before = weights(backend)
     update = backend.publish()
@@ -183,7 +183,7 @@ def test_a_published_update_keeps_its_values() -> None:
     backend.close()
 
 
-def test_the_reference_is_the_base_without_a_second_model(dtype: torch.dtype) -> None:
+def test_reference_is_the_base_weights(dtype: torch.dtype) -> None:
     backend, plain = tiny_backend(adapted(), dtype=dtype), tiny_backend(dtype=dtype)
     reference = BaseWeights(backend)
     batch = make_batch(LENGTHS)
@@ -200,7 +200,7 @@ def test_the_reference_is_the_base_without_a_second_model(dtype: torch.dtype) ->
     plain.close()
 
 
-def test_the_adapter_is_on_again_after_a_failing_reference() -> None:
+def test_adapter_is_active_again_after_a_failing_reference() -> None:
     backend = tiny_backend(adapted())
     batch = make_batch(LENGTHS)
     own = backend.compute_log_probs(batch).wait()
@@ -212,14 +212,14 @@ def test_the_adapter_is_on_again_after_a_failing_reference() -> None:
     backend.close()
 
 
-def test_all_weights_cannot_be_replaced_under_an_adapter() -> None:
+def test_load_weights_is_rejected_with_an_adapter() -> None:
     backend = tiny_backend(adapted())
     with pytest.raises(TrainingError, match="trains a LoRA adapter"):
         backend.load_weights(weights(backend)).wait()
     backend.close()
 
 
-def test_a_saved_adapter_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_saved_adapter_continues_equally(tmp_path: Path) -> None:
     backend = tiny_backend(adapted())
     step(backend)
     backend.save_adapter(tmp_path / "adapter")
@@ -235,7 +235,7 @@ def test_a_saved_adapter_goes_on_where_it_was(tmp_path: Path) -> None:
     backend.close()
 
 
-def test_the_short_way() -> None:
+def test_create_pytorch_backend_with_lora() -> None:
     backend = create_pytorch_backend(
         tiny_decoder(), lr=1e-2, dtype="float32", lora=LoraConfig(rank=2)
     )

@@ -1,3 +1,5 @@
+"""Loss functions of a micro-batch: values, gradients, and independence of the split."""
+
 from __future__ import annotations
 
 import math
@@ -77,7 +79,7 @@ def test_on_policy_gradient_is_the_advantage() -> None:
     assert float(out.sums["actor/pg_clipfrac"]) == 0.0
 
 
-def test_entropy_and_kl_terms_by_hand() -> None:
+def test_entropy_and_kl_terms_match_a_computation_by_hand() -> None:
     inputs = make_inputs(
         [[0.0, -1.0]],
         [[0, 1]],
@@ -98,7 +100,7 @@ def test_entropy_and_kl_terms_by_hand() -> None:
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_a_loss_that_passes_no_counts_does_not_depend_on_micro_batches(
+def test_loss_without_counts_does_not_depend_on_micro_batches(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_POLICY_LOSSES", dict(registry._POLICY_LOSSES))
@@ -128,7 +130,7 @@ def test_a_loss_that_passes_no_counts_does_not_depend_on_micro_batches(
     ]
     expected = policy_loss_fn(loss_agg_mode=mode, config=HORIZON[mode])
     assert sum(loss(part).loss.item() for part in parts) == pytest.approx(loss(whole).loss.item())
-    # At the policy itself PPO's gradient is that of -A log_prob.
+    # On-policy, PPO's gradient is that of -A log_prob.
     by_parts, at_once = (
         torch.autograd.grad(total, whole.log_probs)[0]
         for total in (
@@ -146,7 +148,7 @@ HORIZON = {
 }
 
 
-def test_rollout_difference_by_hand() -> None:
+def test_rollout_difference_metrics() -> None:
     lp = [[0.0, math.log(0.5), math.log(0.25)]]
     recorded = torch.tensor([[0.0, math.log(0.5), math.log(0.35)]], dtype=torch.float64)
     inputs = make_inputs(lp, [[0, 1, 1]], rollout_log_probs=recorded)
@@ -168,16 +170,16 @@ def test_rollout_difference_by_hand() -> None:
         ({"loss_agg_mode": "seq-mean-token-sum-norm"}, "set actor.loss_scale_factor"),
     ],
 )
-def test_impossible_settings_are_refused(options: dict[str, object], match: str) -> None:
+def test_rejects_impossible_settings(options: dict[str, object], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         policy_loss_fn(**options)  # type: ignore[arg-type]
 
 
-def test_missing_columns_are_refused() -> None:
+def test_rejects_missing_columns() -> None:
     inputs = make_inputs([[0.0, -1.0]], [[0, 1]])
     with pytest.raises(DataError, match="needs advantages"):
         policy_loss_fn()(inputs)
-    with pytest.raises(DataError, match="needs the reference model in the update"):
+    with pytest.raises(DataError, match="kl_loss_type=low_var_kl"):
         policy_loss_fn(use_kl_loss=True, kl_loss_type="full")(
             replace(inputs, advantages=torch.ones(1, 2))
         )
@@ -185,7 +187,7 @@ def test_missing_columns_are_refused() -> None:
         policy_loss_fn(use_kl_loss=True)(replace(inputs, advantages=torch.ones(1, 2)))
 
 
-def test_a_users_policy_loss_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_policy_loss_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_POLICY_LOSSES", dict(registry._POLICY_LOSSES))
 
     @register_policy_loss("test_training_double")
@@ -200,7 +202,7 @@ def test_a_users_policy_loss_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -
 
     assert out.loss.item() == -2.0
     assert out.sums["actor/mine"] == 4.0
-    # Means of micro-batches become the mini-batch's: this one has one of its four tokens.
+    # Means are weighted to add up over micro-batches: this one has one of four tokens.
     norm = Normalizers(num_tokens=4, num_sequences=2, horizon=9)
     inputs = make_inputs([[0.0, -1.0]], [[0, 1]], advantages=torch.ones(1, 2))
     out = policy_loss_fn(loss_mode="test_training_double")(replace(inputs, normalizers=norm))
@@ -208,7 +210,7 @@ def test_a_users_policy_loss_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -
 
 
 def reference_policy_loss(rows: list[dict[str, list[float]]], agg: str, horizon: float) -> float:
-    """PPO with dual clip, entropy bonus and k3, token by token in Python floats."""
+    """PPO with dual clip, entropy bonus and k3 KL, token by token in Python floats."""
     low, high, dual, entropy_coeff, kl_coef = 0.2, 0.3, 3.0, 0.01, 0.2
     per_row: list[tuple[float, float]] = []
     for row in rows:

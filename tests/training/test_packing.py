@@ -1,3 +1,5 @@
+"""Packing of rows into micro-batches: plans, tensors, and rejected batches."""
+
 from __future__ import annotations
 
 import pytest
@@ -18,14 +20,14 @@ from tests.training.helpers import make_batch
 
 
 def test_plan_trades_padding_against_micro_batches() -> None:
-    # Padded widths 16, 16, 32, 112; a micro-batch costs 64 tokens besides.
+    # Padded widths 16, 16, 32, 112; each micro-batch costs 64 tokens in addition.
     lengths = {0: 100, 1: 10, 2: 16, 3: 17}
 
     # Padding the two short rows to 32 adds 32 tokens, less than another micro-batch.
     assert plan_micro_batches(lengths, max_tokens=1000) == [[1, 2, 3], [0]]
     assert plan_micro_batches(lengths, max_tokens=112) == [[1, 2, 3], [0]]
     assert plan_micro_batches(lengths, max_tokens=None, max_rows=2) == [[1, 2], [3], [0]]
-    # Equal widths are cut at the budget only.
+    # Rows of equal width are split at the budget only.
     assert plan_micro_batches(dict.fromkeys(range(5), 30), max_tokens=70) == [[0, 1], [2, 3], [4]]
     assert plan_micro_batches({}, max_tokens=70) == []
 
@@ -50,7 +52,7 @@ def test_plan_covers_every_row_once_within_the_budget() -> None:
         assert len(part) * padded_length(max(lengths[i] for i in part)) <= 300
 
 
-def test_rows_that_are_not_padded_fill_the_budget() -> None:
+def test_plan_fills_the_budget_without_padding() -> None:
     lengths = {0: 100, 1: 10, 2: 16, 3: 17, 4: 73}
 
     def plan(**limits: int | None) -> list[list[int]]:
@@ -65,7 +67,7 @@ def test_rows_that_are_not_padded_fill_the_budget() -> None:
         plan(max_tokens=99)
 
 
-def test_plan_refuses_a_row_beyond_the_budget() -> None:
+def test_plan_rejects_a_row_beyond_the_budget() -> None:
     with pytest.raises(DataError, match=r"row 7 has 65 tokens \(80 padded\).*64"):
         plan_micro_batches({7: 65}, max_tokens=64)
 
@@ -83,7 +85,7 @@ def test_micro_batch_values() -> None:
     assert micro.ids.shape == (2, 16)
     assert micro.ids[0].tolist() == [8, 9] + [3] * 14
     assert micro.ids[1].tolist() == [5, 6, 7] + [3] * 13
-    # Token 0 has no context: its mask is dropped. Weights are kept.
+    # Token 0 has no context, so its mask is dropped. Mask weights are kept.
     assert micro.mask[0].tolist() == [0, 0.5] + [0] * 14
     assert micro.mask[1].tolist() == [0, 0, 1] + [0] * 13
     assert micro.target_slots.tolist() == [1, 18]
@@ -113,7 +115,7 @@ def test_micro_batch_values_without_padding() -> None:
     assert micro.positions.tolist() == [[0, 1, 0, 1, 2]]
     assert micro.lengths == [2, 3]
     assert micro.starts == [0, 2]
-    # What losses see is padded all the same.
+    # The loss mask is padded anyway.
     assert micro.mask.shape == (2, 16)
     assert micro.mask.nonzero().tolist() == [[0, 1], [1, 2]]
     assert micro.head_rows.tolist() == [0, 3] + [0] * 10
@@ -122,7 +124,7 @@ def test_micro_batch_values_without_padding() -> None:
     assert spread.nonzero().tolist() == [[0, 1], [1, 2]]
 
 
-def test_head_rows_obey_the_row_rule() -> None:
+def test_number_of_head_rows_satisfies_the_row_rule() -> None:
     for length in range(3, 40):
         micro = build_micro_batch(
             make_batch([length]), [0], pad_id=0, max_positions=64, device=torch.device("cpu")
@@ -145,7 +147,7 @@ def test_column_is_aligned_with_tokens() -> None:
     assert column(None, batch, [2, 0], like) is None
 
 
-def test_check_batch_names_what_is_wrong() -> None:
+def test_check_batch_rejects_invalid_batches() -> None:
     limit = ContextLimit(4, "the model is short")
 
     def refuse(row: TrainRow, match: str, others: list[TrainRow] | None = None) -> None:

@@ -1,3 +1,5 @@
+"""Training futures and the compute thread."""
+
 from __future__ import annotations
 
 import threading
@@ -19,7 +21,7 @@ def test_immediate_future_is_done() -> None:
     assert anyio.run(main) == 7
 
 
-def test_result_refuses_to_wait_and_await_delivers() -> None:
+def test_result_raises_if_not_done_and_await_waits() -> None:
     compute = ComputeThread()
     gate = threading.Event()
 
@@ -30,7 +32,7 @@ def test_result_refuses_to_wait_and_await_delivers() -> None:
             future.result()
 
         async def other() -> None:
-            # Runs while the work is under way: the loop is not blocked.
+            # Runs while the work is running, so the event loop is not blocked.
             order.append("other")
             gate.set()
 
@@ -60,7 +62,7 @@ def test_failures_are_raised_where_awaited() -> None:
     compute.close()
 
 
-def test_a_cancelled_wait_leaves_the_work_alone() -> None:
+def test_cancelling_an_await_does_not_stop_the_work() -> None:
     compute = ComputeThread()
     gate = threading.Event()
     futures: list[TrainFuture[bool]] = []
@@ -72,14 +74,14 @@ def test_a_cancelled_wait_leaves_the_work_alone() -> None:
         assert scope.cancelled_caught
 
     anyio.run(main)
-    # The loop that waited is closed by now; finishing must not disturb the thread.
+    # The event loop that awaited is closed by now; the end of the work must not fail.
     gate.set()
     assert futures[0].wait(10)
     assert compute.run(lambda: 5) == 5
     compute.close()
 
 
-def test_work_runs_in_order_on_one_other_thread() -> None:
+def test_compute_thread_runs_work_in_order() -> None:
     compute = ComputeThread("unit")
     seen: list[tuple[int, str]] = []
 
@@ -88,7 +90,7 @@ def test_work_runs_in_order_on_one_other_thread() -> None:
 
     for i in range(5):
         compute.submit(lambda i=i: work(i))  # type: ignore[misc]
-    # Work may itself ask for work: it is on the thread already.
+    # Work on the thread may call `run` itself.
     assert compute.run(lambda: compute.run(lambda: 1) + 1) == 2
     compute.close()
 

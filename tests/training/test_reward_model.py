@@ -1,4 +1,4 @@
-"""Learned reward models against transformers itself, alone and in whole runs."""
+"""Learned reward models: scores equal to transformers', rejected checkpoints, and whole runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.run.helpers import records_of, rl_only
 
 
 def checkpoint(folder: Path, *, labels: int = 1, positions: int = 64, vocabulary: int = 224) -> Any:
-    """A reward model of random weights, saved in `folder`."""
+    """Save a reward model with random weights in `folder`."""
     torch.manual_seed(0)
     model = LlamaForSequenceClassification(
         LlamaConfig(
@@ -45,8 +45,8 @@ def checkpoint(folder: Path, *, labels: int = 1, positions: int = 64, vocabulary
 
 
 @torch.no_grad()
-def alone(model: Any, tokens: list[int]) -> float:
-    """What the checkpoint gives one sequence without padding."""
+def score_alone(model: Any, tokens: list[int]) -> float:
+    """The checkpoint's score of one sequence without padding."""
     return float(model(input_ids=torch.tensor([tokens])).logits[0, 0])
 
 
@@ -55,19 +55,19 @@ def scores_of(model: RewardModel, samples: list[Sample]) -> list[Any]:
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_scores_are_the_checkpoints_of_the_rollouts_tokens(tmp_path: Path, batch_size: int) -> None:
+def test_scores_equal_transformers_on_the_rollout_tokens(tmp_path: Path, batch_size: int) -> None:
     model = checkpoint(tmp_path)
     compute = ComputeThread()
     scorer = RewardModel(tmp_path, build_tokenizer(), compute, batch_size=batch_size)
-    # Some end with token 0, 1, 2: whichever pads, it is not taken for an end.
+    # Some sequences end with token 0, 1 or 2, so none of these may be the padding token.
     samples = [sample(*tokens) for tokens in ([5, 0], [7], [1, 2, 3, 1], [4, 4, 2], [0, 0])]
-    expected = [alone(model, [9, 9, *s.response_ids]) for s in samples]
+    expected = [score_alone(model, [9, 9, *s.response_ids]) for s in samples]
     assert scores_of(scorer, samples) == pytest.approx(expected, abs=1e-5)
     assert len(set(expected)) == 5
     compute.close()
 
 
-def test_another_tokenizer_renders_the_conversation_anew(tmp_path: Path) -> None:
+def test_reward_models_own_tokenizer_renders_the_conversation(tmp_path: Path) -> None:
     model = checkpoint(tmp_path)
     char_tokenizer(CHATML.replace("assistant:{% endif", "{% endif")).save_pretrained(tmp_path)
     scorer = RewardModel(tmp_path, build_tokenizer(), ComputeThread())
@@ -75,36 +75,39 @@ def test_another_tokenizer_renders_the_conversation_anew(tmp_path: Path) -> None
     one.prompt, one.response = [{"role": "user", "content": "ab"}], "cd"
     two = sample(1, 2)
     two.prompt, two.response = "ab", "cd"
-    expected = [alone(model, ids(t)) for t in ("<s>user:ab<e>\n<s>assistant:cd<e>\n", "abcd")]
+    expected = [score_alone(model, ids(t)) for t in ("<s>user:ab<e>\n<s>assistant:cd<e>\n", "abcd")]
     assert scores_of(scorer, [one, two]) == pytest.approx(expected, abs=1e-6)
 
 
-def test_what_is_too_long_fails_alone(tmp_path: Path) -> None:
+def test_only_the_too_long_response_fails(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, positions=6)
     scorer = RewardModel(tmp_path, build_tokenizer(), ComputeThread())
     manager = BatchRewardManager(scorer, decode=str)
     short, long = anyio.run(manager.score_group, [sample(1, 2), sample(*range(5))])
-    assert short.value == pytest.approx(alone(model, [9, 9, 1, 2]))
-    assert (long.value, long.failure) == (0.0, "7 tokens are more than the reward model's 6")
+    assert short.value == pytest.approx(score_alone(model, [9, 9, 1, 2]))
+    assert (long.value, long.failure) == (
+        0.0,
+        "7 tokens are more than the reward model's maximum of 6",
+    )
 
 
-def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
+def test_rejects_checkpoints_that_are_no_reward_model(tmp_path: Path) -> None:
     def load(folder: Path, **options: Any) -> RewardModel:
         return RewardModel(folder, build_tokenizer(), ComputeThread(), **options)
 
     with pytest.raises(CheckpointError, match=r"cannot be loaded .*config\.json and model"):
         load(tmp_path / "absent")
     checkpoint(tmp_path / "two", labels=2)
-    with pytest.raises(CheckpointError, match="gives 2 labels, and a reward is one number"):
+    with pytest.raises(CheckpointError, match="has 2 labels"):
         load(tmp_path / "two")
     checkpoint(tmp_path / "small", vocabulary=50)
-    with pytest.raises(CheckpointError, match="knows 50 tokens, and the policy's tokenizer has"):
+    with pytest.raises(CheckpointError, match=r"vocabulary of 50 tokens.*tokenizer files"):
         load(tmp_path / "small")
     checkpoint(tmp_path / "short", positions=8)
     with pytest.raises(CheckpointError, match=r"max_length=9 is more than the 8 positions"):
         load(tmp_path / "short", max_length=9)
     char_tokenizer(None).save_pretrained(tmp_path / "short")
-    with pytest.raises(CheckpointError, match=r"other words than the policy's and no chat templ"):
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja"):
         load(tmp_path / "short")
     checkpoint(tmp_path / "headless")
     weights = load_file(tmp_path / "headless" / "model.safetensors")
@@ -115,11 +118,11 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
     LlamaForCausalLM(LlamaConfig.from_pretrained(tmp_path / "two")).save_pretrained(tmp_path / "lm")
-    with pytest.raises(CheckpointError, match="holds LlamaForCausalLM, not a model for sequence"):
+    with pytest.raises(CheckpointError, match="is LlamaForCausalLM, not a model for sequence"):
         load(tmp_path / "lm")
 
 
-def test_a_run_is_rewarded_by_it(tmp_path: Path) -> None:
+def test_run_with_a_reward_model(tmp_path: Path) -> None:
     model = checkpoint(tmp_path / "judge")
     run = rl_only(
         tmp_path / "run",
@@ -131,7 +134,7 @@ def test_a_run_is_rewarded_by_it(tmp_path: Path) -> None:
     rows = [row for rows in records_of(tmp_path / "run" / "rollouts").values() for row in rows]
     assert len(rows) == 8
     for row in rows:
-        given = alone(model, [*row["prompt_ids"], *row["response_ids"]])
+        given = score_alone(model, [*row["prompt_ids"], *row["response_ids"]])
         assert row["score"] <= given + 1e-5
         assert row["score"] >= given - 0.5 - 1e-5
 
@@ -159,7 +162,7 @@ def test_a_run_is_rewarded_by_it(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_settings_that_do_not_go_together(
+def test_rejects_incompatible_settings(
     tmp_path: Path,
     overrides: tuple[str, ...],
     message: str,
@@ -169,7 +172,7 @@ def test_settings_that_do_not_go_together(
     assert message in capsys.readouterr().err
 
 
-def test_a_model_that_is_not_asked_for_is_told_of(
+def test_warns_about_a_reward_model_that_is_not_enabled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = rl_only(tmp_path / "run", "reward_model.model.path=x")

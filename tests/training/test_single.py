@@ -1,3 +1,5 @@
+"""The one-process backend: gradients against transformers, resume, publishing, and sinks."""
+
 from __future__ import annotations
 
 import math
@@ -51,7 +53,7 @@ FULL_LOSS = policy_loss_fn(entropy_coeff=0.02, use_kl_loss=True, kl_loss_coef=0.
 
 
 def updates(backend: SingleProcessBackend, first: int, last: int) -> dict[str, float]:
-    """Update numbers `first` .. `last - 1`, each on its own batch."""
+    """Run the updates `first` .. `last - 1`, each on another batch."""
     metrics: dict[str, float] = {}
     for number in range(first, last):
         metrics = backend.forward_backward(make_batch(LENGTHS, seed=number), FULL_LOSS).wait()
@@ -60,7 +62,7 @@ def updates(backend: SingleProcessBackend, first: int, last: int) -> dict[str, f
 
 
 def in_float64(decoder: Decoder) -> Any:
-    """The same model by transformers."""
+    """The same model as a transformers model in float64."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     raw = decoder.config.to_hf()
@@ -105,14 +107,14 @@ def reference_gradients(
     return {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def test_it_is_a_training_backend() -> None:
+def test_implements_the_training_backend_protocol() -> None:
     backend: TrainingBackend = tiny_backend()
     assert backend.weight_version == 0
     backend.close()
 
 
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
-def test_the_whole_vocabularys_kl_is_that_of_the_distributions(direction: KLDirection) -> None:
+def test_full_kl_equals_that_of_the_distributions(direction: KLDirection) -> None:
     batch, other = make_batch(LENGTHS), tiny_decoder(seed=3)
     backend = tiny_backend(max_rows_per_micro_batch=3)
     with pytest.raises(TrainingError, match="call use_full_kl"):
@@ -132,7 +134,7 @@ def test_the_whole_vocabularys_kl_is_that_of_the_distributions(direction: KLDire
         p, q = (own, theirs) if direction == "reverse" else (theirs, own)
         kl = (p.exp() * (p - q)).sum(-1)[:-1] * (torch.tensor(row.loss_mask[1:]) != 0)
         torch.testing.assert_close(torch.tensor(values), F.pad(kl, (1, 0)).float())
-    # It is not asked for in the loss.
+    # Without `in_loss` the loss does not get it.
     seen: list[LossInputs] = []
 
     def look(inputs: LossInputs) -> LossOutputs:
@@ -145,7 +147,7 @@ def test_the_whole_vocabularys_kl_is_that_of_the_distributions(direction: KLDire
 
 
 @pytest.mark.parametrize(("kind", "direction"), FULL_KL.items())
-def test_the_whole_vocabularys_kl_in_the_loss(kind: str, direction: KLDirection) -> None:
+def test_full_kl_in_the_loss(kind: str, direction: KLDirection) -> None:
     batch, other = make_batch(LENGTHS), tiny_decoder(seed=3)
     expected = reference_gradients(tiny_decoder(), batch, (other, direction))
     loss = policy_loss_fn(entropy_coeff=0.02, use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type=kind)
@@ -180,8 +182,8 @@ def test_gradients_and_metrics_do_not_depend_on_the_split(
     metrics = backend.forward_backward(batch, FULL_LOSS).wait()
 
     assert relative_difference(gradients(backend), gradients(whole)) < 5e-6
-    # fp32 against float64: where the tokens' gradients nearly cancel, as in the example (their sum
-    # is a hundredth of that with one token less), the rounding of each counts for more.
+    # fp32 against float64. If the tokens' gradients nearly cancel, rounding errors matter more. In
+    # the example their sum is a hundredth of that with one token less.
     assert relative_difference(gradients(backend), expected) < 1e-4
     assert metrics == pytest.approx(whole_metrics, rel=1e-5, abs=1e-7)
     backend.close()
@@ -234,7 +236,7 @@ def test_rows_without_old_log_probs_are_on_policy() -> None:
     assert_same(on_policy, gradients(mixed))
 
 
-def test_recorded_log_probs_of_the_same_weights_are_bitwise_equal() -> None:
+def test_compute_log_probs_equals_the_update_pass_bitwise() -> None:
     batch = make_batch(LENGTHS)
     backend = tiny_backend(max_tokens_per_micro_batch=100)
     batch.rollout_log_probs = backend.compute_log_probs(batch).wait()
@@ -280,7 +282,7 @@ def test_resume_is_bitwise_equal(optimizer: str, tmp_path: Path) -> None:
     assert_same(weights(straight), weights(resumed))
 
 
-def test_state_is_refused_when_incomplete_or_inopportune() -> None:
+def test_rejects_incomplete_states_and_states_with_gradients() -> None:
     backend = tiny_backend()
     with pytest.raises(CheckpointError, match="'counts' is missing"):
         backend.load_state_dict({"optimizer": {}})
@@ -305,7 +307,7 @@ def test_bf16_gradients_are_close_to_fp32_and_master_weights_stay_fp32() -> None
     assert {w.dtype for w in weights(rough).values()} == {torch.float32}
 
 
-def test_batches_add_up_until_the_optimizer_steps() -> None:
+def test_gradients_of_batches_add_up_until_optim_step() -> None:
     backend, other = tiny_backend(), tiny_backend()
     loss = sft_loss()
     for seed in (0, 1):
@@ -321,7 +323,7 @@ def test_batches_add_up_until_the_optimizer_steps() -> None:
     assert relative_difference(summed, alone) > 0.1
 
 
-def test_clipping_bounds_the_update_and_reports_the_norm_before() -> None:
+def test_clipping_limits_the_update_and_reports_the_norm_before_it() -> None:
     batch = make_batch(LENGTHS)
     free = tiny_backend(grad_clip=None)
     free.forward_backward(batch, FULL_LOSS).wait()
@@ -341,7 +343,7 @@ def broken(good: LossFn, *, in_gradient: bool) -> LossFn:
     def compute(inputs: LossInputs) -> LossOutputs:
         out = good(inputs)
         if in_gradient:
-            # sqrt has an infinite slope at 0: a finite loss with a gradient that is not.
+            # sqrt has an infinite slope at 0, so the loss is finite but its gradient is not.
             return replace(out, loss=out.loss + (out.loss - out.loss.detach()).sqrt())
         return replace(out, loss=out.loss * math.nan)
 
@@ -361,7 +363,7 @@ def test_non_finite_updates_are_skipped_and_counted(in_gradient: bool) -> None:
         assert backend.optim_step().wait()["training/skipped_steps"] == skipped
     assert_same(before, weights(backend))
     assert backend.state_dict()["optimizer"]["adamw"].keys() == state["adamw"].keys()
-    # A good update starts the count again.
+    # A finite update resets the count.
     assert updates(backend, 1, 2)["training/skipped_steps"] == 2
     for _ in range(2):
         backend.forward_backward(make_batch(LENGTHS), bad).wait()
@@ -371,7 +373,7 @@ def test_non_finite_updates_are_skipped_and_counted(in_gradient: bool) -> None:
         backend.optim_step().wait()
 
 
-def test_a_failing_loss_leaves_no_gradients_behind() -> None:
+def test_failing_loss_leaves_no_gradients() -> None:
     backend = tiny_backend(max_tokens_per_micro_batch=80)
     calls: list[int] = []
 
@@ -405,7 +407,7 @@ def test_published_buckets_keep_their_values() -> None:
     assert backend.weight_version == 3
 
 
-def test_publish_waits_for_nobody_but_refuses_a_mixture() -> None:
+def test_publish_does_not_wait_and_rejects_a_running_update() -> None:
     async def main() -> None:
         backend = tiny_backend()
         await backend.forward_backward(make_batch(LENGTHS), FULL_LOSS)
@@ -419,7 +421,7 @@ def test_publish_waits_for_nobody_but_refuses_a_mixture() -> None:
     anyio.run(main)
 
 
-def test_weights_round_trip_and_foreign_ones_are_refused() -> None:
+def test_weights_round_trip_and_reject_missing_tensors() -> None:
     backend = tiny_backend()
     other = weights(tiny_backend(tiny_decoder(seed=5)))
     outstanding = backend.publish()
@@ -502,7 +504,7 @@ def test_padding_may_reach_beyond_the_models_positions() -> None:
     )
 
 
-def test_bad_batches_are_refused_where_awaited() -> None:
+def test_invalid_batches_raise_when_awaited() -> None:
     backend = tiny_backend()
     empty = train_batch([TrainRow(tokens=[1, 2], loss_mask=[1.0, 0.0])])
     with pytest.raises(DataError, match="no target token"):
@@ -524,12 +526,12 @@ def test_bad_batches_are_refused_where_awaited() -> None:
         ({"log_prob_chunk": 10}, "log_prob_chunk=10 must be a positive multiple of 4"),
     ],
 )
-def test_impossible_settings_are_refused(options: dict[str, Any], match: str) -> None:
+def test_rejects_impossible_settings(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         tiny_backend(**options)
 
 
-def test_losses_see_the_counts_of_the_whole_batch() -> None:
+def test_losses_get_the_counts_of_the_whole_batch() -> None:
     seen: list[tuple[Normalizers, int]] = []
 
     def spy(inputs: LossInputs) -> LossOutputs:
@@ -545,7 +547,7 @@ def test_losses_see_the_counts_of_the_whole_batch() -> None:
     assert set(seen) == {(expected, targets)}
 
 
-def test_the_schedule_moves_once_per_update_skipped_or_not() -> None:
+def test_skipped_updates_advance_the_schedule() -> None:
     backend = tiny_backend(optim=OptimSettings(lr=1.0, warmup_steps=4))
     rates = []
     for loss in (sft_loss(), broken(sft_loss(), in_gradient=False), sft_loss()):
@@ -555,7 +557,7 @@ def test_the_schedule_moves_once_per_update_skipped_or_not() -> None:
 
 
 @torch.no_grad()
-def test_log_probs_over_what_a_sampler_kept() -> None:
+def test_log_probs_over_the_ids_that_a_sampler_kept() -> None:
     backend = tiny_backend(max_rows_per_micro_batch=2)
     batch = make_batch([5, 9, 7], policy=False)
     cuts = SamplingParams(max_tokens=1, top_k=6, top_p=0.8)

@@ -1,9 +1,9 @@
-"""Advantages of scored responses.
+"""Advantage estimators.
 
-Registered functions have VERL's signature (see `registry.AdvantageFn`) and take (B, T) tensors of a
-whole batch; rows of equal `index`, in any order, are a group: the responses to one prompt. Let s_i
-be the sum of row i's rewards. Called by batch preparation through the registry, with keywords.
-Knows nothing about rewards or policies.
+Registered functions have VERL's signature (`registry.AdvantageFn`) and take (B, T) tensors of a
+whole batch. Rows with equal `index`, in any order, are a group: the responses to one prompt. In the
+formulas s_i is the sum of row i's rewards. Batch preparation calls estimators through the registry,
+with keywords.
 """
 
 from slipstream.algorithms.advantages.distillation import on_policy_distillation

@@ -1,7 +1,4 @@
-"""Advantages that pull the policy to a teacher, on the policy's own samples.
-
-Called through the registry. Knows nothing about rewards, nor about the two models.
-"""
+"""On-policy distillation: advantages that move the policy towards a teacher on its own samples."""
 
 from __future__ import annotations
 
@@ -30,11 +27,11 @@ def on_policy_distillation(
     ref_log_probs: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """A_t = log pi_ref(y_t) - log pi_old(y_t), in nats: minus the sampled reverse KL of each token
-    to the reference model, which is the teacher. The returns equal A.
+    """A_t = log pi_ref(y_t) - log pi_old(y_t), in nats. This is minus the sampled reverse KL of
+    each token to the reference model, the teacher. The returns equal A.
 
-    `old_log_probs` and `ref_log_probs` are (B, T). `token_level_rewards` give the result its dtype,
-    and nothing else. Shapes as in `AdvantageFn`.
+    `old_log_probs` and `ref_log_probs` are (B, T). `token_level_rewards` only sets the dtype of the
+    result. Shapes are as in `AdvantageFn`.
 
     Source: on-policy distillation (GKD), https://arxiv.org/abs/2306.13649, with reverse KL as a
     reward per token, as in MiniLLM, https://arxiv.org/abs/2306.08543.

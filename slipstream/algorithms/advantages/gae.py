@@ -1,7 +1,6 @@
-"""Generalised advantage estimation with a critic's values.
+"""Generalized advantage estimation with a critic's values.
 
-Called through the registry, and by name. Whitening is over all rows given: call with the whole
-batch. Knows nothing about critics.
+Whitening is over all given rows, so pass the whole batch.
 """
 
 from __future__ import annotations
@@ -35,13 +34,14 @@ def gae(
     config: AdvantageConfig | None = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`compute_gae_advantage_return` with `gamma` and `lam`, or those of `config`.
+    """`compute_gae_advantage_return` with `gamma` and `lam`, by default those of `config`.
 
-    `values` (B, T) are the critic's. Other shapes as in `AdvantageFn`; the order is VERL's.
+    `values` (B, T) are the critic's. Other shapes are as in `AdvantageFn`. The order of arguments
+    is VERL's.
 
     Raises:
-        TypeError: no mask.
-        ValueError: no values, or as there.
+        TypeError: there is no mask.
+        ValueError: there are no values, or as in `compute_gae_advantage_return`.
     """
     check_keywords("gae", more)
     values = required("gae", AdvantageNeed.VALUES, values)
@@ -55,15 +55,17 @@ def gae(
 def compute_gae_advantage_return(
     token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """G_t = delta_t + gamma lam G_t', delta_t = R_t + gamma V_t' - V_t, t' the next target token
-    (V and G are 0 after the last); returns = G + V, advantages = G whitened over the batch.
+    """G_t = delta_t + gamma lam G_t', delta_t = R_t + gamma V_t' - V_t, where t' is the next target
+    token (V and G are 0 after the last one). Returns are G + V, advantages are G whitened over the
+    batch.
 
-    Masked tokens, such as a tool's answer, are skipped. All are (B, T).
+    Masked tokens, such as tool responses, are skipped. All tensors are (B, T).
 
     Source: GAE, https://arxiv.org/abs/1506.02438, eq. 16.
 
     Raises:
-        ValueError: fewer than two target tokens, shapes differ, or a reward or value is not finite.
+        ValueError: there are fewer than two target tokens, shapes differ, or a reward or value is
+            not finite.
     """
     check_shapes(
         token_level_rewards=token_level_rewards, values=values, response_mask=response_mask
@@ -92,32 +94,32 @@ def compute_gae_advantage_return(
 def estimate_advantages(
     rewards: Tensor, values: Tensor, dones: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) of trajectories of steps, neither masked nor whitened.
+    """(advantages, returns) of trajectories of steps, without mask and whitening.
 
     G_t = delta_t + gamma lam (1 - done_t) G_t+1, delta_t = r_t + gamma (1 - done_t) V_t+1 - V_t;
-    returns = G + V. `rewards` and `dones` are (..., T). `values` are (..., T), V being 0 after the
-    last step, or (..., T + 1) to bootstrap from the state after it.
+    returns = G + V. `rewards` and `dones` are (..., T). `values` are (..., T), with V = 0 after the
+    last step, or (..., T + 1) to bootstrap from the state after the last step.
 
     Source: GAE, https://arxiv.org/abs/1506.02438, eq. 16.
 
     Raises:
-        ValueError: other shapes.
+        ValueError: the shapes do not fit.
     """
     steps = rewards.shape[-1] if rewards.ndim else 0
     fits = values.shape[:-1] == rewards.shape[:-1] and values.shape[-1:] in {(steps,), (steps + 1,)}
     if rewards.ndim == 0 or dones.shape != rewards.shape or not fits:
         raise ValueError(
-            f"rewards and dones are (..., T), values (..., T) or (..., T + 1); got "
+            f"rewards and dones must be (..., T), values (..., T) or (..., T + 1); got "
             f"{tuple(rewards.shape)}, {tuple(dones.shape)} and {tuple(values.shape)}"
         )
-    goes_on = (dones == 0).double()
+    not_done = (dones == 0).double()
     reward, value = rewards.double(), values.double()
     after = value[..., steps] if value.shape[-1] > steps else torch.zeros_like(value[..., 0])
     running = torch.zeros_like(after)
     columns = []
     for t in reversed(range(steps)):
-        delta = reward[..., t] + gamma * goes_on[..., t] * after - value[..., t]
-        running = delta + gamma * lam * goes_on[..., t] * running
+        delta = reward[..., t] + gamma * not_done[..., t] * after - value[..., t]
+        running = delta + gamma * lam * not_done[..., t] * running
         after = value[..., t]
         columns.append(running)
     advantages = torch.stack(columns[::-1], dim=-1)

@@ -1,7 +1,4 @@
-"""Advantages of several rewards, each compared within its group before they are added.
-
-Called through the registry. Knows nothing about how components of a reward are computed.
-"""
+"""GDPO: advantages of several reward components, normalized separately before they are added."""
 
 from __future__ import annotations
 
@@ -32,18 +29,18 @@ def gdpo(
     non_tensor_batch: RewardParts | None = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """A = whiten(sum_k w_k A_k), A_k the advantages of `grpo` for the k-th component alone.
+    """A = whiten(sum_k w_k A_k), where A_k are the advantages of `grpo` for the k-th component.
 
-    `reward_parts` (VERL: `non_tensor_batch`) maps names to B numbers; the components are those of
-    `config.gdpo_reward_keys`, w `config.gdpo_reward_weights`. `token_level_rewards` give the result
-    its dtype, and nothing else. Whitened over the target tokens of the rows given: call it with the
-    whole batch. Shapes as in `AdvantageFn`; the returns equal A.
+    `reward_parts` (VERL: `non_tensor_batch`) maps names to B numbers. The components are those of
+    `config.gdpo_reward_keys`, the weights w those of `config.gdpo_reward_weights`.
+    `token_level_rewards` only sets the dtype of the result. Whitening is over the target tokens of
+    the given rows, so pass the whole batch. Shapes are as in `AdvantageFn`. The returns equal A.
 
     Source: GDPO, https://arxiv.org/abs/2601.05242.
 
     Raises:
-        ValueError: no names or components, fewer than two target tokens, shapes differ, or a
-            component is not finite.
+        ValueError: names or components are missing, there are fewer than two target tokens, shapes
+            differ, or a component is not finite.
     """
     check_keywords("gdpo", more)
     config = AdvantageConfig.of(config)
@@ -53,8 +50,8 @@ def gdpo(
     keys = list(config.gdpo_reward_keys or ())
     if not keys:
         raise ValueError(
-            f"advantage estimator 'gdpo' needs algorithm.gdpo_reward_keys, got none; name the "
-            f"components of the reward to compare, of {', '.join(sorted(parts)) or 'none given'}"
+            f"advantage estimator 'gdpo' needs algorithm.gdpo_reward_keys, got none; set it to "
+            f"reward components out of {', '.join(sorted(parts)) or 'none given'}"
         )
     weights = config.gdpo_reward_weights
     by_std = divides_by_std(norm_adv_by_std_in_grpo, config)
@@ -78,7 +75,7 @@ def _component(parts: RewardParts, key: str) -> Tensor:
             f"it returned {', '.join(sorted(parts)) or 'no components'}"
         )
     value = parts[key]
-    # Not as_tensor: arrays of VERL's batches have dtype object.
+    # Not `torch.as_tensor`, because arrays of VERL's batches have dtype object.
     return value if isinstance(value, Tensor) else _column(value)
 
 

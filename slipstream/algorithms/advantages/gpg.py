@@ -1,4 +1,4 @@
-"""Advantages of group policy gradients. Called through the registry."""
+"""GPG: advantages of group policy gradients."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def gpg(
     config: object = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """A_i = alpha (s_i - mean_g) / f_norm, alpha = B / max(number of non-zero scores, 1); a group
-    of one keeps alpha / f_norm times its raw score.
+    """A_i = alpha (s_i - mean_g) / f_norm, alpha = B / max(number of non-zero scores, 1). In a
+    group of one, A_i = alpha s_i / f_norm.
 
-    alpha counts over the rows given: call it with the whole batch. Shapes as in `AdvantageFn`. The
-    parameters `epsilon` and `alpha` are VERL's, and not read there either.
+    alpha counts over the given rows, so pass the whole batch. Shapes are as in `AdvantageFn`. The
+    parameters `epsilon` and `alpha` are unused, as in VERL.
 
     Source: GPG, https://arxiv.org/abs/2504.02546, as VERL computes it.
 

@@ -1,8 +1,4 @@
-"""Advantages relative to the group's mean and spread.
-
-Called by the rollout's batch preparation through the registry. Knows nothing about rewards or
-policies.
-"""
+"""GRPO: advantages relative to the mean and standard deviation of the group."""
 
 from __future__ import annotations
 
@@ -35,13 +31,13 @@ def grpo(
     config: AdvantageConfig | None = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """A_i = (s_i - mean_g) / (std_g + epsilon), std with n - 1; a group of one keeps its raw score.
+    """A_i = (s_i - mean_g) / (std_g + epsilon), with std over n - 1. In a group of one, A_i = s_i.
 
-    Without `norm_adv_by_std_in_grpo`, of the call or else of `config`: A_i = s_i - mean_g. Shapes
+    If `norm_adv_by_std_in_grpo` (None: that of `config`) is False, A_i = s_i - mean_g. Shapes are
     as in `AdvantageFn`.
 
     Source: GRPO, https://arxiv.org/abs/2402.03300, eq. 4; without std: Dr. GRPO,
-    https://arxiv.org/abs/2503.20783. The rule for a group of one is VERL's: mean 0 and std 1.
+    https://arxiv.org/abs/2503.20783. The rule for a group of one is VERL's (mean 0 and std 1).
 
     Raises:
         ValueError: shapes differ, or a score is not finite.
@@ -65,13 +61,13 @@ def grpo_passk(
 ) -> tuple[Tensor, Tensor]:
     """The best response of a group gets A = (s_max - s_second) / (std_g + epsilon), all others 0.
 
-    Without `norm_adv_by_std_in_grpo`, as in `grpo`, there is no division. Where several are best,
-    all get 0. Shapes as in `AdvantageFn`.
+    Without `norm_adv_by_std_in_grpo` there is no division, as in `grpo`. If several responses are
+    best, all get 0. Shapes are as in `AdvantageFn`.
 
     Source: https://arxiv.org/abs/2503.19595, as VERL computes it.
 
     Raises:
-        ValueError: a group of one, shapes differ, or a score is not finite.
+        ValueError: there is a group of one, shapes differ, or a score is not finite.
     """
     check_keywords("grpo_passk", more)
     group = group_scores(sequence_scores(token_level_rewards, response_mask), index)
@@ -79,7 +75,7 @@ def grpo_passk(
         row = int((group.count < 2).nonzero()[0])
         raise ValueError(
             f"advantage estimator 'grpo_passk' compares the best response of a group with the "
-            f"second best, and row {row} is alone in its group; set actor_rollout_ref.rollout.n "
+            f"second best, but row {row} is alone in its group; set actor_rollout_ref.rollout.n "
             f"to 2 or more"
         )
     gap = torch.zeros_like(group.score)
@@ -95,12 +91,12 @@ def grpo_passk(
 def relative_scores(
     scores: Tensor, index: Iterable[Hashable], by_std: bool, epsilon: float = GRPO_EPS
 ) -> Tensor:
-    """(B,) float64: the advantages of `grpo` for (B,) scores."""
+    """The advantages (B,) of `grpo` for `scores` (B,), in float64."""
     group = group_scores(scores, index)
     relative = group.centered / (group.std + epsilon) if by_std else group.centered
     return torch.where(group.count > 1, relative, group.score)
 
 
 def divides_by_std(given: bool | None, config: AdvantageConfig | None) -> bool:
-    """`norm_adv_by_std_in_grpo` of a call, or else of its settings."""
+    """`norm_adv_by_std_in_grpo` of a call, or of `config` if the call has None."""
     return AdvantageConfig.of(config).norm_adv_by_std_in_grpo if given is None else given

@@ -1,6 +1,6 @@
-"""Resampling of rows by their scores, so that an update sees the telling ones more often.
+"""PF-PPO: resample the rows of a batch by their scores, so that informative rows occur more often.
 
-Called by the loop after the advantages of a whole batch. Knows nothing about rows but their scores.
+The loop calls this after the advantages of a whole batch.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from slipstream.algorithms.advantages.groups import check_finite_scores
 from slipstream.algorithms.settings import PFPPOConfig
 
 WEIGHT_FLOOR = 1e-8
-"""Added to each weight, so that a batch of zero scores can be drawn from too."""
+"""Added to each weight, so that a batch in which all scores are 0 can be sampled, too."""
 
 
 def pf_ppo_weights(scores: Tensor, config: PFPPOConfig | None = None) -> Tensor:
-    """(B,) float64 weights of rows with (B,) `scores`, not normalised, by `reweight_method`:
+    """Unnormalized weights (B,) in float64 of rows with `scores` (B,), by `reweight_method`:
 
     - `pow`: |s|^weight_pow
     - `max_min`: 1 for the highest and the lowest score of the batch, else 0
     - `max_random`: 0.4 for the highest score of the batch, else 0.1
 
-    each plus 1e-8.
+    1e-8 is added to each weight.
 
     Source: PF-PPO, https://arxiv.org/abs/2409.06957, with VERL's weights.
 
@@ -32,7 +32,7 @@ def pf_ppo_weights(scores: Tensor, config: PFPPOConfig | None = None) -> Tensor:
     config = config or PFPPOConfig()
     if scores.ndim != 1 or not len(scores):
         raise ValueError(
-            f"PF-PPO draws rows by one score each: got scores of shape {tuple(scores.shape)}"
+            f"PF-PPO needs one score per row: got scores of shape {tuple(scores.shape)}"
         )
     score = scores.detach().double()
     check_finite_scores(score)
@@ -52,10 +52,10 @@ def pf_ppo_indices(
     generator: torch.Generator | None = None,
     seed: int | None = None,
 ) -> Tensor:
-    """(B,) int64, on the CPU: rows drawn with replacement, each with probability `pf_ppo_weights`
-    over their sum.
+    """Sample B row indices (B,) with replacement, int64 on the CPU. Probabilities are proportional
+    to `pf_ppo_weights`.
 
-    Every rank must draw the same: give a `seed`, or a CPU `generator` in the same state.
+    All ranks must draw the same rows: pass the same `seed`, or a CPU `generator` in the same state.
 
     Source: PF-PPO, https://arxiv.org/abs/2409.06957.
 
@@ -64,8 +64,8 @@ def pf_ppo_indices(
     """
     if (generator is None) == (seed is None):
         raise ValueError(
-            "PF-PPO's draw must be the same on every rank and in every run: give a seed or a "
-            "generator, and not both"
+            "PF-PPO must draw the same rows on every rank and in every run: pass either seed or "
+            "generator"
         )
     weights = pf_ppo_weights(scores, config).cpu()
     if seed is not None:

@@ -1,6 +1,6 @@
-"""Advantages normalised over the batch instead of estimated by a critic.
+"""REINFORCE++: advantages that are normalized over the batch, without a critic.
 
-Called through the registry. Whitening is over all rows given: call with the whole batch.
+Whitening is over all given rows, so pass the whole batch.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ def reinforce_plus_plus(
     config: AdvantageConfig | None = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """returns_t = R_t + gamma returns_t', t' the next target token; A = the returns, whitened.
+    """returns_t = R_t + gamma returns_t', where t' is the next target token; A = whitened returns.
 
-    Masked tokens, such as a tool's answer, are skipped: they neither end nor discount what follows
-    (VERL up to 0.7 drops it). Shapes as in `AdvantageFn`; the returns are not whitened.
+    Masked tokens, such as tool responses, are skipped: they do not discount, and rewards after them
+    count (VERL up to 0.7 drops these). Shapes are as in `AdvantageFn`. The returns are not
+    whitened.
 
     Source: REINFORCE++, https://arxiv.org/abs/2501.03262.
 
@@ -63,9 +64,9 @@ def reinforce_plus_plus_baseline(
     config: object = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """A = s_i - mean_g on each target token, whitened over them all; the returns equal A.
+    """A = s_i - mean_g on each target token, whitened over all target tokens. The returns equal A.
 
-    A group of one keeps its raw score before the whitening. Shapes as in `AdvantageFn`.
+    A group of one has s_i instead of s_i - mean_g before whitening. Shapes are as in `AdvantageFn`.
 
     Source: REINFORCE++-baseline, https://arxiv.org/abs/2501.03262. The rule for a group of one is
     VERL's.

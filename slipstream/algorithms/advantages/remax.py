@@ -1,4 +1,4 @@
-"""Advantages against the reward of the greedy response. Called through the registry."""
+"""ReMax: advantages with the reward of the greedy response as baseline."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def remax(
 ) -> tuple[Tensor, Tensor]:
     """returns_t = sum of R over the target tokens from t on; A_t = returns_t - b_i.
 
-    `reward_baselines` b (B,) are the scores of the prompts' greedy responses. Other shapes as in
-    `AdvantageFn`; the order is VERL's.
+    `reward_baselines` b (B,) are the scores of the prompts' greedy responses. Other shapes are as
+    in `AdvantageFn`. The order of arguments is VERL's.
 
     Source: ReMax, https://arxiv.org/abs/2310.10505.
 
     Raises:
-        TypeError: no mask.
-        ValueError: no baselines, shapes differ, or a value is not finite.
+        TypeError: there is no mask.
+        ValueError: there are no baselines, shapes differ, or a value is not finite.
     """
     check_keywords("remax", more)
     baselines = required("remax", AdvantageNeed.REWARD_BASELINES, reward_baselines)
@@ -45,7 +45,7 @@ def remax(
     check_finite(response_mask, token_level_rewards=token_level_rewards)
     if baselines.shape != token_level_rewards.shape[:1]:
         raise ValueError(
-            f"reward_baselines hold one score per row: got shape {tuple(baselines.shape)} for "
+            f"reward_baselines must have one score per row: got shape {tuple(baselines.shape)} for "
             f"{len(token_level_rewards)} rows"
         )
     check_finite_scores(baselines)

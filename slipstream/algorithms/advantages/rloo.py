@@ -1,4 +1,4 @@
-"""Advantages against the mean of the other responses. Called through the registry."""
+"""RLOO: advantages with the mean score of the group's other responses as baseline."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def rloo(
     config: object = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """A_i = s_i - mean of the others' scores = n / (n - 1) (s_i - mean_g); a group of one keeps its
-    raw score. Shapes as in `AdvantageFn`.
+    """A_i = s_i - mean of the other scores = n / (n - 1) (s_i - mean_g). In a group of one,
+    A_i = s_i. Shapes are as in `AdvantageFn`.
 
     Source: RLOO, https://arxiv.org/abs/2402.14740. The rule for a group of one is that of VERL's
-    estimator of this name; `rloo_vectorized` differs.
+    estimator of this name; `rloo_vectorized` has another.
 
     Raises:
         ValueError: shapes differ, or a score is not finite.
@@ -51,7 +51,7 @@ def rloo_vectorized(
     config: object = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """As `rloo`, but a group of one, which has no others to compare with, gets A = 0.
+    """Like `rloo`, but A = 0 in a group of one.
 
     Source: RLOO, https://arxiv.org/abs/2402.14740, with the rule of VERL's estimator of this name.
 

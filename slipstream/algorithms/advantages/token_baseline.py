@@ -1,7 +1,4 @@
-"""Advantages against a baseline per token, weighted for the least variance of the gradient.
-
-Called through the registry. Knows nothing about how probabilities are computed.
-"""
+"""OTB: advantages with a baseline per token that minimizes the variance of the gradient."""
 
 from __future__ import annotations
 
@@ -46,17 +43,17 @@ def optimal_token_baseline(
     """A_it = G_it - B_t, B_t = sum_i G_it W_it / (sum_i W_it + 1e-8) over the group's responses
     that have a target token at t; returns = G, the sum of rewards over target tokens from t on.
 
-    W_it is the sum of 1 - 2 pi + sum_v pi_v^2, times w^2, over the target tokens up to t: a proxy
-    of the squared gradient. pi = exp(`old_log_probs`); `sum_pi_squared` is sum_v pi_v^2, w
-    `rollout_is_weights` (None: 1), all (B, T). Where only one response has a token at t, its own
-    return would be the baseline: B_t = 0 (VERL: only in the tail of a single longest response). So
-    it is in a group of one. Other shapes as in
-    `AdvantageFn`.
+    W_it is the sum of (1 - 2 pi + sum_v pi_v^2) w^2 over the target tokens up to t, a proxy of the
+    squared gradient. pi is exp(`old_log_probs`), sum_v pi_v^2 is `sum_pi_squared`, w is
+    `rollout_is_weights` (None: 1), all (B, T). If only one response has a token at t, its own
+    return would be the baseline, so B_t = 0 there, also in a group of one. (VERL does this only in
+    the tail of a single longest response.) Other shapes are as in `AdvantageFn`.
 
     Source: OTB, https://arxiv.org/abs/2602.07078.
 
     Raises:
-        ValueError: no log-probs or squares, shapes differ, or a value is not finite.
+        ValueError: `old_log_probs` or `sum_pi_squared` is missing, shapes differ, or a value is not
+            finite.
     """
     check_keywords("optimal_token_baseline", more)
     return _token_baseline(
@@ -81,13 +78,13 @@ def tir_optimal_token_baseline(
     rollout_is_weights: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """As `optimal_token_baseline`, but t counts target tokens: the n-th of one response is compared
-    with the n-th of the others, however long the tools' answers between them are.
+    """Like `optimal_token_baseline`, but t counts target tokens: the n-th target token of a
+    response is compared with the n-th of the others, without counting the tool responses between.
 
     Source: OTB, https://arxiv.org/abs/2602.07078, for tool-integrated reasoning as in VERL.
 
     Raises:
-        ValueError: as `optimal_token_baseline`.
+        ValueError: as in `optimal_token_baseline`.
     """
     check_keywords("tir_optimal_token_baseline", more)
     return _token_baseline(
@@ -131,7 +128,7 @@ def _token_baseline(
     weight = zero_masked(energy, response_mask).cumsum(dim=-1)
 
     target = response_mask != 0
-    # Targets first, each row's in their order: column n then holds the n-th of every row.
+    # Move each row's target tokens to the front, so that column n has the n-th one of every row.
     order = torch.argsort((~target).int(), dim=-1, stable=True) if packed else None
     aligned = [target.double(), zero_masked(weight, target), zero_masked(returns * weight, target)]
     if order is not None:

@@ -1,7 +1,4 @@
-"""Whitening over the target tokens of a whole batch.
-
-Called by the estimators that whiten. Knows nothing about what the values are.
-"""
+"""Whitening over the target tokens of a whole batch. Called by the estimators that whiten."""
 
 from __future__ import annotations
 
@@ -12,19 +9,19 @@ from slipstream.algorithms.aggregation import zero_masked
 WHITEN_EPS = 1e-8
 
 WHITENING = frozenset({"gae", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"})
-"""The estimators that whiten: they need two target tokens."""
+"""The estimators that whiten. They need at least two target tokens."""
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) where `mask` is not 0, else 0; var with n - 1.
+    """(x - mean) / sqrt(var + 1e-8) where `mask` is not 0, else 0. The variance uses n - 1.
 
-    Computed in float64 over all rows given, which should be the whole batch; the result has the
-    dtype of `values`. Without `shift_mean` the mean is added again.
+    It is computed in float64 over all rows, which should be the whole batch. The result has the
+    dtype of `values`. Without `shift_mean` the mean is added back.
 
     Source: advantage normalisation of PPO's implementations, https://arxiv.org/abs/2005.12729.
 
     Raises:
-        ValueError: fewer than two places to whiten over.
+        ValueError: there are fewer than two unmasked values.
     """
     mean, var = _moments(values, mask)
     whitened = (values.double() - mean) * (var + WHITEN_EPS).rsqrt()
@@ -43,9 +40,8 @@ def _moments(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     count = int(target.sum())
     if count < 2:
         raise ValueError(
-            f"a variance needs at least 2 target tokens, got {count}: there is "
-            f"nothing to compare with; use a larger batch, or an algorithm.adv_estimator that does "
-            f"not whiten (such as grpo)"
+            f"a variance needs at least 2 target tokens, got {count}; use a larger batch, or an "
+            "algorithm.adv_estimator that does not whiten (such as grpo)"
         )
     chosen = values.double()[target]
     mean = chosen.mean()

@@ -1,7 +1,7 @@
-"""Rollout correction: for updates with tokens drawn from another law than the trained policy's.
+"""Rollout correction: updates with tokens that were sampled from another distribution.
 
-Importance weights, rejection and veto for engines that differ from the trainer or lag behind it;
-support replay for samplers that truncate their law.
+Importance weights, rejection and veto are for engines that differ from the trainer or lag behind
+it. Support replay is for samplers that truncate their distribution (top-k, top-p, min-p).
 """
 
 from slipstream.algorithms.correction.apply import (

@@ -1,7 +1,8 @@
 """Rollout correction of one batch: weights, mask and metrics from two sets of log-probs.
 
-Called once per batch by the loop (decoupled mode: before the update, for the policy that starts
-it), and with the present log-probs by the loss of `bypass_mode`. Pure; all results are detached.
+In decoupled mode the loop calls it once per batch, before the update, with the policy's log-probs
+at the start of the update. With `bypass_mode` it is called with the current log-probs. Results are
+detached.
 """
 
 from __future__ import annotations
@@ -30,24 +31,25 @@ def rollout_correction(
     response_mask: Tensor,
     config: RolloutCorrectionConfig,
 ) -> tuple[Tensor | None, Tensor, dict[str, float]]:
-    """(weights or None, new mask, metrics) of the whole batch given.
+    """Returns (weights or None, new mask, metrics) of a batch.
 
-    All tensors (B, T). `old_log_prob` is the trainer's, `rollout_log_prob` the rollout engine's for
-    the same tokens; where `response_mask` is 0 both may hold anything. Weights multiply the
-    per-token loss, in float32 or float64, and are 0 where the new mask is; rejection does not
-    change others, nor batch normalization, which sees the tokens of `response_mask`. The new mask
-    is `response_mask` with rejected tokens at 0; it may be empty. Metrics: see `metrics`.
+    All tensors are (B, T). `old_log_prob` are the trainer's log-probs, `rollout_log_prob` the
+    engine's for the same tokens; both are ignored where `response_mask` is 0. Weights multiply the
+    per-token loss. They are float32 or float64, and 0 where the new mask is 0. Rejection does not
+    change other weights, and batch normalization includes rejected tokens. The new mask is
+    `response_mask` with rejected tokens set to 0; it may be empty. The module `metrics` explains
+    the metrics.
 
-    Statistics are over this batch: to correct independently of micro-batching, give it whole.
+    Statistics are over the given batch, so pass the whole batch to be independent of micro-batches.
 
     Raises:
-        ValueError: no rollout log-probs, shapes that differ, or an empty mask.
+        ValueError: there are no rollout log-probs, shapes differ, or the mask is empty.
     """
     if rollout_log_prob is None:
         raise ValueError(
-            "rollout correction needs the rollout's log-probs, but this batch has none; take an "
-            "engine that records them, as all of actor_rollout_ref.rollout.name do, or leave "
-            "algorithm.rollout_correction out"
+            "rollout correction needs the rollout's log-probs, but this batch has none; use an "
+            "engine that records them, as all values of actor_rollout_ref.rollout.name do, or "
+            "remove algorithm.rollout_correction"
         )
     if not old_log_prob.shape == rollout_log_prob.shape == response_mask.shape:
         raise ValueError(
@@ -57,7 +59,7 @@ def rollout_correction(
         )
     if not bool((response_mask != 0).any()):
         raise ValueError(
-            "rollout correction over an empty response mask has no statistics; skip such batches"
+            "rollout correction over an empty response mask is undefined; skip such batches"
         )
     log_ratio = log_ratios(old_log_prob, rollout_log_prob, response_mask)
     targets = (response_mask != 0).to(log_ratio.dtype)
@@ -79,6 +81,6 @@ def rollout_correction(
     if config.rollout_is is not None:
         made = importance_weights(log_ratio, targets, config)
         metrics |= weight_metrics(made, targets, config.weight_bounds)
-        # Not merely unused there: a NaN times a loss gradient of 0 would be a NaN.
+        # Zeroed where masked, because a NaN times a loss gradient of 0 would be NaN.
         weights = zero_masked(made.final, new_mask)
     return weights, new_mask, as_floats(metrics)

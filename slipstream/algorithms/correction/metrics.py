@@ -1,6 +1,6 @@
-"""What correction did and what it was for, under VERL's names (`rollout_corr/...`).
+"""Metrics of rollout correction, under VERL's names (`rollout_corr/...`).
 
-Statistics are over the whole batch that is given, target tokens and non-empty sequences alone.
+Statistics are over the given batch, and include only target tokens and non-empty sequences.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ PREFIX = "rollout_corr/"
 def off_policy_metrics(
     old_log_prob: Tensor, rollout_log_prob: Tensor, log_ratio: Tensor, targets: Tensor
 ) -> dict[str, Tensor]:
-    """How far the trainer's policy is from the rollout's, with rho = `log_ratio`.
+    """The difference between the trainer's policy and the rollout's, with rho = `log_ratio`.
 
     Over tokens: `kl` mean(-rho), `k3_kl` mean(e^rho - 1 - rho), `chi2_token` mean(e^2rho) - 1. Over
-    sequences, with a log-perplexity of -mean(log-prob): `training_log_ppl`, `rollout_log_ppl`,
-    `training_ppl` and `rollout_ppl` (means of e^ of it), `log_ppl_diff` training less rollout, its
-    `_abs_diff`, `_max`, `_min`, `ppl_ratio` mean(e^difference), `chi2_seq` mean(e^(2 sum rho)) - 1.
-    Before exp, rho and its sum are clamped to +-20. All tensors (B, T).
+    sequences, with log-perplexity -mean(log-prob): `training_log_ppl`, `rollout_log_ppl`,
+    `training_ppl` and `rollout_ppl` (means of its exp), `log_ppl_diff` (training minus rollout),
+    its `_abs_diff`, `_max` and `_min`, `ppl_ratio` mean(e^difference), `chi2_seq` mean(e^(2 sum
+    rho)) - 1. Before exp, rho and its sum are clamped to +-20. All tensors are (B, T).
     """
     rho = log_ratio[targets != 0]
     bounded = rho.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
@@ -61,12 +61,14 @@ def off_policy_metrics(
 def weight_metrics(
     weights: ImportanceWeights, targets: Tensor, bounds: WeightBounds
 ) -> dict[str, Tensor]:
-    """Of the weights over target tokens (`rollout_is_...`) and of their means over sequences
-    (`rollout_is_seq_...`): `mean`, `min`, `max`, `fraction_high` and `fraction_low` before
-    truncation (beyond the upper bound, and the lower one or else the reciprocal); `std` and
-    `eff_sample_size`, mean(w)^2 / mean(w^2), of the weights that are used.
+    """Statistics of the weights over target tokens (`rollout_is_...`), and of their means over
+    sequences (`rollout_is_seq_...`).
 
-    `std` is over all tokens (population) and, of sequences, the sample's; 0 for a single sequence.
+    `mean`, `min`, `max`, `fraction_high` and `fraction_low` are before truncation; the last two are
+    the shares above the upper bound and below the lower one (else the reciprocal of the upper one).
+    `std` and `eff_sample_size`, mean(w)^2 / mean(w^2), are of the weights after truncation. `std`
+    over tokens is that of the population; over sequences it is that of a sample, and 0 for a single
+    sequence.
     """
     low = 1 / bounds.high if bounds.low is None else bounds.low
     raw, used = weights.raw[targets != 0], weights.used[targets != 0]
@@ -95,9 +97,10 @@ def weight_metrics(
 def rejection_metrics(
     rules: Sequence[tuple[Rejection, Rejected]], keep: Tensor, targets: Tensor
 ) -> dict[str, Tensor]:
-    """`rollout_rs_masked_fraction` of target tokens, `rollout_rs_seq_masked_fraction` of sequences
-    with any rejected token; the same for each rule as `rollout_rs_<rule>_...`, and the `mean`,
-    `min` and `max` of its statistic, for choosing a threshold."""
+    """`rollout_rs_masked_fraction`, the share of rejected target tokens, and
+    `rollout_rs_seq_masked_fraction`, the share of sequences with a rejected token. The same for
+    each rule as `rollout_rs_<rule>_...`, with `mean`, `min` and `max` of the rule's statistic,
+    which help to choose a threshold."""
     metrics = _fractions("rollout_rs_", keep, targets)
     for rule, rejected in rules:
         prefix = f"rollout_rs_{rule.name}_"
@@ -111,8 +114,8 @@ def rejection_metrics(
 
 @torch.no_grad()
 def veto_metrics(vetoed: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """`rollout_is_veto_fraction` of sequences, `rollout_is_catastrophic_token_fraction` of the
-    tokens that caused it."""
+    """`rollout_is_veto_fraction`, the share of removed sequences, and
+    `rollout_is_catastrophic_token_fraction`, the share of tokens that caused it."""
     fractions = _fractions("", ~vetoed, targets)
     return {
         "rollout_is_veto_fraction": fractions["seq_masked_fraction"],
@@ -121,7 +124,7 @@ def veto_metrics(vetoed: Tensor, targets: Tensor) -> dict[str, Tensor]:
 
 
 def as_floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
-    """With the prefix, as numbers: one copy from the device for all."""
+    """The metrics with their prefix, as numbers. They are copied from the device together."""
     if not metrics:
         return {}
     values: list[float] = torch.stack([value.double() for value in metrics.values()]).tolist()

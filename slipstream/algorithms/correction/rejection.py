@@ -1,7 +1,7 @@
-"""Rejection: tokens or whole sequences whose ratio is too far from 1 leave the mask.
+"""Rejection: remove tokens or whole sequences from the mask if their ratio is too far from 1.
 
-A filter, unlike weights: what stays keeps its weight. The effect is that of a trust region
-(https://arxiv.org/abs/2512.23075).
+Unlike importance weights, rejection does not change the weight of the remaining tokens. The effect
+is that of a trust region (https://arxiv.org/abs/2512.23075).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from slipstream.algorithms.correction.weights import LOG_RATIO_BOUND
 
 
 class Rejected(NamedTuple):
-    """`keep` (B, T) bool; `statistic` (B, T) or (B, 1), what was compared with the bounds."""
+    """`keep` (B, T) bool, and the `statistic` (B, T) or (B, 1) that was compared with the
+    bounds."""
 
     keep: Tensor
     statistic: Tensor
@@ -24,14 +25,14 @@ class Rejected(NamedTuple):
 
 @torch.no_grad()
 def rejection_mask(log_ratio: Tensor, targets: Tensor, rule: Rejection) -> Rejected:
-    """Which places stay under one rule, low <= s <= high. With rho the log-ratio (0 where masked):
+    """Apply one rule: keep tokens with low <= s <= high. With rho the log-ratio (0 where masked):
 
-    - token statistic: rho (`ratio`), -rho (`k1`), rho^2 / 2 (`k2`), e^rho - 1 - rho (`k3`, its rho
+    - token statistic: rho (`ratio`), -rho (`k1`), rho^2 / 2 (`k2`), e^rho - 1 - rho (`k3`, with rho
       clamped to +-20);
-    - level: per token, or for the whole row its sum, mean or max over target tokens. The mean of
-      `ratio` is the log of the geometric mean. A row without targets has 0 and stays.
+    - level: s per token, or for the whole row its sum, mean or max over target tokens. The mean of
+      `ratio` is the log of the geometric mean. A row without target tokens has 0 and is kept.
 
-    A statistic that is NaN rejects.
+    If the statistic is NaN, the token or sequence is rejected.
     """
     values = _statistic(log_ratio, rule.statistic) * targets
     match rule.level:
@@ -43,7 +44,7 @@ def rejection_mask(log_ratio: Tensor, targets: Tensor, rule: Rejection) -> Rejec
             count = targets.sum(dim=-1, keepdim=True).clamp(min=1)
             statistic = values.sum(dim=-1, keepdim=True) / count
         case "seq_max":
-            # k2 and k3 are never negative, so the zeros of masked places do not matter.
+            # k2 and k3 are never negative, so zeros at masked positions do not matter.
             statistic = values.amax(dim=-1, keepdim=True)
     keep = (statistic >= rule.low) & (statistic <= rule.high) | (targets == 0)
     return Rejected(keep, statistic)

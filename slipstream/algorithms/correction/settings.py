@@ -1,7 +1,6 @@
-"""Settings of rollout correction under VERL's key names, and its named presets.
+"""Settings of rollout correction with VERL's keys, and its presets.
 
-Everything that a setting can get wrong is found here, when the run is configured. Knows nothing
-about tensors.
+All settings are checked here, when the run is configured.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ RS_OPTIONS: dict[str, tuple[RsLevel, RsStatistic]] = {
     "seq_max_k2": ("seq_max", "k2"),
     "seq_max_k3": ("seq_max", "k3"),
 }
-"""What `rollout_rs` may name; the first three are the spellings of VERL up to 0.7."""
+"""Valid names in `rollout_rs`. The first three are spellings of VERL up to 0.7."""
 
 _GEO = "0.999_1.001"
 _K3 = 0.01
@@ -38,7 +37,8 @@ _K3 = 0.01
 
 @dataclass(frozen=True, slots=True)
 class WeightBounds:
-    """Weights above `high` become `high`; with `low` (icepop) those outside become 0 instead."""
+    """Bounds of importance weights: weights above `high` become `high`. With `low` (icepop) weights
+    outside the bounds become 0 instead."""
 
     low: float | None
     high: float
@@ -46,8 +46,8 @@ class WeightBounds:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """Keep what has `low <= statistic <= high`, both in the statistic's own units: log-ratios for
-    `ratio` and `k1`. `name` is the option as it was written."""
+    """A rule that keeps tokens with `low <= statistic <= high`. The bounds have the statistic's
+    units: log-ratios for `ratio` and `k1`. `name` is the option in `rollout_rs`."""
 
     name: str
     level: RsLevel
@@ -57,32 +57,32 @@ class Rejection:
 
 
 USUAL_THRESHOLD = 2.0
-"""VERL's bound of importance weights."""
+"""VERL's upper bound of importance weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutCorrectionConfig:
-    """How updates account for rollouts drawn from another law than the trained policy's.
+    """Settings of the correction for rollouts sampled from another distribution than the policy's.
 
     With rho = old_log_prob - rollout_log_prob per token:
 
-    - `rollout_is`: weights e^rho per `token`, e^(sum rho) per `sequence`, or None.
-    - `rollout_is_threshold`: a number truncates weights from above; "low_high" (icepop) makes those
-      outside 0.
-    - `rollout_is_batch_normalize`: weights are divided by their mean over the batch.
-    - `rollout_rs`: comma-separated names of `RS_OPTIONS`; all must keep a token for it to stay.
-    - `rollout_rs_threshold`: one entry for all options, or one each, comma-separated. For ratios
-      and `k1` "low_high" or the upper bound alone, whose reciprocal is then the lower one; `k1` is
-      -rho, so its bounds are of the rollout's probability over the trainer's. For `k2` and `k3` an
-      upper bound.
-    - `rollout_rs_threshold_lower`: the lower bound beside a single upper one.
-    - `rollout_token_veto_threshold`: a token with e^rho below it removes its whole sequence.
-    - `bypass_mode`: the rollout's log-probs serve as old ones, without a forward pass; the loss
-      `bypass_mode` then corrects from the present policy. `loss_type`: its objective there,
-      `ppo_clip` (whose own ratio is the importance weight) or `reinforce`.
+    - `rollout_is`: importance weights e^rho per `token`, e^(sum rho) per `sequence`, or None.
+    - `rollout_is_threshold`: a number truncates larger weights; "low_high" (icepop) sets weights
+      outside to 0.
+    - `rollout_is_batch_normalize`: divides the weights by their mean over the batch.
+    - `rollout_rs`: comma-separated names of `RS_OPTIONS`. A token stays if all of them keep it.
+    - `rollout_rs_threshold`: one entry for all options, or one for each, comma-separated. For
+      ratios and `k1` it is "low_high", or an upper bound whose reciprocal is the lower bound. `k1`
+      is -rho, so its bounds apply to the rollout's probability over the trainer's. For `k2` and
+      `k3` it is an upper bound.
+    - `rollout_rs_threshold_lower`: the lower bound, if `rollout_rs_threshold` is an upper bound.
+    - `rollout_token_veto_threshold`: a token with e^rho below this removes its whole sequence.
+    - `bypass_mode`: uses the rollout's log-probs as old log-probs, without a forward pass. The loss
+      `bypass_mode` then corrects with the current policy. `loss_type` is its objective: `ppo_clip`,
+      whose ratio is the importance weight, or `reinforce`.
 
     Raises:
-        ValueError: a value that cannot work, or a setting without effect; with its key.
+        ValueError: a value is impossible, or a setting has no effect; the message names the key.
 
     Source: https://richardli.xyz/rl-collapse; icepop: https://ringtech.notion.site/icepop.
     """
@@ -107,7 +107,7 @@ class RolloutCorrectionConfig:
             raise _bad(
                 "rollout_token_veto_threshold", veto, "a ratio between 0 and 1, such as 1e-4"
             )
-        # Reading the bounds checks them.
+        # These properties check the bounds.
         _ = self.weight_bounds, self.rejections
         self._check_effects()
 
@@ -123,18 +123,18 @@ class RolloutCorrectionConfig:
                 "rollout_is, whose weights it bounds",
             )
         if self.loss_type != "ppo_clip" and not self.bypass_mode:
-            raise _bad("loss_type", self.loss_type, "bypass_mode=true, whose loss it chooses")
+            raise _bad("loss_type", self.loss_type, "bypass_mode=true, whose objective it sets")
         if self.bypass_mode and self.loss_type == "ppo_clip" and self.rollout_is is not None:
             raise _bad(
                 "rollout_is",
                 self.rollout_is,
-                "loss_type=reinforce, or rollout_is=null: in bypass_mode the ratio of ppo_clip is "
-                "the importance weight already",
+                "loss_type=reinforce, or rollout_is=null, because in bypass_mode the ratio of "
+                "ppo_clip is already the importance weight",
             )
 
     @property
     def enabled(self) -> bool:
-        """Whether anything but metrics comes out."""
+        """Whether the correction changes weights or the mask, and not only reports metrics."""
         return (
             self.rollout_is is not None
             or self.rollout_rs is not None
@@ -143,7 +143,7 @@ class RolloutCorrectionConfig:
 
     @property
     def weight_bounds(self) -> WeightBounds:
-        """`rollout_is_threshold`, read."""
+        """The bounds parsed from `rollout_is_threshold`."""
         key, value = "rollout_is_threshold", self.rollout_is_threshold
         low, high = _interval(key, value)
         if not 0 < high < math.inf or (low is not None and not 0 <= low < high):
@@ -152,7 +152,7 @@ class RolloutCorrectionConfig:
 
     @property
     def rejections(self) -> tuple[Rejection, ...]:
-        """`rollout_rs` and its thresholds, read."""
+        """The rules parsed from `rollout_rs` and its thresholds."""
         if self.rollout_rs is None:
             for key in ("rollout_rs_threshold", "rollout_rs_threshold_lower"):
                 if getattr(self, key) is not None:
@@ -186,26 +186,28 @@ class RolloutCorrectionConfig:
         low, high = _interval(key, threshold)
         if low is not None and floor is not None:
             raise _bad(
-                "rollout_rs_threshold_lower", floor, f'one lower bound: {key}="{threshold}" has one'
+                "rollout_rs_threshold_lower",
+                floor,
+                f'to be null, because {key}="{threshold}" already has a lower bound',
             )
         low = floor if low is None else low
         if statistic in ("k2", "k3"):
             if low is not None or not 0 < high < math.inf:
-                raise _bad(key, threshold, f"for {name} one positive number, its upper bound")
+                raise _bad(key, threshold, f"one positive number for {name}, its upper bound")
             return Rejection(name, level, statistic, -math.inf, high)
         if not 0 < high < math.inf or (low is not None and not 0 < low <= high):
-            raise _bad(key, threshold, f"for {name} 0 < low <= high")
+            raise _bad(key, threshold, f"0 < low <= high for {name}")
         low = 1 / high if low is None else low
         if low > high:
-            raise _bad(key, threshold, f'for {name} an upper bound of at least 1, or "low_high"')
+            raise _bad(key, threshold, f'an upper bound of at least 1 for {name}, or "low_high"')
         return Rejection(name, level, statistic, math.log(low), math.log(high))
 
     @classmethod
     def preset(cls, name: str) -> RolloutCorrectionConfig:
-        """The preset of that name with its usual thresholds.
+        """The preset of this name with its default thresholds.
 
         Raises:
-            ValueError: no such preset; the message has the nearest and all names.
+            ValueError: there is no such preset; the message has the nearest name and all names.
         """
         if name not in PRESETS:
             near = difflib.get_close_matches(name, PRESETS, n=1)
@@ -217,7 +219,7 @@ class RolloutCorrectionConfig:
 
     @classmethod
     def disabled(cls) -> RolloutCorrectionConfig:
-        """Metrics alone."""
+        """No correction, only metrics."""
         return cls()
 
     @classmethod
@@ -241,7 +243,7 @@ class RolloutCorrectionConfig:
     def decoupled_seq_is_rs(
         cls, is_threshold: float = 2.0, rs_threshold: float | str = "0.5_2.0"
     ) -> RolloutCorrectionConfig:
-        """Weights per sequence, and rejection by their size."""
+        """Truncated weights per sequence, and rejection of sequences by their ratio."""
         return cls(
             rollout_is="sequence",
             rollout_is_threshold=is_threshold,
@@ -309,7 +311,7 @@ class RolloutCorrectionConfig:
 
     @classmethod
     def bypass_ppo_clip(cls) -> RolloutCorrectionConfig:
-        """PPO against the rollout policy: its ratio is the importance weight."""
+        """PPO with the rollout's policy as the old policy; its ratio is the importance weight."""
         return cls(bypass_mode=True)
 
     @classmethod
@@ -404,11 +406,11 @@ PRESETS = (
     "bypass_pg_geo_rs_token_tis",
     "bypass_pg_geo_rs_seq_tis",
 )
-"""Names that `RolloutCorrectionConfig.preset` takes."""
+"""The names of `RolloutCorrectionConfig.preset`."""
 
 
 def _interval(key: str, value: float | str) -> tuple[float | None, float]:
-    """`low_high` as two numbers, anything else as an upper bound alone."""
+    """Parse "low_high" to (low, high), and a single number to (None, high)."""
     parts = str(value).split("_")
     try:
         numbers = [float(part) for part in parts]
@@ -422,5 +424,5 @@ def _interval(key: str, value: float | str) -> tuple[float | None, float]:
     raise _bad(key, value, 'a number or "low_high", such as 2.0 or "0.5_5.0"')
 
 
-def _bad(key: str, value: object, wanted: str) -> ValueError:
-    return ValueError(f"algorithm.rollout_correction.{key}={value}: needs {wanted}")
+def _bad(key: str, value: object, need: str) -> ValueError:
+    return ValueError(f"algorithm.rollout_correction.{key}={value}: needs {need}")

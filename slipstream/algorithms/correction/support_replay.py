@@ -1,14 +1,14 @@
-"""Log-probs of the truncated law that top-p, top-k or min-p rollouts are drawn from.
+"""Support replay: log-probs of the truncated distribution of top-p, top-k or min-p sampling.
 
-Such a sampler keeps a set K of ids at each position and draws from q(a) = p(a) / p(K). A ratio of
-full-vocabulary probabilities, p_theta(a) / p_rollout(a), is then not that of the laws: it lacks
-p_rollout(K) / p_theta(K), so its mean under q is not 1 and importance weights are biased. Replaying
-the support puts both on the same K, the one recorded at the rollout:
+Such a sampler keeps a set K of ids at each position and samples from q(a) = p(a) / p(K). The ratio
+p_theta(a) / p_rollout(a) of full-vocabulary probabilities is then not the ratio of the sampling
+distributions: it lacks the factor p_rollout(K) / p_theta(K). So its mean under q is not 1, and
+importance weights are biased. Support replay uses the K that the rollout recorded for both:
 
     log q_theta(a) = log p_theta(a) - log p_theta(K),   log p(K) = logsumexp_K z - logsumexp z.
 
-For the rollout's own law the mass is known without the ids: log p_rollout(K) = log_probs -
-sampling_log_probs of a segment. Knows nothing about how K was chosen.
+For the rollout's distribution the mass is known without the ids: log p_rollout(K) = log_probs -
+sampling_log_probs of a segment.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from slipstream.algorithms.log_probs import DEFAULT_CHUNK_SIZE, check_temperatur
 
 @dataclass(frozen=True, slots=True)
 class KeptIds:
-    """The ids that N positions kept, ragged: position n has `ids[offsets[n] : offsets[n + 1]]`.
+    """The kept ids of N positions, ragged: position n has `ids[offsets[n] : offsets[n + 1]]`.
 
-    `ids` (K,) int64, no id twice at one position; `offsets` (N + 1,) int64. A position without ids
-    kept the whole vocabulary.
+    `ids` is (K,) int64, without repeated ids at a position. `offsets` is (N + 1,) int64. A position
+    without ids kept the full vocabulary.
     """
 
     ids: Tensor
@@ -57,13 +57,13 @@ class KeptIds:
 
     @classmethod
     def of(cls, kept: Sequence[Sequence[int]], device: torch.device | str | None = None) -> KeptIds:
-        """From one list of ids per position."""
+        """Make it from one list of ids per position."""
         counts = torch.tensor([0, *map(len, kept)], device=device)
         ids = np.concatenate([np.empty(0, np.int64), *(np.asarray(row, np.int64) for row in kept)])
         return cls(torch.from_numpy(ids).to(device), counts.cumsum(0))
 
     def rows(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """(row, id) of each kept id in a slice of positions, rows counted from its start."""
+        """(row, id) of each kept id in a slice of positions; rows count from its start."""
         start, stop, _ = rows.indices(len(self.offsets) - 1)
         counts = self.offsets[start : stop + 1].diff()
         row = torch.arange(stop - start, device=self.ids.device).repeat_interleave(counts)
@@ -71,11 +71,11 @@ class KeptIds:
 
 
 def log_probs_on_support(log_probs: Tensor, kept_log_mass: Tensor) -> Tensor:
-    """log q(a) = log p(a) - log p(K): log-probs of the truncated law.
+    """log q(a) = log p(a) - log p(K), the log-probs of the truncated distribution.
 
-    Any shape; `kept_log_mass` <= 0 in nats, 0 where nothing was cut. Use it for `log_prob` and
-    `old_log_prob` with the mass under the respective policy, against `sampling_log_probs` of the
-    rollout. Differentiable in both.
+    Tensors may have any shape. `kept_log_mass` is log p(K) <= 0 in nats, 0 where nothing was
+    truncated. Use this for `log_prob` and `old_log_prob`, each with the mass under its policy, and
+    compare with `sampling_log_probs` of the rollout. Differentiable in both arguments.
     """
     return log_probs - kept_log_mass
 
@@ -89,11 +89,12 @@ def support_log_mass(
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     product: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """`support_log_mass_from_logits` under the LM head, never holding N x V logits.
+    """log p(K) = logsumexp_K z - logsumexp z per position, with z = logits / temperature.
 
-    `hidden_ND` (N, D), `weight_VD` (V, D); returns (N,), differentiable once in both, by
-    d log p(K) / dz = p restricted to K / p(K) - p. Memory is O(chunk_size V). Without `weight_VD`,
-    `hidden_ND` (N, V) are logits already.
+    `hidden_ND` is (N, D), `weight_VD` (V, D); the logits are their product, and are never all in
+    memory. Returns (N,), differentiable once in both, with
+    d log p(K) / dz = p restricted to K / p(K) - p. Memory is O(chunk_size V). If `weight_VD` is
+    None, `hidden_ND` (N, V) are logits.
 
     Raises:
         ValueError: shapes do not fit, or `temperature` or `chunk_size` is not positive.
@@ -144,7 +145,7 @@ class _SupportLogMass(torch.autograd.Function):
                 continue
             log_p = log_softmax_rows(hidden[rows], weight, temperature, product)
             within = (log_p[row, ids] - mass[rows][row]).exp()
-            # Where nothing was cut the mass is 1, whatever the weights.
+            # Where nothing was truncated the mass is constant 1, so the gradient is 0.
             cut = torch.zeros_like(mass[rows]).index_fill_(0, row, 1.0)
             grad_logits = log_p.exp_().mul_(-cut[:, None])
             grad_logits.index_put_((row, ids), within, accumulate=True)

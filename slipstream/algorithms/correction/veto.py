@@ -1,4 +1,4 @@
-"""Veto: one token that the trained policy finds all but impossible removes its whole sequence."""
+"""Veto: a token that is almost impossible under the trained policy removes its whole sequence."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 @torch.no_grad()
 def vetoed(log_ratio: Tensor, targets: Tensor, threshold: float) -> Tensor:
-    """(B, T) bool: target tokens with e^rho < `threshold`; rho is not clamped here. Sequences with
-    any are to be dropped.
+    """The target tokens (B, T), bool, with e^rho < `threshold`. rho is not clamped here. The caller
+    removes sequences with such a token.
 
     Source: https://richardli.xyz/rl-collapse-3.
     """

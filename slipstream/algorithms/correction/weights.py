@@ -1,7 +1,4 @@
-"""Importance weights of rollout tokens: truncated (TIS) or zeroed outside bounds (icepop).
-
-Knows nothing about masks that rejection makes; see `rejection` and `apply`.
-"""
+"""Importance weights of rollout tokens: truncated (TIS), or zeroed outside bounds (icepop)."""
 
 from __future__ import annotations
 
@@ -14,12 +11,12 @@ from slipstream.algorithms.aggregation import masked_sum, zero_masked
 from slipstream.algorithms.correction.settings import RolloutCorrectionConfig, WeightBounds
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to +- this before exp, as everywhere in the field."""
+"""Log-ratios are clamped to +- this before exp, as is usual."""
 
 
 class ImportanceWeights(NamedTuple):
-    """(B, T) weights, 0 where masked. `raw` are the ratios, e^+-20 at most; `used` those after
-    truncation; `final` those after batch normalization, which the loss takes."""
+    """Importance weights (B, T), 0 where masked: `raw` are the ratios, within e^+-20; `used` are
+    truncated; `final` are also batch-normalized, and multiply the loss."""
 
     raw: Tensor
     used: Tensor
@@ -27,7 +24,8 @@ class ImportanceWeights(NamedTuple):
 
 
 def log_ratios(old_log_prob: Tensor, rollout_log_prob: Tensor, targets: Tensor) -> Tensor:
-    """rho = old_log_prob - rollout_log_prob, detached, 0 where `targets` is, at least float32."""
+    """rho = old_log_prob - rollout_log_prob, detached, 0 where `targets` is 0, in float32 or
+    float64."""
     dtype = torch.promote_types(old_log_prob.dtype, rollout_log_prob.dtype)
     dtype = torch.promote_types(dtype, torch.float32)
     old, rollout = old_log_prob.detach().to(dtype), rollout_log_prob.detach().to(dtype)
@@ -38,12 +36,12 @@ def log_ratios(old_log_prob: Tensor, rollout_log_prob: Tensor, targets: Tensor) 
 def importance_weights(
     log_ratio: Tensor, targets: Tensor, config: RolloutCorrectionConfig
 ) -> ImportanceWeights:
-    """w = e^rho per token, or e^(sum rho) for all tokens of a sequence; then bounded.
+    """w = e^rho per token, or e^(sum rho) for all tokens of a sequence, with bounds applied.
 
-    `log_ratio` (B, T) and `targets` (B, T), 1 for target tokens and else 0. Truncated:
-    min(w, high) (https://fengyao.notion.site/off-policy-rl). Icepop: w where low <= w <= high, else
-    0. Batch normalization divides by the mean of the bounded weights, over all target tokens, or
-    over non-empty sequences at sequence level; weights that are all 0 stay so.
+    `log_ratio` is (B, T). `targets` (B, T) is 1 for target tokens, else 0. Truncation:
+    min(w, high) (https://fengyao.notion.site/off-policy-rl). Icepop: w if low <= w <= high, else 0.
+    Batch normalization divides by the mean of the bounded weights, over all target tokens, or over
+    non-empty sequences at sequence level. If all weights are 0, they stay 0.
 
     Raises:
         ValueError: `config.rollout_is` is None.
@@ -63,7 +61,7 @@ def importance_weights(
 
 
 def bounded(weights: Tensor, bounds: WeightBounds) -> Tensor:
-    """Truncation from above, or icepop where there is a lower bound."""
+    """Apply the bounds: truncation, or icepop if there is a lower bound."""
     if bounds.low is None:
         return weights.clamp(max=bounds.high)
     inside = (weights >= bounds.low) & (weights <= bounds.high)
@@ -71,7 +69,7 @@ def bounded(weights: Tensor, bounds: WeightBounds) -> Tensor:
 
 
 def per_sequence_mean(values: Tensor, targets: Tensor) -> Tensor:
-    """Mean over target tokens of each row that has any, (number of such rows,)."""
+    """The mean over target tokens of each row with target tokens; one entry per such row."""
     count = targets.sum(dim=-1)
     kept = count > 0
     return masked_sum(values, targets, dim=-1)[kept] / count[kept]

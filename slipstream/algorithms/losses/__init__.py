@@ -1,9 +1,9 @@
-"""Policy losses over sampled tokens, and the critic's.
+"""Policy losses over sampled tokens, and the critic's value loss.
 
-Registered functions have VERL's signature (see `registry.PolicyLossFn`) and take (B, T) tensors;
-rows are responses, position t is a token with its log-prob, advantage and mask. Loss and metrics
-are normalised by `config.normalizers`, so both add up over micro-batches. Called by training steps
-through the registry. Knows nothing about models, nor where advantages come from.
+Registered functions have VERL's signature (`registry.PolicyLossFn`) and take (B, T) tensors: rows
+are responses, and position t is a token with its log-prob, advantage and mask. Loss and metrics are
+normalized by `config.normalizers`, so both add up over micro-batches. Training steps call losses
+through the registry.
 """
 
 from slipstream.algorithms.losses.bypass import bypass_mode

@@ -1,7 +1,7 @@
-"""The policy that sampled the rollout as the old policy, with no third one between them.
+"""Bypass mode: the rollout's policy is the old policy of the update.
 
-Called through the registry. Importance weights and rejection are the caller's: they come as
-`rollout_is_weights` and as zeros of `response_mask`.
+The caller computes importance weights and rejection, and passes them as `rollout_is_weights` and as
+zeros of `response_mask`.
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ def bypass_mode(
     config: PolicyLossConfig | None = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, LossMetrics]:
-    """`old_log_prob` are the log-probs that the rollout recorded. By `policy_loss.loss_type`:
+    """The loss of `policy_loss.loss_type`, with the rollout's log-probs as `old_log_prob`:
 
-    - `ppo_clip`: `vanilla` against them. Its ratio is the importance weight, so
-      `rollout_is_weights` must be None (VERL ignores them).
-    - `reinforce`: -A log_prob w, w = `rollout_is_weights` (None: 1), of the current policy against
-      the rollout's. Metric: `actor/ppo_kl`, the mean of old_log_prob - log_prob.
+    - `ppo_clip`: `vanilla`. Its ratio is the importance weight, so `rollout_is_weights` must be
+      None (VERL ignores them).
+    - `reinforce`: -A log_prob w, where w = `rollout_is_weights` (None: 1) are weights of the
+      current policy relative to the rollout's. Metric: `actor/ppo_kl`, the mean of old_log_prob -
+      log_prob.
 
     Source: off-policy policy gradients, https://arxiv.org/abs/1205.4839; PPO,
     https://arxiv.org/abs/1707.06347.
 
     Raises:
-        ValueError: no rollout log-probs, or weights with `ppo_clip`.
+        ValueError: there are no rollout log-probs, or there are weights with `ppo_clip`.
     """
     config = PolicyLossConfig.of(config, width=response_mask.shape[-1])
     if old_log_prob is None:
         raise ValueError(
-            "bypass_mode needs the rollout's log-probs as old_log_prob, got None; take an engine "
-            "that records them, as all of actor_rollout_ref.rollout.name do"
+            "bypass_mode needs the rollout's log-probs as old_log_prob, got None; use an engine "
+            "that records them, as all values of actor_rollout_ref.rollout.name do"
         )
     if config.policy_loss.loss_type == "ppo_clip":
         if rollout_is_weights is not None:
             raise ValueError(
-                "bypass_mode with loss_type=ppo_clip takes no rollout_is_weights: its ratio to the "
-                "rollout's policy is that weight, and they would count twice; set rollout_is=null "
-                "or loss_type=reinforce"
+                "bypass_mode with loss_type=ppo_clip takes no rollout_is_weights, because its "
+                "ratio is already the importance weight; set rollout_is=null or "
+                "loss_type=reinforce"
             )
         return vanilla(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config)
     terms = token_terms(

@@ -1,4 +1,4 @@
-"""CISPO: clipped importance weights without gradient. Called through the registry."""
+"""CISPO: clipped importance weights without gradient."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def cispo(
 ) -> tuple[Tensor, LossMetrics]:
     """-sg(clip(r, 1 - low, 1 + high)) A log_prob, r = exp(log_prob - old_log_prob).
 
-    Clipped tokens keep their gradient, with a bounded weight. A `clip_ratio_low` of 1 or more
-    leaves the ratio unbounded from below, as in the paper. Metrics: `actor/pg_clipfrac`, the share
-    of tokens with r outside its bounds, and `actor/ppo_kl`.
+    Clipped tokens keep their gradient, with a bounded weight. With `clip_ratio_low` of 1 or more
+    there is no lower bound, as in the paper. Metrics: `actor/pg_clipfrac`, the share of tokens with
+    r outside its bounds, and `actor/ppo_kl`.
 
     Source: CISPO (MiniMax-M1), https://arxiv.org/abs/2506.13585.
     """

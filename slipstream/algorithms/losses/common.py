@@ -1,7 +1,4 @@
-"""What the policy losses share: checked and masked inputs, log-ratios, aggregation, metrics.
-
-Called by the losses of this package only. Knows nothing about any objective.
-"""
+"""Shared parts of the policy losses: checked and masked inputs, log-ratios, sums and metrics."""
 
 from __future__ import annotations
 
@@ -21,16 +18,15 @@ from slipstream.algorithms.registry import LossMetrics
 from slipstream.algorithms.settings import PolicyLossConfig
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to +- this before exp, as everywhere in the field: e^20 is far outside
-every clip range, and the exponential of more overflows."""
+"""Log-ratios are clamped to +- this before exp, as is usual: e^20 is far outside every clip range,
+and exp of large values overflows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTerms:
-    """The rows of one call, all (B, T) and 0 where `mask` is 0, whatever the caller had there.
+    """The inputs of one call of a loss, all (B, T) and set to 0 where `mask` is 0.
 
-    `raw_log_ratio` is k = log_prob - old_log_prob, `log_ratio` the same within +-20. `weights` are
-    importance weights without gradient.
+    `weights` are importance weights without gradient.
     """
 
     log_prob: Tensor
@@ -43,14 +39,17 @@ class TokenTerms:
 
     @property
     def raw_log_ratio(self) -> Tensor:
+        """k = log_prob - old_log_prob."""
         return self.log_prob - self.old_log_prob
 
     @property
     def log_ratio(self) -> Tensor:
+        """k, clamped to +-20."""
         return self.raw_log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
     def aggregate(self, loss_mat: Tensor, mode: str | LossAggMode) -> Tensor:
-        """This call's share of the mini-batch's loss, from the weighted (B, T) `loss_mat`."""
+        """This call's share of the mini-batch's loss. `loss_mat` (B, T) is multiplied by the
+        weights first."""
         if self.weights is not None:
             loss_mat = loss_mat * self.weights
         return sum_loss(loss_mat, self.mask, mode, self.norm)
@@ -63,8 +62,8 @@ class TokenTerms:
     def metrics(
         self, clipped: Tensor | None = None, clipped_lower: Tensor | None = None
     ) -> LossMetrics:
-        """VERL's three: shares of tokens that a clip binds on, and the mean of -k. A loss without
-        such a clip reports 0."""
+        """VERL's three metrics: the shares of clipped tokens (0 for a loss without such a clip),
+        and the mean of -k."""
         return {
             "actor/pg_clipfrac": 0.0 if clipped is None else self.share(clipped),
             "actor/ppo_kl": self.share(-self.log_ratio),
@@ -80,14 +79,14 @@ def token_terms(
     config: PolicyLossConfig | None,
     rollout_is_weights: Tensor | None = None,
 ) -> TokenTerms:
-    """Check the arguments of a policy loss and put 0 into their masked places; `config` may be
-    VERL's, see `PolicyLossConfig.of`.
+    """Check the arguments of a policy loss, and set their masked positions to 0.
 
-    Zeroing comes before any arithmetic: behind a product, a masked NaN would still reach the
-    gradient of the other factor. A missing `old_log_prob` is the policy itself.
+    Masked values are zeroed before any arithmetic, because a masked NaN in a product would still
+    reach the gradient of the other factor. If `old_log_prob` is None, it is `log_prob` itself.
+    `config` may also be VERL's (`PolicyLossConfig.of`).
 
     Raises:
-        ValueError: shapes differ, or no target token and no `config.normalizers`.
+        ValueError: shapes differ, or there is neither a target token nor `config.normalizers`.
     """
     config = PolicyLossConfig.of(config, width=response_mask.shape[-1])
     named = {
@@ -99,7 +98,7 @@ def token_terms(
     }
     shapes = {name: tuple(value.shape) for name, value in named.items() if value is not None}
     if len(set(shapes.values())) > 1 or log_prob.ndim != 2:
-        raise ValueError(f"a policy loss takes (B, T) tensors of one shape, got {shapes}")
+        raise ValueError(f"a policy loss needs (B, T) tensors of one shape, got {shapes}")
     if old_log_prob is None:
         old_log_prob = log_prob.detach()
     norm = config.normalizers or Normalizers.from_mask(
@@ -120,7 +119,7 @@ def token_terms(
 def clipped_objective(
     ratio: Tensor, advantages: Tensor, config: PolicyLossConfig
 ) -> tuple[Tensor, Tensor]:
-    """(max(-A r, -A clip(r, 1 - low, 1 + high)), where the clipped one is the larger).
+    """(max(-A r, -A clip(r, 1 - low, 1 + high)), whether the clipped term is larger).
 
     Source: PPO, https://arxiv.org/abs/1707.06347, eq. 7.
     """
@@ -130,6 +129,6 @@ def clipped_objective(
 
 
 def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """(B,) means over each row's target tokens; 0 for rows without any."""
+    """The mean over each row's target tokens (B,); 0 for rows without target tokens."""
     count = mask.sum(dim=-1)
     return masked_sum(values, mask, dim=-1) / torch.where(count > 0, count, 1)

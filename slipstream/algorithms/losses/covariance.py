@@ -1,10 +1,10 @@
-"""Losses against entropy collapse, which treat the tokens of highest covariance in their own way.
+"""Losses against entropy collapse: they treat the tokens with the highest covariance differently.
 
-The covariance of a token is cov = (A - mean A) (log_prob - mean log_prob), means over the target
-tokens of the mini-batch: a confident token with a high advantage sharpens the policy most. Means
-and choice are taken over the whole mini-batch (VERL takes them over each micro-batch, so that its
-size changes the update): trainers call the selection once, over all ranks, and hand each
-micro-batch its part in `config.selected`. Called through the registry.
+The covariance of a token is cov = (A - mean A) (log_prob - mean log_prob), with means over the
+target tokens of the mini-batch. Likely tokens with a high advantage reduce the entropy most. Means
+and selection are over the whole mini-batch: trainers call the selection once, over all ranks, and
+pass each micro-batch its part as `config.selected`. (VERL selects in each micro-batch, so its size
+changes the update.)
 
 Source: The Entropy Mechanism of RL for Reasoning Language Models,
 https://arxiv.org/abs/2505.22617.
@@ -36,12 +36,12 @@ def select_clip_cov(
     *,
     hashes: Tensor | None = None,
 ) -> Tensor:
-    """(B, T) bool: the tokens that `clip_cov` leaves out.
+    """The tokens (B, T), bool, that `clip_cov` leaves out.
 
-    Of the target tokens with clip_cov_lb < cov < clip_cov_ub whose ratio PPO's clip does not bind
-    on, those with the max(int(clip_cov_ratio N), 1) smallest `lots`, N the number of target tokens.
-    The arguments are the whole mini-batch's. Without `lots` (B, T), int64, they are hashed from the
-    values.
+    Candidates are the target tokens with clip_cov_lb < cov < clip_cov_ub that PPO's clip does not
+    affect. The max(int(clip_cov_ratio N), 1) candidates with the smallest `hashes` are selected,
+    where N is the number of target tokens. The arguments are those of the whole mini-batch.
+    `hashes` are (B, T) int64; if None, they are computed from the values.
     """
     terms = token_terms(old_log_prob, log_prob, advantages, response_mask, config)
     mask = response_mask != 0
@@ -66,10 +66,10 @@ def select_kl_cov(
     *,
     hashes: Tensor | None = None,
 ) -> Tensor:
-    """(B, T) bool: the tokens that `kl_cov` penalises.
+    """The tokens (B, T), bool, that `kl_cov` penalizes.
 
-    The max(int(kl_cov_ratio N), 1) target tokens of highest cov, of N; equal ones by `lots`.
-    Arguments as in `select_clip_cov`.
+    They are the max(int(kl_cov_ratio N), 1) of N target tokens with the highest cov; `hashes` break
+    ties. Arguments are as in `select_clip_cov`.
     """
     terms = token_terms(old_log_prob, log_prob, advantages, response_mask, config)
     mask = response_mask != 0
@@ -91,13 +91,14 @@ def clip_cov(
 ) -> tuple[Tensor, LossMetrics]:
     """max(-A r, -A clip(r, 1 - low, 1 + high)), and 0 for the tokens of `select_clip_cov`.
 
-    No dual clip. Metrics: `actor/pg_clipfrac`, the share of tokens left out, and `actor/ppo_kl`.
+    There is no dual clip. Metrics: `actor/pg_clipfrac`, the share of tokens left out, and
+    `actor/ppo_kl`.
 
     Source: Clip-Cov, https://arxiv.org/abs/2505.22617.
 
     Raises:
-        ValueError: `config.selected` is None and these rows are not the whole mini-batch, or it has
-            another shape.
+        ValueError: `config.selected` has another shape, or it is None and the rows are not the
+            whole mini-batch.
     """
     terms = token_terms(
         old_log_prob, log_prob, advantages, response_mask, config, rollout_is_weights
@@ -120,12 +121,12 @@ def kl_cov(
 ) -> tuple[Tensor, LossMetrics]:
     """-A r, plus ppo_kl_coef |log_prob - old_log_prob| for the tokens of `select_kl_cov`.
 
-    No clip. Metric: `actor/ppo_kl`, here the mean of |log_prob - old_log_prob|.
+    There is no clip. Metric: `actor/ppo_kl`, here the mean of |log_prob - old_log_prob|.
 
     Source: KL-Cov, https://arxiv.org/abs/2505.22617.
 
     Raises:
-        ValueError: as for `clip_cov`.
+        ValueError: as in `clip_cov`.
     """
     terms = token_terms(
         old_log_prob, log_prob, advantages, response_mask, config, rollout_is_weights
@@ -143,15 +144,15 @@ def _selected(terms: TokenTerms, name: str, select: PolicyLossSelection) -> Tens
         if selected.shape != terms.mask.shape:
             raise ValueError(
                 f"config.selected has shape {tuple(selected.shape)}, but the rows of this call "
-                f"{tuple(terms.mask.shape)}: cut the selection as the micro-batch is cut"
+                f"{tuple(terms.mask.shape)}: split the selection like the mini-batch"
             )
         return (selected != 0) & (terms.mask != 0)
     here = float(terms.mask.sum(dtype=torch.float64))
     if here != terms.norm.num_tokens:
         raise ValueError(
-            f"{name} chooses tokens over the whole mini-batch, but this call has {here:g} of its "
-            f"{terms.norm.num_tokens:g} target tokens and config.selected is None: choose once "
-            f"with policy_loss_selection({name!r}) and give each call its rows' part"
+            f"{name} selects tokens over the whole mini-batch, but this call has {here:g} of its "
+            f"{terms.norm.num_tokens:g} target tokens and config.selected is None: select once "
+            f"with policy_loss_selection({name!r}), and pass each call its rows' part"
         )
     return select(
         terms.old_log_prob, terms.log_prob, terms.advantages, terms.mask, terms.config, hashes=None
@@ -159,25 +160,26 @@ def _selected(terms: TokenTerms, name: str, select: PolicyLossSelection) -> Tens
 
 
 def _covariance(terms: TokenTerms, mask: Tensor) -> Tensor:
-    """(B, T), in float64; anything where the mask is 0."""
+    """The covariance of each token (B, T), in float64; undefined where the mask is 0."""
 
     def centered(values: Tensor) -> Tensor:
         values = values.double()
-        # Sorted, the sum does not depend on the order of rows, nor on padding, to the last bit.
+        # Sorted, so that the sum is bitwise independent of the order of rows and of padding.
         return values - values[mask].sort().values.mean()
 
     return centered(terms.advantages) * centered(terms.log_prob)
 
 
 def _values(terms: TokenTerms) -> list[Tensor]:
-    """What decides between equal lots, so that no order of rows does."""
+    """Further sort keys for equal hashes, so that the result does not depend on the order of
+    rows."""
     return [terms.advantages, terms.log_prob, terms.old_log_prob]
 
 
 def _smallest(number: int, candidates: Tensor, keys: list[Tensor]) -> Tensor:
-    """The `number` candidates with the smallest keys."""
-    places = candidates.nonzero(as_tuple=True)
-    first = ranked([key[places] for key in keys])[:number]
+    """The `number` candidates with the smallest keys, as a mask."""
+    positions = candidates.nonzero(as_tuple=True)
+    first = ranked([key[positions] for key in keys])[:number]
     selected = torch.zeros_like(candidates)
-    selected[tuple(place[first] for place in places)] = True
+    selected[tuple(position[first] for position in positions)] = True
     return selected

@@ -1,7 +1,6 @@
-"""DPPO: a trust region on the divergence of probabilities, not on their ratio.
+"""DPPO: a trust region on the divergence of probabilities instead of their ratio.
 
-The divergence is that of two Bernoulli laws, the sampled token against all others. Called through
-the registry.
+The divergence is between two Bernoulli distributions: the sampled token against all others.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ def dppo_tv(
     config: PolicyLossConfig | None = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, LossMetrics]:
-    """-A sg(min(r, clip_ratio_c)) log_prob on the tokens inside the trust region, else 0.
+    """-A sg(min(r, clip_ratio_c)) log_prob for tokens inside the trust region, else 0.
 
-    With p = exp(log_prob), q = exp(old_log_prob), inside is p - q <= high where A > 0, and
-    p - q >= -low elsewhere; low and high are `clip_ratio_low` and `clip_ratio_high`. Metrics:
-    `actor/pg_clipfrac` tokens outside, `actor/pg_clipfrac_lower` tokens inside whose ratio is
-    truncated, `actor/ppo_kl`.
+    With p = exp(log_prob) and q = exp(old_log_prob), a token is inside if p - q <= high where A >
+    0, and if p - q >= -low elsewhere; low and high are `clip_ratio_low` and `clip_ratio_high`.
+    Metrics: `actor/pg_clipfrac`, the share of tokens outside; `actor/pg_clipfrac_lower`, the share
+    of tokens inside with a truncated ratio; `actor/ppo_kl`.
 
     Source: DPPO, https://arxiv.org/abs/2602.04879, binary total variation.
     """
@@ -41,8 +40,8 @@ def dppo_tv(
         old_log_prob, log_prob, advantages, response_mask, config, rollout_is_weights
     )
     low, high = terms.config.clip_distances
-    moved = terms.log_prob.detach().exp() - terms.old_log_prob.exp()
-    inside = torch.where(terms.advantages > 0, moved <= high, moved >= -low)
+    change = terms.log_prob.detach().exp() - terms.old_log_prob.exp()
+    inside = torch.where(terms.advantages > 0, change <= high, change >= -low)
     return _trust_region_loss(terms, inside, loss_agg_mode)
 
 
@@ -58,8 +57,9 @@ def dppo_kl(
 ) -> tuple[Tensor, LossMetrics]:
     """`dppo_tv` with the binary KL as divergence.
 
-    D = q (log q - log p) + (1 - q) log((1 - q) / (1 - p)); inside is D <= high or p <= q where
-    A > 0, and D <= low or p >= q elsewhere: what moves back towards the old policy stays in.
+    D = q (log q - log p) + (1 - q) log((1 - q) / (1 - p)). A token is inside if D <= high or p <= q
+    where A > 0, and if D <= low or p >= q elsewhere. So tokens that move back towards the old
+    policy are inside.
 
     Source: DPPO, https://arxiv.org/abs/2602.04879, binary KL.
     """

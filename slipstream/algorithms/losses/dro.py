@@ -1,4 +1,4 @@
-"""DRO: a quadratic penalty on the log-ratio in the place of a clip. Called through the registry."""
+"""DRO: a quadratic penalty on the log-ratio instead of a clip."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ def dro(
 ) -> tuple[Tensor, LossMetrics]:
     """-(A log_prob - beta / 2 k^2), k = log_prob - old_log_prob, beta = `policy_loss.dro_beta`.
 
-    Metric: `actor/ppo_kl`; nothing is clipped, the clip fractions are 0.
+    Metric: `actor/ppo_kl`. Nothing is clipped, so the clip fractions are 0.
 
-    Source: DRO, https://arxiv.org/abs/2405.19107, with a token's log-probs in the place of a
-    response's.
+    Source: DRO, https://arxiv.org/abs/2405.19107, with log-probs of tokens instead of responses.
 
     Raises:
         ValueError: `dro_beta` is not set.
@@ -36,8 +35,8 @@ def dro(
     beta = terms.config.policy_loss.dro_beta
     if beta is None:
         raise ValueError(
-            "loss_mode=dro needs policy_loss.dro_beta > 0, the weight of its penalty on the "
-            "squared log-ratio, got None"
+            "loss_mode=dro needs policy_loss.dro_beta > 0, the coefficient of the squared "
+            "log-ratio, got None"
         )
     penalty = 0.5 * beta * terms.raw_log_ratio.square()
     loss_mat = -(terms.advantages * terms.log_prob - penalty)

@@ -1,4 +1,4 @@
-"""GMPO: the geometric mean of a sequence's ratios. Called through the registry."""
+"""GMPO: the geometric mean of the ratios of a sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.algorithms.registry import LossMetrics, register_policy_loss
 from slipstream.algorithms.settings import PolicyLossConfig
 
 SMALLEST_WEIGHT = 1e-10
-"""What an importance weight of 0 counts as in a row's geometric mean of them."""
+"""The value that an importance weight of 0 has in the geometric mean of a row."""
 
 
 @register_policy_loss("geo_mean")
@@ -28,10 +28,11 @@ def geo_mean(
 
     k' = sgn(A) min(sgn(A) k, sgn(A) clamp(k, -low, high)), k = log_prob - old_log_prob.
 
-    The loss is the plain mean over rows with target tokens, whatever `loss_agg_mode` says (VERL's
-    mean counts empty rows too, and only those of a micro-batch). `rollout_is_weights` enter as the
-    row's geometric mean of them, a weight of 0 as 1e-10. Metrics: `actor/pg_clipfrac` and
-    `actor/pg_clipfrac_lower`, the shares of tokens with k outside its bounds and A > 0 or A < 0.
+    The loss is the mean over rows with target tokens; `loss_agg_mode` is ignored. (VERL's mean is
+    over the rows of a micro-batch, including empty ones.) A row's loss is multiplied by the
+    geometric mean of its `rollout_is_weights`, where a weight of 0 counts as 1e-10. Metrics:
+    `actor/pg_clipfrac` and `actor/pg_clipfrac_lower`, the shares of tokens with k outside its
+    bounds and A > 0 or A < 0.
 
     Source: GMPO, https://arxiv.org/abs/2507.20673.
     """
@@ -48,7 +49,7 @@ def geo_mean(
     if terms.weights is not None:
         log_weights = terms.weights.clamp(min=SMALLEST_WEIGHT).log()
         loss_of_row = loss_of_row * sequence_mean(log_weights, terms.mask).exp()
-    # A row without target tokens has advantage 0, and so loss 0.
+    # A row without target tokens has advantage 0, so its loss is 0.
     loss = loss_of_row.sum() / terms.norm.num_sequences
     outside = k != clamped
     return loss, terms.metrics(outside & (sign > 0), outside & (sign < 0))

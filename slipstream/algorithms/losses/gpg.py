@@ -1,4 +1,4 @@
-"""The plain policy gradient, without a ratio: REINFORCE and GPG. Called through the registry."""
+"""The plain policy gradient without a ratio: REINFORCE and GPG."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GSPO: the ratio of whole sequences. Called through the registry."""
+"""GSPO: the probability ratio of whole sequences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.algorithms.registry import LossMetrics, register_policy_loss
 from slipstream.algorithms.settings import PolicyLossConfig
 
 LOG_SEQUENCE_RATIO_BOUND = 10.0
-"""Upper clamp of the sequence's log-ratio before exp."""
+"""Upper bound of a sequence's log-ratio before exp."""
 
 
 @register_policy_loss("gspo")
@@ -27,11 +27,11 @@ def gspo(
 
     s_t = exp(sg(mean_t k) + log_prob_t - sg(log_prob_t)), k = log_prob - old_log_prob:
 
-    every token of a row has the row's ratio as value and its own log-prob's gradient. The
-    log-ratio is clamped to at most 10. Always aggregated as `seq-mean-token-mean`, whatever
-    `loss_agg_mode` says: the objective is a mean over sequences.
+    Each token has the value of the row's ratio and the gradient of its own log-prob. The log-ratio
+    is clamped to at most 10. The aggregation is always `seq-mean-token-mean`, because the objective
+    is a mean over sequences; `loss_agg_mode` is ignored.
 
-    Metrics as `vanilla`'s; `actor/ppo_kl` is the mean over tokens.
+    Metrics are those of `vanilla`; `actor/ppo_kl` is the mean over tokens.
 
     Source: GSPO, https://arxiv.org/abs/2507.18071; the token-level form of its gradient.
     """

@@ -1,8 +1,4 @@
-"""PPO's clipped objective, registered and in two functional forms over logits.
-
-Called by training steps through the registry. Knows nothing about models, nor where advantages come
-from.
-"""
+"""PPO's clipped objective: the registered loss, and two functional forms over logits."""
 
 from __future__ import annotations
 
@@ -32,13 +28,13 @@ def vanilla(
 
     C = max(-A r, -A clip(r, 1 - low, 1 + high)); where A < 0: min(C, -A clip_ratio_c).
 
-    `rollout_is_weights` (B, T) multiply the per-token loss. Metrics, over target tokens:
-    `actor/pg_clipfrac` where the clip binds, `actor/pg_clipfrac_lower` where the dual clip does,
-    `actor/ppo_kl` the mean of old_log_prob - log_prob.
+    `rollout_is_weights` (B, T) multiply the per-token loss. Metrics over target tokens:
+    `actor/pg_clipfrac`, the share of clipped tokens; `actor/pg_clipfrac_lower`, the share of tokens
+    with a dual clip; `actor/ppo_kl`, the mean of old_log_prob - log_prob.
 
     Source: PPO, https://arxiv.org/abs/1707.06347, eq. 7; dual clip:
     https://arxiv.org/abs/1912.09729; separate bounds: DAPO, https://arxiv.org/abs/2503.14476.
-    GRPO's objective is the same one.
+    GRPO has the same objective.
     """
     terms = token_terms(
         old_log_prob, log_prob, advantages, response_mask, config, rollout_is_weights
@@ -62,12 +58,13 @@ def compute_policy_loss(
     clip_ratio_c: float = 3.0,
     loss_agg_mode: str | LossAggMode = LossAggMode.TOKEN_MEAN,
 ) -> tuple[Tensor, Tensor | float, Tensor | float, Tensor | float]:
-    """`vanilla` in VERL's older spelling: (loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower).
+    """`vanilla` with the signature of older VERL versions.
 
-    The rows must be the whole mini-batch. A bound that is None is `cliprange`.
+    Returns (loss, pg_clipfrac, ppo_kl, pg_clipfrac_lower). The rows must be the whole mini-batch. A
+    bound of None is `cliprange`.
 
     Raises:
-        ValueError: no clip range, one out of range, or no target token.
+        ValueError: the clip range is missing or invalid, or there is no target token.
     """
     if cliprange is None and (cliprange_low is None or cliprange_high is None):
         raise ValueError("compute_policy_loss needs cliprange, or cliprange_low and cliprange_high")
@@ -89,10 +86,10 @@ def compute_policy_loss(
 
 
 def grpo_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor, advantages: Tensor) -> Tensor:
-    """Mean over target tokens of -A log p(label): the simplified objective, without a ratio.
+    """Mean over target tokens of -A log p(label), the simplified objective without a ratio.
 
-    `logits` (B, T, V) where position t predicts `labels[:, t]`; `labels` and `loss_mask` (B, T);
-    `advantages` (B,), one per response.
+    `logits` are (B, T, V), and position t predicts `labels[:, t]`. `labels` and `loss_mask` are
+    (B, T), `advantages` (B,), one per response.
 
     Raises:
         ValueError: the mask is empty.
@@ -111,7 +108,7 @@ def ppo_loss(
 ) -> Tensor:
     """Mean over target tokens of PPO's clipped objective, without a dual clip.
 
-    Shapes as in `grpo_loss`; `old_log_probs` (B, T).
+    Shapes are as in `grpo_loss`; `old_log_probs` are (B, T).
 
     Source: PPO, https://arxiv.org/abs/1707.06347, eq. 7.
 

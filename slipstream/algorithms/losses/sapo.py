@@ -1,4 +1,4 @@
-"""SAPO: a smooth gate in the place of the clip. Called through the registry."""
+"""SAPO: a smooth gate instead of the clip."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def sapo(
 ) -> tuple[Tensor, LossMetrics]:
     """-A gate(r) with gate(r) = sigmoid(tau (r - 1)) 4 / tau.
 
-    tau is `config.tau_pos` where A > 0, else `config.tau_neg`. At r = 1 the gate's slope is 1.
-    Always aggregated as `seq-mean-token-mean`, whatever `loss_agg_mode` says. Nothing is clipped:
+    tau is `config.tau_pos` where A > 0, else `config.tau_neg`. At r = 1 the gate's slope is 1. The
+    aggregation is always `seq-mean-token-mean`; `loss_agg_mode` is ignored. Nothing is clipped, so
     the clip fractions are 0.
 
     Source: SAPO, https://arxiv.org/abs/2511.20347.
@@ -33,7 +33,7 @@ def sapo(
         old_log_prob, log_prob, advantages, response_mask, config, rollout_is_weights
     )
     ratio = terms.log_ratio.exp()
-    # Filled in the ratio's type: torch.where of two numbers is float32.
+    # `masked_fill` keeps the ratio's dtype; `torch.where` of two numbers would be float32.
     tau = torch.full_like(ratio, terms.config.tau_neg)
     tau = tau.masked_fill(terms.advantages > 0, terms.config.tau_pos)
     gate = torch.sigmoid(tau * (ratio - 1)) * (4 / tau)

@@ -1,7 +1,6 @@
-"""Random choices that do not depend on where a token stands: a lot per token, drawn by hashing.
+"""Tie-break hashes: random choices of tokens that do not depend on their place in the batch.
 
-Called by trainers, to draw the lots of a mini-batch, and by the losses that choose tokens. Knows
-nothing about what is chosen.
+Trainers compute the hashes of a mini-batch. Losses that select tokens compare them.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from torch import Tensor
 
 
 def token_hashes(tokens: Tensor, seed: int, row_keys: Tensor | None = None) -> Tensor:
-    """(B, T) int64 lots of (B, T) token ids, padded on the right.
+    """Hashes (B, T), int64, of token ids (B, T) that are padded on the right.
 
-    The lot of a token depends on `seed`, the ids up to it and its row's key, and on no other row,
-    nor on padding: micro-batches, orders and ranks draw the same. `row_keys` (B,) int64, one per
-    sample, tell apart responses that begin alike; without them their lots are equal so far. Give
-    each step another seed.
+    The hash of a token depends on `seed`, on the ids up to it and on its row's key. It does not
+    depend on other rows or padding, so it is the same for all micro-batches, orders and ranks.
+    `row_keys` (B,) int64, one per sample, distinguish responses with a common prefix; without them
+    such prefixes have equal hashes. Use another seed in each step.
 
     Hash: the finaliser of SplitMix64, https://doi.org/10.1145/2660193.2660195.
     """
@@ -31,17 +30,17 @@ def token_hashes(tokens: Tensor, seed: int, row_keys: Tensor | None = None) -> T
 
 
 def value_hashes(*values: Tensor) -> Tensor:
-    """Lots of (B, T) tokens from the bits of `values` and their positions in the row: for callers
-    that have no token ids. A value that differs by one bit draws another lot."""
+    """Hashes (B, T) of the bits of `values` (B, T) and their positions in the row, for callers
+    without token ids. Values that differ in one bit have different hashes."""
     hashes = _mix(torch.arange(values[0].shape[-1], device=values[0].device)).expand_as(values[0])
     for value in values:
-        # + 0.0 makes -0.0 and 0.0 one.
+        # + 0.0 turns -0.0 into 0.0.
         hashes = _mix(hashes ^ (value.detach().double() + 0.0).view(torch.int64))
     return hashes
 
 
 def ranked(keys: Sequence[Tensor]) -> Tensor:
-    """Indices that sort (N,) `keys`, smallest first, later keys where earlier ones are equal."""
+    """Indices that sort by the first of `keys` (N,), smallest first; later keys break ties."""
     order = torch.arange(len(keys[0]), device=keys[0].device)
     for key in reversed(keys):
         order = order[key[order].sort(stable=True).indices]
@@ -49,15 +48,17 @@ def ranked(keys: Sequence[Tensor]) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
+    """The finalizer of SplitMix64."""
     x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
     return x ^ _shifted(x, 31)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Right shift that fills with zeros, where torch's fills with the sign."""
+    """Logical right shift; torch's is arithmetic and fills with the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _signed(value: int) -> int:
+    """An unsigned 64-bit value as a signed one."""
     return (value + 2**63) % 2**64 - 2**63

@@ -1,4 +1,4 @@
-"""The critic's loss. Called by the critic's training step. Knows nothing about models."""
+"""The critic's value loss."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ def value_loss(
 ) -> tuple[Tensor, LossMetrics]:
     """1/2 max((V - R)^2, (clip(V, V_old - cliprange_value, V_old + cliprange_value) - R)^2).
 
-    `vpreds` V carry the gradient, `values` V_old are those at the start of the update, `returns` R;
-    all (B, T). `normalizers` count the whole mini-batch; None says that these rows are it, with the
-    horizon `loss_scale_factor`. Loss and metrics add up over micro-batches: `critic/vf_clipfrac`,
-    the share of tokens where the clipped error is the larger, and `critic/vpred_mean`.
+    V are `vpreds`, which have the gradient; V_old are `values`, those at the start of the update; R
+    are `returns`. All are (B, T). `normalizers` are the counts of the whole mini-batch; None means
+    that these rows are the whole mini-batch, with the horizon `loss_scale_factor`. Loss and metrics
+    add up over micro-batches. Metrics: `critic/vf_clipfrac`, the share of tokens whose clipped
+    error is larger, and `critic/vpred_mean`.
 
     Source: as in the code of PPO, https://arxiv.org/abs/1707.06347; described in
     https://arxiv.org/abs/2005.12729.
 
     Raises:
-        ValueError: shapes differ, `cliprange_value` is not positive, or no target token.
+        ValueError: shapes differ, `cliprange_value` is not positive, or there is no target token.
     """
     if not cliprange_value > 0:
         raise ValueError(
-            f"cliprange_value must be > 0, got {cliprange_value}: at 0 no value could move; the "
+            f"cliprange_value must be > 0, got {cliprange_value}, or values could not change; the "
             f"usual value is 0.5"
         )
     shapes = [tuple(t.shape) for t in (vpreds, returns, values, response_mask)]
@@ -73,10 +74,11 @@ def compute_value_loss(
     cliprange_value: float,
     loss_agg_mode: str | LossAggMode = LossAggMode.TOKEN_MEAN,
 ) -> tuple[Tensor, Tensor | float]:
-    """`value_loss` in VERL's spelling: (loss, vf_clipfrac). The rows must be the whole mini-batch.
+    """`value_loss` with VERL's signature; returns (loss, vf_clipfrac). The rows must be the whole
+    mini-batch.
 
     Raises:
-        ValueError: as `value_loss`.
+        ValueError: as in `value_loss`.
     """
     loss, metrics = value_loss(
         vpreds,

@@ -63,7 +63,7 @@ class SwitchingSelector:
         """Switch to another selector."""
         self._now = (self._now + rng.randrange(1, len(self._all))) % len(self._all)
 
-    def begins(self, requests: int) -> int:
+    def begin_rollout(self, requests: int) -> int:
         """Returns 0: no steps without drafts at the start."""
         return 0
 

@@ -95,8 +95,8 @@ class PlanSchedule:
     def __init__(self) -> None:
         self.current: StrategySelector = PredefinedSelector(OFF)
 
-    def begins(self, requests: int) -> int:
-        return self.current.begins(requests)
+    def begin_rollout(self, requests: int) -> int:
+        return self.current.begin_rollout(requests)
 
     def select(self, running: int) -> DraftPlan:
         return self.current.select(running)
@@ -121,7 +121,7 @@ class _InterleavedPlans:
         self.made: dict[DraftPlan, list[float]] = {plan: [] for plan in plans}
         """Tokens per request, by step."""
 
-    def begins(self, requests: int) -> int:
+    def begin_rollout(self, requests: int) -> int:
         return 0
 
     def select(self, running: int) -> DraftPlan:

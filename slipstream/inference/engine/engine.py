@@ -36,8 +36,8 @@ from slipstream.inference.speculation.protocol import (
     aux_layers_of,
 )
 from slipstream.inference.speculation.selector import (
-    Choosing,
-    RowJudge,
+    HasMinAcceptance,
+    ListsChoices,
     StepRecord,
     StrategySelector,
 )
@@ -101,7 +101,7 @@ class Engine:
             settings.dtype,
             eager=settings.enforce_eager,
             aux_layers=aux_layers,
-            choices=selector.choices if isinstance(selector, Choosing) else None,
+            choices=selector.choices if isinstance(selector, ListsChoices) else None,
             one_copy=settings.one_copy,
         )
         self._scheduler = Scheduler(
@@ -119,7 +119,9 @@ class Engine:
             new_row=self._store,
         )
         self._own_proposer, self._own_selector = proposer, selector
-        self._judge: RowJudge | None = selector if isinstance(selector, RowJudge) else None
+        self._judge: HasMinAcceptance | None = (
+            selector if isinstance(selector, HasMinAcceptance) else None
+        )
         # None while it is not to speculate, the proposer also while it is not to see what runs.
         self._proposer, self._selector = proposer, selector
         # How many more steps it is not to see; whether no request has begun since none was left.
@@ -324,7 +326,7 @@ class Engine:
         """Prefill waiting requests and sample their next token; of a long context, one piece."""
         if self._idle and self._selector is not None and self._scheduler.waiting:
             requests = min(len(self._scheduler.waiting), self.settings.max_num_seqs)
-            self._unseen = self._selector.begins(requests)
+            self._unseen = self._selector.begin_rollout(requests)
             self._proposer = None if self._unseen else self._own_proposer
         while self._scheduler.waiting:
             before = len(self._scheduler.running)
@@ -474,16 +476,16 @@ class Engine:
         last = [request.context[-1] for request in running]
         if plan == OFF or self._proposer is None or self._sampling is None:
             return [DraftTree.chain(token, ()) for token in last]
-        worth = 0.0
+        least = 0.0
         if self._judge is not None and self._selector is not None:
-            worth = self._judge.worth(len(running))
+            least = self._judge.min_acceptance(len(running))
         batch = DraftBatch(
             request_ids=self._sampling.names,
             last=last,
             positions_N=positions_N,
             rows=self._sampling.rows,
             policy=self._runner.packed,
-            worth=worth,
+            min_acceptance=least,
         )
         return self._proposer.propose(batch, plan)
 

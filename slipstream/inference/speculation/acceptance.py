@@ -1,4 +1,4 @@
-"""How often drafts are right, by depth. Used by the selector and by the union of two proposers."""
+"""Acceptance rates of drafts by depth. Used by the selector and by the union of two proposers."""
 
 from __future__ import annotations
 
@@ -12,71 +12,67 @@ from slipstream.inference.speculation.plan import DraftPlan
 _FADE = 0.99
 
 _SIBLING = 0.8
-"""How often a further draft in the place of one is right where those before it are not, of how
-often the first one is: what the quickstart's head has of it (docs/log/trees.md)."""
+"""Acceptance rate of a sibling if those before it were rejected, relative to the first child's:
+measured with the quickstart's head (docs/log/trees.md)."""
 
 
 class AcceptanceCurve:
-    """How often the draft of each depth is right, given that those before it are.
+    """Acceptance rate of drafts at each depth, given that all before them were accepted.
 
-    Old steps fade: the policy drifts. Depths never tried are taken to be like the deepest one that
-    was.
+    Old steps fade, because the policy drifts. A depth that was never tried is assumed to be like
+    the deepest one that was.
     """
 
     def __init__(self, *, kept: float = 200.0, guess: float = 0.6, guess_weight: float = 4.0):
-        """About `kept` drafts are remembered, those of 100 steps at least; `guess` counts like
-        `guess_weight` trials."""
+        """The curve remembers about `kept` drafts, and at least those of 100 steps. `guess` is the
+        prior rate, with the weight of `guess_weight` drafts."""
         self._kept, self._guess, self._weight = kept, guess, guess_weight
-        self._right: list[float] = []
+        self._accepted: list[float] = []
         self._tried: list[float] = []
 
     def record(self, drafted: Sequence[int], accepted: Sequence[int], steps: int = 1) -> None:
-        """Drafts and how many of them were accepted, per request and step."""
+        """Draft tokens and accepted ones of each request, of `steps` steps together."""
         deepest = max(drafted, default=0)
         while len(self._tried) < deepest:
-            self._right.append(0.0)
+            self._accepted.append(0.0)
             self._tried.append(0.0)
-        # Depths that are no longer tried soon take after the ones before them again.
+        # Depths beyond these drafts fade faster, towards the rate of the depth before them.
         slow = max(_FADE, 1 - len(drafted) / steps / self._kept)
         for depth in range(len(self._tried)):
             keep = (slow if depth < deepest else _FADE) ** steps
-            self._right[depth] *= keep
+            self._accepted[depth] *= keep
             self._tried[depth] *= keep
         for (drafts, right), count in Counter(zip(drafted, accepted, strict=True)).items():
             for depth in range(min(drafts, right + 1)):
                 self._tried[depth] += count
-                self._right[depth] += count if depth < right else 0
+                self._accepted[depth] += count if depth < right else 0
 
     def forget(self, keep: float) -> None:
-        """Let what was seen count only `keep` times as much."""
-        self._right = [keep * x for x in self._right]
+        """Multiply the weight of everything seen by `keep`."""
+        self._accepted = [keep * x for x in self._accepted]
         self._tried = [keep * x for x in self._tried]
 
-    def share(self, depth: int, guess: float, weight: float) -> float:
-        """Share of right drafts at `depth` (from 0) after right ones, where `guess` counts like
-        `weight` trials."""
+    def rate(self, depth: int, guess: float, weight: float) -> float:
+        """Acceptance rate at `depth` (from 0); `guess` counts like `weight` drafts."""
         if depth >= len(self._tried):
             return guess
-        return (self._right[depth] + weight * guess) / (self._tried[depth] + weight)
+        return (self._accepted[depth] + weight * guess) / (self._tried[depth] + weight)
 
-    def rates(self, depths: int, like: AcceptanceCurve | None = None) -> list[float]:
-        """`share` of the first depths: one that was tried less often takes after the one before,
-        or after the same depth of another curve, as far as anything was tried there."""
+    def rates(self, depths: int) -> list[float]:
+        """Acceptance rates of the first depths; the guess for a depth is the rate before it."""
         guess, found = self._guess, []
         for depth in range(depths):
-            if like is not None and depth < len(like._tried):
-                guess = like.share(depth, guess, self._weight)
-            guess = self.share(depth, guess, self._weight)
+            guess = self.rate(depth, guess, self._weight)
             found.append(guess)
         return found
 
     def expected(self, drafts: int) -> float:
-        """Accepted tokens of a chain of `drafts`, on average."""
+        """Mean accepted tokens of a chain of `drafts`."""
         return expected_accepted(self.rates(drafts))
 
 
 def expected_accepted(rates: Sequence[float]) -> float:
-    """Accepted tokens of a chain, on average, whose drafts are right so often after right ones."""
+    """Mean accepted tokens of a chain with these acceptance rates by depth."""
     total, reach = 0.0, 1.0
     for rate in rates:
         reach *= rate
@@ -84,75 +80,77 @@ def expected_accepted(rates: Sequence[float]) -> float:
     return total
 
 
-class TreeYields:
-    """Accepted drafts of trees, or verified ones, against what chains let expect: the share is a
-    plan's own as far as it has been seen, and else that of all trees. Old steps fade."""
+class TreeRatios:
+    """Measured over predicted draft tokens of trees, accepted or verified ones.
+
+    The ratio of a plan starts at that of all trees and approaches its own. Old steps fade.
+    """
 
     def __init__(self, *, kept: float = 200.0, trust: float = 40.0) -> None:
-        """About `kept` drafts of a plan are remembered; the share of all trees counts like `trust`
-        requests."""
+        """A plan remembers about `kept` requests; the ratio of all trees counts like `trust`."""
         self._kept, self._trust = kept, trust
-        # Accepted and expected drafts, of requests; and of all plans together.
+        # By plan: sums of measured and predicted drafts, and requests.
         self._seen: dict[DraftPlan, tuple[float, float, float]] = {}
-        self._right = self._expected = 0.0
+        # The same of all plans.
+        self._measured = self._predicted = 0.0
 
     def record(
-        self, plan: DraftPlan, accepted: float, expected: float, requests: int, steps: int = 1
+        self, plan: DraftPlan, measured: float, predicted: float, requests: int, steps: int = 1
     ) -> None:
-        """So many requests of so many steps had so many drafts accepted (or verified) and expected,
-        on average."""
-        right, guess, count = self._seen.get(plan, (0.0, 0.0, 0.0))
+        """Means per request, over `requests` requests in `steps` steps."""
+        old_measured, old_predicted, count = self._seen.get(plan, (0.0, 0.0, 0.0))
         keep = max(_FADE, 1 - requests / steps / self._kept) ** steps
-        seen = keep * right + requests * accepted, keep * guess + requests * expected
-        self._seen[plan] = (*seen, keep * count + requests)
-        self._right += seen[0] - right
-        self._expected += seen[1] - guess
+        new_measured = keep * old_measured + requests * measured
+        new_predicted = keep * old_predicted + requests * predicted
+        self._seen[plan] = new_measured, new_predicted, keep * count + requests
+        self._measured += new_measured - old_measured
+        self._predicted += new_predicted - old_predicted
 
     def forget(self, keep: float) -> None:
-        """Let what was seen count only `keep` times as much."""
+        """Multiply the weight of everything seen by `keep`."""
         self._seen = {
-            plan: (keep * right, keep * guess, keep * count)
-            for plan, (right, guess, count) in self._seen.items()
+            plan: (keep * measured, keep * predicted, keep * count)
+            for plan, (measured, predicted, count) in self._seen.items()
         }
-        self._right *= keep
-        self._expected *= keep
+        self._measured *= keep
+        self._predicted *= keep
 
-    def share(self, plan: DraftPlan, guess: float = 1.0) -> float:
-        """Accepted drafts of a plan over expected ones, `guess` where none have been seen."""
-        right, expected, count = self._seen.get(plan, (0.0, 0.0, 0.0))
-        mean = expected / count if count else 1.0
+    def ratio(self, plan: DraftPlan) -> float:
+        """Measured over predicted drafts of a plan; 1 if no tree was seen."""
+        measured, predicted, count = self._seen.get(plan, (0.0, 0.0, 0.0))
+        mean = predicted / count if count else 1.0
         weight = self._trust * max(mean, 1e-3)
-        return (right + weight * self._general(guess)) / (expected + weight)
-
-    def _general(self, guess: float) -> float:
-        return (self._right + self._trust * guess) / (self._expected + self._trust)
+        general = (self._measured + self._trust) / (self._predicted + self._trust)
+        return (measured + weight * general) / (predicted + weight)
 
 
-def chances_of_tree(rates: Sequence[float], plan: DraftPlan) -> tuple[float, ...]:
-    """Of each draft that a plan verifies the chance that all tokens down to it are right, the best
-    first, where first drafts are right so often after right ones (to a hundredth)."""
-    return _chances_of_tree(tuple([round(rate, 2) for rate in rates]), plan)
+def tree_probabilities(rates: Sequence[float], plan: DraftPlan) -> tuple[float, ...]:
+    """Estimated acceptance probabilities of the nodes that a plan verifies, in descending order:
+    of each node, that all tokens from the root down to it are accepted. `rates` are the acceptance
+    rates of first children by depth; they are rounded to hundredths."""
+    return _tree_probabilities(tuple([round(rate, 2) for rate in rates]), plan)
 
 
 @lru_cache(maxsize=512)
-def _chances_of_tree(rates: tuple[float, ...], plan: DraftPlan) -> tuple[float, ...]:
-    # By what they promise: of siblings the next one, and the first one after each, come after it.
+def _tree_probabilities(rates: tuple[float, ...], plan: DraftPlan) -> tuple[float, ...]:
+    # Best first: a node is followed by its next sibling and by its own first child.
     nodes = [(-rates[0], 0, 0)]
     found: list[float] = []
     while nodes and len(found) < plan.verify_tokens - 1:
-        chance, depth, before = heappop(nodes)
-        found.append(-chance)
+        negative, depth, before = heappop(nodes)
+        found.append(-negative)
         if before + 1 < plan.topk:
             rate = rates[depth]
-            # Of what the first one leaves over, and of what further ones do.
+            # A sibling shares what the first child, or further siblings, leave over.
             left = 1 - _SIBLING * rate if before else _SIBLING * (1 - rate)
-            heappush(nodes, (chance * left, depth, before + 1))
+            heappush(nodes, (negative * left, depth, before + 1))
         if depth + 1 < plan.steps:
-            heappush(nodes, (chance * rates[depth + 1], depth + 1, 0))
+            heappush(nodes, (negative * rates[depth + 1], depth + 1, 0))
     return tuple(found)
 
 
-def best_of(chances: Sequence[float], drafts: float) -> float:
-    """How many of the best `drafts` are right, on average."""
-    whole = int(drafts)
-    return sum(chances[:whole]) + (drafts - whole) * sum(chances[whole : whole + 1])
+def sum_of_best(probabilities: Sequence[float], count: float) -> float:
+    """Sum of the first `count` probabilities; a fraction of the next one if `count` has one."""
+    whole = int(count)
+    rest = sum(probabilities[whole : whole + 1])
+    return sum(probabilities[:whole]) + (count - whole) * rest

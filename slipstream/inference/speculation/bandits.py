@@ -1,12 +1,12 @@
-"""FastRL's selectors: which plan to draft by, by what each has earned.
+"""FastRL's selectors: bandits that choose a draft plan by measured tokens per second.
 
-    EG     the plan of the best median, and now and then any
-    UCB1   the plan of the best mean, and the more readily the less it was tried
-    BEG    EG among the plans of one number of rows to verify, which the batch size decides on
+    EG     epsilon-greedy: the plan with the best median, or with probability epsilon any plan
+    UCB1   the plan with the best upper confidence bound of its mean
+    BEG    EG among the plans of one `verify_tokens`, which the batch size determines
 
-A plan earns tokens a second. Unlike `CostModelSelector` they know nothing but the plans that they
-have tried, each batch size by itself (FastRL's `MABGroupManager`), and decode plainly only beyond
-`bs_threshold`, or where `0_0_1` is one of the plans.
+Unlike `CostModelSelector`, a bandit learns about a plan only from trying it, separately at each
+batch size (FastRL's `MABGroupManager`). It decodes plainly only beyond `bs_threshold`, or if
+`0_0_1` is one of the plans.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ EPSILON = 0.1
 WINDOW = 300
 
 _TRIMMED = 0.1
-"""Share of the rewards, at either end, that UCB1 leaves out: steps in which something else ran."""
+"""Share of the rewards, at either end, that UCB1 trims: steps disturbed by other programs."""
 
 _KEPT_ON_CHANGE = 0.5
-"""Share of the rewards, the newest, that still count once policy or drafter have other weights."""
+"""Share of the rewards, the newest, that is kept when the policy or the drafter changes."""
 
 Rewards = Mapping[DraftPlan, Sequence[float]]
-"""What each plan has earned lately, at one batch size: at least once each."""
+"""Recent tokens per second of each plan at one batch size; at least one for each plan."""
 
 
 class Rule(Protocol):
@@ -46,8 +46,8 @@ class Rule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EpsilonGreedy:
-    """The plan of the best median; with probability `epsilon` any. Raises ConfigError for no
-    probability."""
+    """The plan with the best median; with probability `epsilon` any plan. Raises ConfigError if
+    `epsilon` is no probability."""
 
     epsilon: float = EPSILON
 
@@ -56,7 +56,7 @@ class EpsilonGreedy:
             raise ConfigError(f"epsilon={self.epsilon} must be from 0 to 1")
 
     def pick(self, earned: Rewards, rng: random.Random) -> DraftPlan:
-        """See `Rule`."""
+        """One of the plans."""
         if rng.random() < self.epsilon:
             return rng.choice(list(earned))
         return max(earned, key=lambda plan: median(earned[plan]))
@@ -66,12 +66,12 @@ class EpsilonGreedy:
 class UpperConfidenceBound:
     """UCB1 (Auer et al. 2002) on means without the lowest and highest tenth.
 
-    Its bounds are of rewards from 0 to 1, so means are taken relative to the best one: beside
-    thousands of tokens a second the bonus would be nothing, as it is in FastRL.
+    The bounds assume rewards from 0 to 1, so means are divided by the best one. Without this, the
+    bonus vanishes next to thousands of tokens per second, as it does in FastRL.
     """
 
     def pick(self, earned: Rewards, rng: random.Random) -> DraftPlan:
-        """See `Rule`."""
+        """One of the plans."""
         means = {plan: _trimmed_mean(rewards) for plan, rewards in earned.items()}
         best = max(means.values())
         tries = math.log(sum(map(len, earned.values())))
@@ -86,11 +86,10 @@ def _trimmed_mean(rewards: Sequence[float]) -> float:
 
 
 class BanditSelector:
-    """`StrategySelector` by a rule, among plans that may depend on how many requests run.
+    """`StrategySelector` that applies a rule to plans that may depend on the batch size.
 
-    A plan that has earned nothing yet at a batch size comes first. Steps that also did what others
-    need not (catching up, new requests) count for nobody: the plan that was switched to would pay
-    for the one before.
+    A plan without a reward at a batch size is tried first. Steps with extra work (the drafter
+    caught up, new requests arrived) give no reward: the new plan would pay for the one before.
     """
 
     def __init__(
@@ -102,9 +101,10 @@ class BanditSelector:
         window: int = WINDOW,
         seed: int = 0,
     ) -> None:
-        """From so many running requests on (the first: 1), one of these plans; of each the last
-        `window` rewards of a batch size count. Beyond `bs_threshold` running requests nothing is
-        drafted. Raises ConfigError for a bucket without a plan, or where none begins at 1."""
+        """`buckets`: plans by the number of running requests from which they apply; the first
+        number must be 1. The last `window` rewards of each plan and batch size count. Beyond
+        `bs_threshold` running requests nothing is drafted. Raises ConfigError for a bucket without
+        plans, or if no bucket starts at 1."""
         self._starts = sorted(buckets)
         if not self._starts or self._starts[0] != 1:
             raise ConfigError(f"buckets of a bandit begin at 1 request, not at {self._starts[:1]}")
@@ -121,16 +121,16 @@ class BanditSelector:
         self._earned: dict[int, dict[DraftPlan, deque[float]]] = {}
 
     def table(self) -> str:
-        """What there is to choose from, in one line."""
+        """All plans in one line."""
         parts = [(start, " ".join(map(str, plans))) for start, plans in self.buckets.items()]
         return ", ".join(text if start == 1 else f"from {start} on {text}" for start, text in parts)
 
-    def begins(self, requests: int) -> int:
-        """See `StrategySelector`."""
+    def begin_rollout(self, requests: int) -> int:
+        """Always drafts from the first step."""
         return 0
 
     def select(self, running: int) -> DraftPlan:
-        """See `StrategySelector`."""
+        """An untried plan of the batch size, else the choice of the rule."""
         plans = self.choices(running)
         if len(plans) == 1:
             return plans[0]
@@ -141,13 +141,13 @@ class BanditSelector:
         return self._rule.pick({plan: earned[plan] for plan in plans}, self._rng)
 
     def choices(self, running: int) -> Sequence[DraftPlan]:
-        """See `Choosing`."""
+        """The plans of the batch size, or OFF alone beyond the threshold."""
         if self._threshold is not None and running > self._threshold:
             return (OFF,)
         return self.buckets[self._starts[bisect_right(self._starts, running) - 1]]
 
     def record(self, step: StepRecord) -> None:
-        """See `StrategySelector`."""
+        """Add the reward of a steady step."""
         if not step.steady or step.seconds <= 0:
             return
         earned = self._earned.setdefault(bucket_of(step.running), {})
@@ -155,7 +155,7 @@ class BanditSelector:
         rewards.append((step.running + sum(step.accepted)) / step.seconds)
 
     def changed(self, *, drafter: bool = False) -> None:
-        """See `StrategySelector`."""
+        """Drop the older half of the rewards."""
         for earned in self._earned.values():
             for rewards in earned.values():
                 for _ in range(len(rewards) - math.ceil(_KEPT_ON_CHANGE * len(rewards))):
@@ -165,10 +165,10 @@ class BanditSelector:
 def buckets_by_rows(
     plans: Sequence[DraftPlan], thresholds: Sequence[int]
 ) -> dict[int, list[DraftPlan]]:
-    """BEG's: plans of one number of rows to verify are for the batch sizes from one threshold up to
-    the next, those of most rows for the smallest.
+    """BEG's buckets: plans with the same `verify_tokens` serve the batch sizes from one threshold
+    up to the next; the largest trees serve the smallest batches.
 
-    Raises ConfigError unless there are as many thresholds as numbers of rows, growing from 1.
+    Raises ConfigError unless there is one threshold per value of `verify_tokens`, rising from 1.
     """
     by_rows = sorted(dict.fromkeys(plans), key=lambda plan: -plan.verify_tokens)
     groups = [list(group) for _, group in groupby(by_rows, key=lambda plan: plan.verify_tokens)]

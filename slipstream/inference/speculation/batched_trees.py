@@ -57,7 +57,7 @@ def draft_tree_batched(
     topk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The parts of `Candidates`, drafted into `kv`, whose first `num_keys` slots have room for
-    them. Levels end where no score is as good as `batch.least`."""
+    them. Levels end where no score is as good as `batch.min_log_probability`."""
     N, lm_head, device = len(given.ends_N), batch.policy.lm_head, kv.device
     laws = _Laws(batch, steps, lm_head.weight.shape[0])
     run = LevelPass(
@@ -79,7 +79,9 @@ def draft_tree_batched(
         tokens_NC = likely_NFW[..., :topk].flatten(1)
         scores_NC = (scores_NF[..., None] + promised_NFk).flatten(1)
         found.append((tokens_NC, scores_NC))
-        if level + 1 == steps or (batch.worth > 0 and float(scores_NC.max()) < batch.least):
+        if level + 1 == steps or (
+            batch.min_acceptance > 0 and float(scores_NC.max()) < batch.min_log_probability
+        ):
             break
         scores_NF, best_NF = scores_NC.topk(topk)
         followed.append(best_NF)

@@ -148,7 +148,7 @@ class DraftGraphs:
         inputs = Inputs([*wide, *((N, *value.shape[1:]) for value in values[3:])], values)
         numbers, features, scale, positions, keys, temperature = inputs.buffers
         settings = batch.rows.without_truncation(keys, temperature)
-        steady = replace(batch, positions_N=positions, rows=settings, worth=0.0)
+        steady = replace(batch, positions_N=positions, rows=settings, min_acceptance=0.0)
         held = PrefillInput(numbers, features, scale)
         return _Draft(inputs, self._record(lambda: drafting(steady, held, shape.keys)))
 

@@ -30,7 +30,7 @@ from slipstream.inference.speculation.draft_graphs import (
     PrefillInput,
     most_columns,
 )
-from slipstream.inference.speculation.draft_temperature import Sureness
+from slipstream.inference.speculation.draft_temperature import DraftTemperature
 from slipstream.inference.speculation.pending_features import (
     GONE,
     PendingFeatureQueue,
@@ -88,7 +88,7 @@ class EagleProposer:
         self._batch: list[PendingRequest] | None = None
         self._names: Sequence[str] = ()
         self._waiting = PendingFeatureQueue(waiting_bytes)
-        self._sureness = Sureness()
+        self._temperature = DraftTemperature()
         self._drafter: TreeDrafter | None = None
         # Of the trees that are being verified.
         self._judged: Candidates | None = None
@@ -141,7 +141,7 @@ class EagleProposer:
             firsts = zip(self._judged.tokens_NC[:, 0].tolist(), tokens, strict=True)
             # One that has just ended by an error has nothing new.
             right = [bool(new) and new[0] == first for first, new in firsts]
-            self._sureness.learn(self._judged.gaps_NW, right)
+            self._temperature.learn(self._judged.gaps_NW, right)
             self._judged = None
         self._waiting.add(self._in_order(request_ids), tokens, self._as_read(features_NWD))
 
@@ -234,9 +234,11 @@ class EagleProposer:
         self._judged = candidates
         # Of laws that are cut, too: what is cut off is seldom among the best.
         if not batch.as_matrix:
-            best = candidates.best(len(batch.last) * (plan.verify_tokens - 1), batch.least)
+            best = candidates.best(
+                len(batch.last) * (plan.verify_tokens - 1), batch.min_log_probability
+            )
         else:
-            best = candidates.best_of_each(plan.verify_tokens - 1, batch.least)
+            best = candidates.best_of_each(plan.verify_tokens - 1, batch.min_log_probability)
         return [
             DraftTree([last, *tokens], [-1, *parents], len(tokens), scores)
             for last, (tokens, parents, scores) in zip(batch.last, best, strict=True)
@@ -265,8 +267,8 @@ class EagleProposer:
                 batch.rows.temperature_N,
                 plan.steps,
                 plan.topk,
-                batch.least if plan.topk > 1 else -inf,
-                self._sureness.scale,
+                batch.min_log_probability if plan.topk > 1 else -inf,
+                self._temperature.value,
             )
         )
 
@@ -322,8 +324,8 @@ class EagleProposer:
         ids_NW, features_NWF = waiting.padded()
         device, width = features_NWF.device, ids_NW.shape[1]
         numbers = np.concatenate([starts_N[:, None], waiting.counts_N[:, None], ids_NW], 1)
-        if self._scale is None or self._scale[0] != self._sureness.scale:
-            scale = self._sureness.scale
+        if self._scale is None or self._scale[0] != self._temperature.value:
+            scale = self._temperature.value
             self._scale = scale, torch.tensor(scale, dtype=torch.float64, device=device)
         waits = PrefillInput(torch.from_numpy(numbers).to(device), features_NWF, self._scale[1])
         num_keys = int(starts_N.max()) + width + (plan.steps - 1) * plan.topk

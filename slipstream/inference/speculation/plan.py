@@ -1,4 +1,4 @@
-"""How much to draft: a point of the grid that selectors choose from."""
+"""A draft plan: how deep and wide to draft, and how many tokens to verify. Selectors choose one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from slipstream.tree_size import candidate_count
 
 @dataclass(frozen=True, slots=True, order=True)
 class DraftPlan:
-    """Draft `steps` deep, `topk` tokens wide, and verify `verify_tokens` rows a request: of trees,
-    on average over the batch, and those of the drafts that are most likely to be right.
+    """Draft `steps` deep, follow `topk` tokens per level, and verify `verify_tokens` per request.
 
-    The rows include the one of the last known token, as in SGLang and FastRL: a chain of n drafts
-    is `n_1_(n+1)`. Written `8_4_32`; `OFF` is `0_0_1`. Raises ConfigError for a shape that cannot
-    be.
+    For trees, `verify_tokens` is a mean over the batch; the drafts with the highest estimated
+    acceptance probability are verified. The count includes the last known token, as in SGLang and
+    FastRL: a chain of n drafts is `n_1_(n+1)`. Plans are written like `8_4_32`; `OFF` is `0_0_1`.
+    Raises ConfigError for an impossible shape.
     """
 
     steps: int
@@ -43,28 +43,29 @@ class DraftPlan:
 
     @property
     def candidates(self) -> int:
-        """Drafts among which those to verify are chosen."""
+        """The number of candidate draft tokens of a request, from which those to verify are
+        selected."""
         return candidate_count(self.steps, self.topk)
 
     @property
     def draft_rows(self) -> int:
-        """What the drafter computes of a request: the last known token, and all that is followed
-        to give more."""
+        """Tokens of a request in the drafter's forward passes: the last known token, and all drafts
+        that are expanded."""
         return 1 + (self.steps - 1) * self.topk if self.steps else 0
 
     def most_drafts(self, requests: int) -> int:
-        """What one of so many requests may have to verify, beyond its last known token: of a chain
-        all have as much, and of trees those whose drafts promise more have more."""
+        """Most draft tokens that one of `requests` requests may have to verify. All chains have the
+        same number. Trees share the batch's total, so one of them may have many."""
         return min(self.candidates, requests * (self.verify_tokens - 1))
 
     @classmethod
     def chain(cls, drafts: int) -> DraftPlan:
-        """`drafts` tokens one after the other; OFF for none."""
+        """A chain of `drafts` tokens; OFF for 0."""
         return _chain(drafts)
 
     @classmethod
     def parse(cls, text: str) -> DraftPlan:
-        """From `steps_topk_verify`. Raises ConfigError for another form."""
+        """Parse `steps_topk_verify`. Raises ConfigError for any other form."""
         match = re.fullmatch(r"(\d+)_(\d+)_(\d+)", text)
         if match is None:
             raise ConfigError(f"draft plan {text!r}: expected steps_topk_verify, for example 3_1_4")
@@ -75,10 +76,10 @@ class DraftPlan:
 
 
 OFF = DraftPlan(0, 0, 1)
-"""Plain decoding, a plan like any other."""
+"""Plain decoding."""
 
 
 @cache
 def _chain(drafts: int) -> DraftPlan:
-    # Every step of a run asks for one.
+    # Called in every decode step.
     return DraftPlan(drafts, 1, drafts + 1) if drafts else OFF

@@ -1,4 +1,4 @@
-"""The seam between the engine and whoever drafts for it."""
+"""The interface between the engine and its proposers of drafts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from slipstream.types import WeightUpdate
 class DraftTree:
     """Proposed continuations of one request. Node 0 is its last known token.
 
-    `parents[i]` < i is the node that node i follows; the root's is -1. A chain has i - 1 there.
-    `by_head`: how many of the drafts are a model's, and not only found in earlier texts. `scores`:
-    of each draft the logarithm of the chance that the policy will choose all tokens down to it, as
-    far as is known; None where nothing is.
+    `parents[i]` < i is the node that node i follows; the root's is -1. In a chain it is i - 1.
+    `by_head`: drafts that a draft head proposed, alone or in agreement with the history. `scores`:
+    logarithm of each draft's estimated acceptance probability, from the root down to it; None if
+    unknown.
     """
 
     tokens: Sequence[int]
@@ -32,7 +32,7 @@ class DraftTree:
 
     @classmethod
     def chain(cls, last: int, drafts: Sequence[int], *, by_head: bool = False) -> DraftTree:
-        """`drafts` one after the other, all of them or none by a head."""
+        """A chain of `drafts`; either all or none of them come from a head."""
         return cls([last, *drafts], range(-1, len(drafts)), len(drafts) if by_head else 0)
 
     def __len__(self) -> int:
@@ -55,25 +55,25 @@ class DraftTree:
         return isinstance(parents, range) or all(p == i - 1 for i, p in enumerate(parents))
 
     def straight(self, path: Sequence[int]) -> tuple[int, int]:
-        """How many drafts follow one another from the root on, each the first after the one before,
-        and how many of these are on `path`, the nodes from the root that were accepted."""
+        """Length of the chain of first children from the root, and how many of its drafts are on
+        `path`, the accepted nodes from the root on."""
         parents, line = self.parents, 0
         while line + 1 < len(parents) and parents[line + 1] == line:
             line += 1
         return line, sum(node == depth for depth, node in enumerate(path[1:], 1))
 
     def is_first_child(self, node: int) -> bool:
-        """Whether no earlier node follows the same one."""
+        """Whether no earlier node has the same parent."""
         parents = self.parents
         return isinstance(parents, range) or parents[node] not in parents[1:node]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftBatch:
-    """What a proposer may know of the running batch of N requests.
+    """What a proposer knows about the running batch of N requests.
 
-    `last` is the last known token of each, and `positions_N` where the next will stand. `rows` are
-    their sampling settings and `policy` the weights that will verify.
+    `last` has the last known token of each request and `positions_N` the position of the next one.
+    `rows` are their sampling settings, `policy` the weights that will verify.
     """
 
     request_ids: Sequence[str]
@@ -81,20 +81,20 @@ class DraftBatch:
     positions_N: Tensor
     rows: SamplingRows
     policy: PackedDecoder
-    worth: float = 0.0
-    """The chance of being right that a draft of a tree must have to be worth its row."""
+    min_acceptance: float = 0.0
+    """Drafts of a tree with a lower estimated acceptance probability are not verified."""
 
     @property
     def as_matrix(self) -> bool:
-        """Whether all requests have as many rows to verify as the one that has most, filled up."""
+        """Whether all requests are padded to the same number of tokens to verify."""
         policy = self.policy
         device = policy.embedding.device
         return not supports_varlen(policy.config, policy.compute_dtype, device)
 
     @property
-    def least(self) -> float:
-        """The logarithm of `worth`."""
-        return log(self.worth) if self.worth > 0 else -inf
+    def min_log_probability(self) -> float:
+        """Logarithm of `min_acceptance`."""
+        return log(self.min_acceptance) if self.min_acceptance > 0 else -inf
 
     def chains(self, drafts: Sequence[Sequence[int]]) -> list[DraftTree]:
         """A chain for each request."""
@@ -105,9 +105,9 @@ class DraftBatch:
 class Proposer(Protocol):
     """Drafts for running requests. Called on the engine's thread, between forward passes.
 
-    What it proposes never changes what a request generates, only how soon. Requests begin and end
-    in the order in which the engine's rows are taken and given up, so that a proposer may keep
-    rows of its own: a new request takes the next row, and where one ends the last row moves in.
+    Proposals never change the tokens of a request, only its speed. Requests begin and end in the
+    order in which the engine allocates and frees its rows, so a proposer may mirror them: a new
+    request takes the next row, and the last row replaces the row of a request that ends.
     """
 
     def begin(
@@ -117,15 +117,14 @@ class Proposer(Protocol):
         context: Sequence[int],
         features_TD: Tensor | None,
     ) -> None:
-        """A request starts to run. `context` begins with `prompt` and holds all that is known;
-        `features_TD` are the policy's features over all of it but the last token, or over the end
-        of that where earlier ones are not at hand; None where none is. Features are final hidden
-        states, or the inputs of the layers that the proposer reads (`UsesAuxLayers`), side by
-        side."""
+        """A request starts to run. `context` begins with `prompt` and has all known tokens.
+        `features_TD` has the policy's features of all of them but the last, or of the last T of
+        these if earlier features are missing; None if all are. Features are final hidden states,
+        or the concatenated inputs of the proposer's auxiliary layers (`UsesAuxLayers`)."""
         ...
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
-        """For each request a tree within `plan`; its root alone where there is no idea."""
+        """A tree within `plan` for each request; the root alone if nothing is proposed."""
         ...
 
     def observe(
@@ -134,33 +133,33 @@ class Proposer(Protocol):
         tokens: Sequence[Sequence[int]],
         features_NWD: Tensor | None,
     ) -> None:
-        """The running requests, all of them in the order of rows, have generated `tokens`. Row i of
-        `features_NWD` begins with the features that its tokens were sampled from, so the first
-        belongs to the token before them; rows may be longer."""
+        """The running requests, in the order of rows, have generated `tokens`. Row i of
+        `features_NWD` starts with the features from which its tokens were sampled, so the first
+        one belongs to the token before them. Rows may be longer than their tokens."""
         ...
 
     def end(self, request_id: str) -> None:
-        """The request has ended, or was sent back to the queue. Unknown ids are ignored."""
+        """The request has ended or was preempted. Unknown ids are ignored."""
         ...
 
     def remember(self, prompt: Sequence[int], context: Sequence[int], known: int) -> None:
-        """A request that was not drafted for has written what is in `context` from `known` on:
-        what it may teach of others."""
+        """A request without drafts has generated `context[known:]`. History proposers may use it
+        for other requests."""
         ...
 
 
 @runtime_checkable
 class UsesAuxLayers(Protocol):
-    """A proposer that may ask for other features than final hidden states."""
+    """A proposer that may need other features than final hidden states."""
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Layers of the policy whose inputs are its features; none: final hidden states are."""
+        """Auxiliary layers: their inputs are the features. Empty for final hidden states."""
         ...
 
 
 def aux_layers_of(proposer: Proposer | None) -> tuple[int, ...]:
-    """What `proposer` asks for."""
+    """The auxiliary layers of a proposer."""
     return proposer.aux_layers if isinstance(proposer, UsesAuxLayers) else ()
 
 
@@ -169,8 +168,8 @@ class LearningProposer(Proposer, UsesAuxLayers, Protocol):
     """A proposer whose weights are trained elsewhere."""
 
     def update(self, update: WeightUpdate) -> None:
-        """Take new weights, also while requests run: later drafts come from them.
+        """Load new weights, even while requests run; later drafts use them.
 
-        Raises EngineError, and changes nothing, when the update does not fit.
+        Raises EngineError, and changes nothing, if the update does not fit.
         """
         ...

@@ -16,9 +16,9 @@ from typing import Any
 from slipstream.inference.speculation.bandits import BanditSelector
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.selector import (
-    Choosing,
     CostModelSelector,
-    RowJudge,
+    HasMinAcceptance,
+    ListsChoices,
     StepRecord,
     StrategySelector,
 )
@@ -58,7 +58,7 @@ class ReportedSelector:
         after line."""
         self._selector = selector
         # Asked for in every step.
-        self._judge = selector if isinstance(selector, RowJudge) else None
+        self._judge = selector if isinstance(selector, HasMinAcceptance) else None
         self._notify = notify
         self._head = head
         self._head_record = head_record or self._record_of_all
@@ -69,9 +69,9 @@ class ReportedSelector:
         self._said_useless = False
         self._write({"selector": "new"})
 
-    def begins(self, requests: int) -> int:
+    def begin_rollout(self, requests: int) -> int:
         """See `StrategySelector`."""
-        unseen = self._selector.begins(requests)
+        unseen = self._selector.begin_rollout(requests)
         self._skipped += unseen > 0
         if self._skipped == _USELESS_ROLLOUTS:
             self._say_useless(f"with about {requests} requests at once it gained next to nothing")
@@ -83,12 +83,12 @@ class ReportedSelector:
         return self._selector.select(running)
 
     def choices(self, running: int) -> Sequence[DraftPlan] | None:
-        """See `Choosing`."""
-        return self._selector.choices(running) if isinstance(self._selector, Choosing) else None
+        """See `ListsChoices`."""
+        return self._selector.choices(running) if isinstance(self._selector, ListsChoices) else None
 
-    def worth(self, running: int) -> float:
-        """See `RowJudge`."""
-        return 0.0 if self._judge is None else self._judge.worth(running)
+    def min_acceptance(self, running: int) -> float:
+        """See `HasMinAcceptance`."""
+        return 0.0 if self._judge is None else self._judge.min_acceptance(running)
 
     def record(self, step: StepRecord) -> None:
         """See `StrategySelector`."""
@@ -229,7 +229,7 @@ def replay(
             case Started():
                 selector = make()
             case Begins(requests):
-                selector.begins(requests)
+                selector.begin_rollout(requests)
             case Changed(drafter):
                 selector.changed(drafter=drafter)
             case StepRecord():

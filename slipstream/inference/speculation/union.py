@@ -162,7 +162,7 @@ def _merged(
         chances = [log(max(rate, 1e-9)) for rate in curve.rates(len(past))]
         both.add(past, list(accumulate(chances)))
         merged.append(both)
-    drafts, least = plan.verify_tokens - 1, batch.least
+    drafts, least = plan.verify_tokens - 1, batch.min_log_probability
     if batch.as_matrix:
         chosen = [best_nodes([both], drafts, least)[0] for both in merged]
     else:

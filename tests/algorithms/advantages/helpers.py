@@ -1,4 +1,4 @@
-"""Batches that the tests of advantages share, and calls as the loop makes them."""
+"""Shared batches for tests of advantages, and calls like those of the loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ WHITENED = sorted(WHITENING)
 
 
 def make_case(seed: int, groups: Sequence[int] = (3, 2, 4), length: int = 5) -> Case:
-    """Groups of the given sizes, mixed; masks with holes, the last row without any target."""
+    """A batch with groups of the given sizes in mixed order. Masks have holes; the last row has no
+    target token."""
     rng = random.Random(seed)
     rows = sum(groups)
     index = [f"p{g}" for g, size in enumerate(groups) for _ in range(size)]
@@ -49,7 +50,7 @@ def make_case(seed: int, groups: Sequence[int] = (3, 2, 4), length: int = 5) -> 
 
 
 def plain(scores: Sequence[float], index: Sequence[str], length: int = 3) -> Case:
-    """Full rows, the score on the last token; everything else zeros."""
+    """A batch of rows without mask holes, with each score on the last token and zeros elsewhere."""
     zeros = [[0.0] * length for _ in scores]
     return Case(
         rewards=[[0.0] * (length - 1) + [s] for s in scores],
@@ -66,7 +67,7 @@ def plain(scores: Sequence[float], index: Sequence[str], length: int = 3) -> Cas
 
 
 def pad(case: Case, extra: int, filler: float = 7.0) -> Case:
-    """Wider rows with garbage behind a zero mask, and no reward there."""
+    """The batch with `extra` masked columns of garbage, without rewards there."""
 
     def widen(rows: Rows, value: float) -> Rows:
         return [row + [value] * extra for row in rows]
@@ -84,7 +85,7 @@ def pad(case: Case, extra: int, filler: float = 7.0) -> Case:
 
 
 def pick(case: Case, rows: Sequence[int]) -> Case:
-    """The given rows, in that order."""
+    """The given rows, in this order."""
 
     def of(column: Any) -> Any:
         return None if column is None else [column[row] for row in rows]
@@ -120,7 +121,7 @@ def config_of(case: Case) -> AdvantageConfig:
 def estimate(
     name: str, case: Case, dtype: torch.dtype = torch.float64, **changed: Any
 ) -> tuple[Tensor, Tensor]:
-    """As the loop calls it: keywords only, and those that the estimator declares."""
+    """Call an estimator like the loop: with keywords, and with the inputs that it declares."""
     arguments: dict[str, Any] = {
         "token_level_rewards": torch.tensor(case.rewards, dtype=dtype),
         "response_mask": torch.tensor(case.mask),
@@ -137,7 +138,7 @@ def estimate(
 
 
 def per_row(name: str, case: Case) -> list[float]:
-    """One advantage per row, where all tokens of a row have the same."""
+    """The advantage of each row, if all tokens of a row have the same."""
     advantages, returns = estimate(name, case)
     assert torch.equal(advantages, returns)
     assert torch.equal(advantages, advantages[:, :1] * torch.tensor(case.mask))

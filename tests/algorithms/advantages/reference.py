@@ -1,4 +1,4 @@
-"""The estimators once more, on Python floats, row by row and token by token.
+"""Reference estimators on Python floats, row by row and token by token.
 
 An independent check: no tensors, no shared code.
 """
@@ -33,7 +33,7 @@ class Case:
 
 
 def reference(name: str, case: Case) -> tuple[Rows, Rows]:
-    """(advantages, returns)."""
+    """(advantages, returns) of the estimator `name`."""
     return _REFERENCES[name](case)
 
 
@@ -153,7 +153,7 @@ def _remax(case: Case) -> tuple[Rows, Rows]:
 
 
 def _gae(case: Case) -> tuple[Rows, Rows]:
-    """The sum over k of (gamma lam)^k delta_k, not the recursion."""
+    """The definition as a sum over k of (gamma lam)^k delta_k, without the recursion."""
     estimates = [[0.0] * len(row) for row in case.rewards]
     returns = [[0.0] * len(row) for row in case.rewards]
     for b, values in enumerate(case.values):

@@ -1,4 +1,4 @@
-"""Distillation on the policy's own samples, by hand."""
+"""On-policy distillation against values computed by hand."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def test_advantage_is_minus_the_reverse_kl_of_the_token() -> None:
         mask=[[1, 1], [1, 0]],
     )
     advantages, returns = estimate("on_policy_distillation", case)
-    # The rewards have no part in it, nor has the group.
+    # Rewards and groups do not matter.
     assert advantages.tolist() == [[-2.0, 1.5], [0.0, 0.0]]
     assert torch.equal(advantages, returns)

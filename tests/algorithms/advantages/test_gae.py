@@ -1,4 +1,4 @@
-"""GAE, by hand and against a definition with sums."""
+"""GAE against values computed by hand and against its definition as a sum."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASE = replace(
 )
 
 
-def test_gae_by_hand() -> None:
+def test_gae_values() -> None:
     # Deltas -0.375, 0.75 and -0.75, -0.5; gamma lam = 0.25.
     advantages, returns = estimate("gae", CASE)
     raw = torch.tensor([[-0.1875, 0.75], [-0.875, -0.5]], dtype=torch.float64)
@@ -41,8 +41,8 @@ def test_observation_tokens_are_skipped() -> None:
         assert got.tolist() == [[narrow[0, 0], 0.0, narrow[0, 1]], [*narrow[1].tolist(), 0.0]]
 
 
-def test_returns_are_those_of_the_estimates_before_whitening() -> None:
-    # With lam = 1 they are the discounted rewards to go, whatever the values.
+def test_returns_use_estimates_before_whitening() -> None:
+    # With lam = 1 they are the discounted rewards to go, for any values.
     case = replace(make_case(8), lam=1.0, gamma=1.0)
     _, returns = estimate("gae", case)
     rewards = torch.tensor(case.rewards, dtype=torch.float64) * torch.tensor(case.mask)
@@ -50,7 +50,7 @@ def test_returns_are_those_of_the_estimates_before_whitening() -> None:
     torch.testing.assert_close(returns, expected)
 
 
-def test_verls_call_works() -> None:
+def test_accepts_verls_call() -> None:
     rewards, values, mask = (
         torch.tensor(column, dtype=torch.float64)
         for column in (CASE.rewards, CASE.values, CASE.mask)
@@ -60,12 +60,12 @@ def test_verls_call_works() -> None:
         assert torch.equal(a, b)
 
 
-def test_values_that_are_not_finite_are_refused() -> None:
+def test_rejects_values_that_are_not_finite() -> None:
     with pytest.raises(ValueError, match="values of row 1 is inf at token 0"):
         estimate("gae", replace(CASE, values=[[0.0, 0.0], [float("inf"), 0.0]]))
 
 
-def test_an_episodes_end_cuts_the_estimate() -> None:
+def test_end_of_an_episode_stops_the_estimate() -> None:
     rewards = torch.tensor([1.0, 2.0, 4.0])
     values = torch.tensor([0.5, 0.25, 1.0])
     dones = torch.tensor([False, True, False])
@@ -76,7 +76,7 @@ def test_an_episodes_end_cuts_the_estimate() -> None:
     assert advantages.dtype == torch.float32
 
 
-def test_a_further_value_bootstraps_the_last_step() -> None:
+def test_extra_value_bootstraps_the_last_step() -> None:
     rewards, dones = torch.zeros(2, 2, dtype=torch.float64), torch.tensor([[0, 0], [0, 1]])
     values = torch.tensor([[0.0, 0.0, 8.0]] * 2)
     advantages, _ = estimate_advantages(rewards, values, dones, 0.5, 0.5)
@@ -84,6 +84,6 @@ def test_a_further_value_bootstraps_the_last_step() -> None:
     assert advantages.dtype == torch.float64
 
 
-def test_trajectories_of_other_shapes_are_refused() -> None:
+def test_rejects_trajectories_of_other_shapes() -> None:
     with pytest.raises(ValueError, match=r"values \(\.\.\., T\) or \(\.\.\., T \+ 1\); got"):
         estimate_advantages(torch.zeros(3), torch.zeros(5), torch.zeros(3), 1.0, 1.0)

@@ -1,4 +1,4 @@
-"""GPG's advantages, by hand."""
+"""GPG's advantages against values computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PF-PPO's weights by hand, and its draw."""
+"""PF-PPO: weights and sampling of rows."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SCORES = torch.tensor([2.0, -1.0, 0.5, 2.0])
         (PFPPOConfig(reweight_method="max_random"), [0.4, 0.1, 0.1, 0.4]),
     ],
 )
-def test_weights_by_hand(config: PFPPOConfig, expected: list[float]) -> None:
+def test_weights_of_each_method(config: PFPPOConfig, expected: list[float]) -> None:
     assert pf_ppo_weights(SCORES, config).tolist() == [w + 1e-8 for w in expected]
 
 
-def test_rows_are_drawn_by_weight_and_with_replacement() -> None:
+def test_rows_are_sampled_by_weight_with_replacement() -> None:
     scores = torch.tensor([1.0, 0.0, 3.0, 0.0]).repeat(2000)
     drawn = pf_ppo_indices(scores, PFPPOConfig(weight_pow=1.0), seed=0)
     kinds = torch.bincount(drawn % 4, minlength=4) / len(drawn)
@@ -32,7 +32,7 @@ def test_rows_are_drawn_by_weight_and_with_replacement() -> None:
     assert kinds.tolist() == pytest.approx([0.25, 0.0, 0.75, 0.0], abs=0.02)
 
 
-def test_the_draw_depends_on_the_seed_alone() -> None:
+def test_sampling_depends_only_on_the_seed() -> None:
     first = pf_ppo_indices(SCORES, seed=3)
     assert torch.equal(first, pf_ppo_indices(SCORES, seed=3))
     generator = torch.Generator().manual_seed(3)
@@ -40,15 +40,15 @@ def test_the_draw_depends_on_the_seed_alone() -> None:
     assert any(not torch.equal(first, pf_ppo_indices(SCORES, seed=seed)) for seed in range(4, 9))
 
 
-def test_equal_zero_scores_can_be_drawn_from() -> None:
+def test_batch_of_zero_scores_can_be_sampled() -> None:
     assert set(pf_ppo_indices(torch.zeros(50), seed=0).tolist()) <= set(range(50))
 
 
-def test_bad_input_is_refused() -> None:
+def test_rejects_invalid_input() -> None:
     with pytest.raises(ValueError, match="score of row 0 is nan"):
         pf_ppo_weights(torch.tensor([float("nan")]))
     with pytest.raises(ValueError, match=r"scores of shape \(0,\)"):
         pf_ppo_weights(torch.zeros(0))
     for both in ({}, {"seed": 1, "generator": torch.Generator()}):
-        with pytest.raises(ValueError, match="give a seed or a generator, and not both"):
+        with pytest.raises(ValueError, match="pass either seed or generator"):
             pf_ppo_indices(SCORES, **both)  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""What holds for every estimator: the loop reference, and indifference to order and padding."""
+"""Properties of all estimators: equal to the reference, independent of order, padding and masked
+values."""
 
 from __future__ import annotations
 
@@ -40,9 +41,7 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @few
 @given(seed=seeds, by_std=st.booleans(), weighted=st.booleans())
-def test_equals_the_reference_written_with_loops(
-    name: str, seed: int, by_std: bool, weighted: bool
-) -> None:
+def test_equals_the_reference(name: str, seed: int, by_std: bool, weighted: bool) -> None:
     case = replace(make_case(seed), by_std=by_std)
     if not weighted:
         case = replace(case, rollout_is_weights=None, part_weights=None)
@@ -90,7 +89,7 @@ def test_padding_does_not_matter(name: str, seed: int, extra: int, dtype: torch.
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"gpg"}))
 def test_masked_rows_of_another_group_do_not_matter(name: str) -> None:
-    # gpg counts rows: its alpha is a share of the batch.
+    # gpg is excluded, because its alpha depends on the number of rows.
     case = make_case(1)
     rows = list(range(len(case.index)))
     more = pick(case, [*rows, rows[-1], rows[-1]])
@@ -101,7 +100,7 @@ def test_masked_rows_of_another_group_do_not_matter(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_garbage_behind_the_mask_does_not_leak(name: str) -> None:
+def test_masked_values_do_not_matter(name: str) -> None:
     clean = estimate(name, pad(make_case(2), 1))
     dirty = estimate(name, pad(make_case(2), 1, filler=float("nan")))
     assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
@@ -129,7 +128,7 @@ def test_results_carry_no_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(WHITENED)))
-def test_a_batch_without_targets_gives_zeros(name: str) -> None:
+def test_batch_without_target_tokens_gives_zeros(name: str) -> None:
     case = plain([1.0, 0.0], "aa")
     advantages, returns = estimate(name, replace(case, mask=[[0.0] * 3] * 2))
     assert not advantages.any()
@@ -138,15 +137,15 @@ def test_a_batch_without_targets_gives_zeros(name: str) -> None:
 
 @pytest.mark.parametrize("name", WHITENED)
 @pytest.mark.parametrize("targets", [0, 1])
-def test_whitening_fewer_than_two_tokens_is_refused(name: str, targets: int) -> None:
+def test_rejects_whitening_of_fewer_than_two_tokens(name: str, targets: int) -> None:
     mask = [[0.0] * 3, [0.0, 0.0, float(targets)]]
-    with pytest.raises(ValueError, match=f"at least 2 target tokens, got {targets}: .*such as"):
+    with pytest.raises(ValueError, match=f"at least 2 target tokens, got {targets}; .*such as"):
         estimate(name, replace(plain([1.0, 0.0], "aa"), mask=mask))
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_score_that_is_not_finite_is_refused(name: str, bad: float) -> None:
+def test_rejects_a_score_that_is_not_finite(name: str, bad: float) -> None:
     case = plain([0.0, bad], "aa")
     if name == "on_policy_distillation":
         case = replace(case, ref_log_probs=case.rewards)
@@ -158,33 +157,33 @@ def test_a_score_that_is_not_finite_is_refused(name: str, bad: float) -> None:
     ("name", "need"),
     [(n, need) for n in NAMES for need in sorted(adv_needs(n)) if need != "rollout_is_weights"],
 )
-def test_a_missing_input_is_named_with_what_provides_it(name: str, need: AdvantageNeed) -> None:
+def test_missing_input_error_says_what_provides_it(name: str, need: AdvantageNeed) -> None:
     missing: dict[str, Any] = {need.value: None}
     with pytest.raises(ValueError, match=f"'{name}' needs {need.value}, got None; .{{20,}}"):
         estimate(name, make_case(5), **missing)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_shapes_that_differ_are_refused(name: str) -> None:
+def test_rejects_different_shapes(name: str) -> None:
     with pytest.raises(ValueError, match="one shape"):
         estimate(name, make_case(6), response_mask=torch.ones(9, 2))
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "gpg", "reinforce_plus_plus", "opo"])
-def test_no_config_means_the_defaults(name: str) -> None:
+def test_config_none_means_defaults(name: str) -> None:
     case = make_case(7)
     given_none = estimate(name, case, config=None)
     default = estimate(name, case, config=AdvantageConfig())
     assert all(torch.equal(a, b) for a, b in zip(given_none, default, strict=True))
 
 
-def test_calls_in_verls_order_work() -> None:
+def test_accepts_verls_order_of_arguments() -> None:
     rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 3.0]]), torch.ones(2, 2)
     advantages, _ = get_adv_estimator_fn("rloo")(rewards, mask, ["a", "a"])
     assert advantages.tolist() == [[-2.0, -2.0], [2.0, 2.0]]
 
 
-def test_verls_calls_by_name_mean_what_they_mean_there() -> None:
+def test_accepts_verls_keywords_with_verls_meaning() -> None:
     rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.ones(2, 2)
     values = torch.tensor([[0.5, 0.25], [0.0, 0.5]])
     expected = compute_gae_advantage_return(rewards, values, mask, 0.5, 0.25)
@@ -211,7 +210,7 @@ def test_verls_calls_by_name_mean_what_they_mean_there() -> None:
     assert remax.tolist() == [[0.5, 0.5], [-0.25, -0.25]]
     gpg, _ = get_adv_estimator_fn("gpg")(rewards, mask, ["a", "a"], 1e-6, 2.0, 1.0, None)
     assert gpg.tolist() == [[0.5, 0.5], [-0.5, -0.5]]
-    # VERL's settings, where what is not given is None.
+    # VERL's settings, where unset entries are None.
     given = {"norm_adv_by_std_in_grpo": False, "gdpo_reward_keys": None, "lam": None}
     assert grpo(rewards, mask, ["a", "a"], config=given)[0].tolist() == [[0.5, 0.5], [-0.5, -0.5]]
     for name in ("rloo", "rloo_vectorized", "opo", "reinforce_plus_plus_baseline"):
@@ -221,12 +220,12 @@ def test_verls_calls_by_name_mean_what_they_mean_there() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_keyword_that_nobody_reads_is_refused(name: str) -> None:
+def test_rejects_an_unknown_keyword(name: str) -> None:
     with pytest.raises(TypeError, match="has no parameter 'gama'"):
         estimate(name, make_case(6), gama=0.5)
 
 
 @pytest.mark.parametrize("name", ["gae", "remax"])
-def test_a_mask_is_needed(name: str) -> None:
+def test_requires_a_mask(name: str) -> None:
     with pytest.raises(TypeError, match="needs a response_mask"):
         estimate(name, make_case(6), response_mask=None)

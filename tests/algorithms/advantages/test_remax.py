@@ -1,4 +1,4 @@
-"""ReMax, by hand."""
+"""ReMax against values computed by hand."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ CASE = replace(
 )
 
 
-def test_remax_by_hand() -> None:
+def test_remax_values() -> None:
     # The reward on the masked token does not count.
     advantages, returns = estimate("remax", CASE)
     assert returns.tolist() == [[1.25, 0.0, 1.0], [2.0, 2.0, 2.0]]
     assert advantages.tolist() == [[0.75, 0.0, 0.5], [-1.0, -1.0, -1.0]]
 
 
-def test_bad_baselines_are_refused() -> None:
+def test_rejects_invalid_baselines() -> None:
     with pytest.raises(ValueError, match=r"one score per row: got shape \(3,\) for 2 rows"):
         estimate("remax", CASE, reward_baselines=torch.zeros(3))
     with pytest.raises(ValueError, match="score of row 1 is nan"):

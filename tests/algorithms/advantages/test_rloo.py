@@ -1,4 +1,4 @@
-"""Leave-one-out advantages, by hand."""
+"""RLOO against values computed by hand, and against its definition."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.algorithms.advantages.helpers import per_row, plain
 
 
 @pytest.mark.parametrize("name", ["rloo", "rloo_vectorized"])
-def test_rloo_by_hand(name: str) -> None:
+def test_rloo_values(name: str) -> None:
     # 3 - mean(1, 2), 1 - mean(3, 2), 2 - mean(3, 1).
     assert per_row(name, plain([3.0, 1.0, 2.0], "aaa")) == [1.5, -1.5, 0.0]
 

@@ -1,4 +1,4 @@
-"""Rollout correction: by hand, against loops in float64, and under garbage, padding and order."""
+"""Rollout correction: values, loops in float64, and independence of order, padding and garbage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ P = "rollout_corr/"
 
 
 def batch(rows: int = 5, length: int = 6, *, seed: int = 0, scale: float = 0.4) -> list[Tensor]:
-    """(old, rollout, mask) float64; the last row is empty, others have 1 to `length` targets."""
+    """(old, rollout, mask) in float64. The last row is empty; others have 1 to `length` targets."""
     generator = torch.Generator().manual_seed(seed)
     rollout = -3 * torch.rand(rows, length, generator=generator, dtype=torch.float64)
     old = rollout + scale * torch.randn(rows, length, generator=generator, dtype=torch.float64)
@@ -32,7 +32,7 @@ def batch(rows: int = 5, length: int = 6, *, seed: int = 0, scale: float = 0.4) 
 
 
 def by_hand(**keys: Any) -> tuple[Tensor | None, Tensor, dict[str, float]]:
-    """Token ratios 2, 0.5, 4 | 0.5, masked, masked."""
+    """The correction of rows with token ratios 2, 0.5, 4 and 0.5, masked, masked."""
     ratios = torch.tensor([[2.0, 0.5, 4.0], [0.5, 1.0, 1.0]], dtype=torch.float64)
     rollout = torch.full((2, 3), -1.0, dtype=torch.float64)
     mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
@@ -45,7 +45,7 @@ def rows(tensor: Tensor | None) -> list[float]:
     return [round(float(x), 9) for x in tensor.flatten()]
 
 
-def test_weights_by_hand() -> None:
+def test_weights_values() -> None:
     assert rows(by_hand(rollout_is="token", rollout_is_threshold=3)[0]) == [2, 0.5, 3, 0.5, 0, 0]
     icepop = by_hand(rollout_is="token", rollout_is_threshold="0.6_3")[0]
     assert rows(icepop) == [2, 0, 0, 0, 0, 0]
@@ -53,7 +53,7 @@ def test_weights_by_hand() -> None:
     assert rows(by_hand(rollout_is="sequence", rollout_is_threshold=9)[0]) == [4, 4, 4, 0.5, 0, 0]
     token = by_hand(rollout_is="token", rollout_is_threshold=3, rollout_is_batch_normalize=True)
     assert rows(token[0]) == pytest.approx([2 / 1.5, 0.5 / 1.5, 2, 0.5 / 1.5, 0, 0])
-    # Sequences count once each: (2 + 0.5) / 2.
+    # Each sequence counts once: (2 + 0.5) / 2.
     sequence = by_hand(rollout_is="sequence", rollout_is_batch_normalize=True)
     assert rows(sequence[0]) == pytest.approx([1.6, 1.6, 1.6, 0.4, 0, 0])
 
@@ -76,7 +76,7 @@ def test_weights_by_hand() -> None:
         ("token_k2,sequence", "0.25,1.9", [0, 0, 0, 0, 0, 0]),
     ],
 )
-def test_rejection_by_hand(rollout_rs: str, threshold: float | str, kept: list[int]) -> None:
+def test_rejection_values(rollout_rs: str, threshold: float | str, kept: list[int]) -> None:
     weights, mask, metrics = by_hand(rollout_rs=rollout_rs, rollout_rs_threshold=threshold)
     assert weights is None
     assert rows(mask) == kept
@@ -85,21 +85,21 @@ def test_rejection_by_hand(rollout_rs: str, threshold: float | str, kept: list[i
     assert metrics[f"{P}rollout_rs_seq_masked_fraction"] == sequences
 
 
-def test_veto_by_hand() -> None:
+def test_veto_values() -> None:
     _, mask, metrics = by_hand(rollout_token_veto_threshold=0.4)
     assert rows(mask) == [1, 1, 1, 1, 0, 0]
     _, mask, metrics = by_hand(rollout_token_veto_threshold=0.51)
     assert rows(mask) == [0, 0, 0, 0, 0, 0]
     assert metrics[f"{P}rollout_is_veto_fraction"] == 1.0
     assert metrics[f"{P}rollout_is_catastrophic_token_fraction"] == 0.5
-    # Ratios far below e^-20 still veto: nothing is clamped.
+    # Ratios far below e^-20 also veto, because they are not clamped.
     old = torch.tensor([[-70.0, -1.0], [-1.0, -1.0]])
     config = RolloutCorrectionConfig(rollout_token_veto_threshold=1e-29)
     _, mask, _ = rollout_correction(old, torch.full((2, 2), -1.0), torch.ones(2, 2), config)
     assert mask.tolist() == [[0, 0], [1, 1]]
 
 
-def test_rejected_places_have_weight_0_and_others_keep_theirs() -> None:
+def test_only_rejected_tokens_get_weight_0() -> None:
     weights, mask, _ = by_hand(
         rollout_is="token", rollout_is_threshold=3, rollout_rs="token", rollout_rs_threshold="0.6_5"
     )
@@ -112,7 +112,7 @@ def clamped_exp(x: float) -> float:
 
 
 def loops(old: Tensor, rollout: Tensor, mask: Tensor, high: float) -> dict[str, float]:
-    """Off-policy metrics and those of truncated token weights, one number at a time."""
+    """Off-policy metrics and metrics of truncated token weights, computed with loops."""
     ratios, used, kls, k3s, row_means, row_sums, train, sampled = ([] for _ in range(8))
     for b in range(len(mask)):
         rho = [float(old[b, t] - rollout[b, t]) for t in range(mask.shape[1]) if mask[b, t]]
@@ -166,7 +166,7 @@ def loops(old: Tensor, rollout: Tensor, mask: Tensor, high: float) -> dict[str, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_metrics_against_loops(dtype: torch.dtype) -> None:
+def test_metrics_equal_loops(dtype: torch.dtype) -> None:
     old, rollout, mask = (x.to(dtype) for x in batch())
     config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=1.3)
     weights, _, metrics = rollout_correction(old, rollout, mask, config)
@@ -180,7 +180,7 @@ def test_metrics_against_loops(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", ["token", "icepop", "sequence", "normalized"])
-def test_weights_and_veto_against_loops(kind: str) -> None:
+def test_weights_and_veto_equal_loops(kind: str) -> None:
     low, high, veto = 0.8, 1.2, 0.75
     config = RolloutCorrectionConfig(
         rollout_is="sequence" if kind == "sequence" else "token",
@@ -214,7 +214,7 @@ def test_weights_and_veto_against_loops(kind: str) -> None:
 
 
 def loop_keep(option: str, rho: list[float], low: float, high: float) -> list[bool]:
-    """Which tokens of one sequence stay, in ratio units for `ratio` and `k1`."""
+    """Which tokens of one sequence are kept; bounds are ratios for `ratio` and `k1`."""
     level, statistic = RS_OPTIONS[option]
     values = []
     for x in rho:
@@ -239,7 +239,7 @@ def loop_keep(option: str, rho: list[float], low: float, high: float) -> list[bo
 
 
 @pytest.mark.parametrize("option", RS_OPTIONS)
-def test_rejection_against_loops(option: str) -> None:
+def test_rejection_equals_loops(option: str) -> None:
     kept, total = 0, 0
     ratios = RS_OPTIONS[option][1] in ("ratio", "k1")
     for seed in range(4):
@@ -288,7 +288,7 @@ CORRECTIONS = {
     dtype=st.sampled_from([torch.float64, torch.float32]),
 )
 @settings(max_examples=25, deadline=None)
-def test_order_padding_and_garbage_change_nothing(
+def test_order_padding_and_masked_values_do_not_matter(
     name: str, seed: int, order: list[int], padding: int, dtype: torch.dtype
 ) -> None:
     config, tolerance = CORRECTIONS[name], 1e-12 if dtype == torch.float64 else 1e-6
@@ -313,7 +313,7 @@ def test_order_padding_and_garbage_change_nothing(
     assert other[2] == pytest.approx(metrics, rel=tolerance, abs=tolerance)
 
 
-def test_results_carry_no_gradient_and_masks_may_be_weights() -> None:
+def test_results_have_no_gradient_and_masks_may_have_weights() -> None:
     old, rollout, mask = batch()
     weights, new_mask, _ = rollout_correction(old.requires_grad_(), rollout, mask / 2, EVERYTHING)
     assert weights is not None
@@ -324,7 +324,7 @@ def test_results_carry_no_gradient_and_masks_may_be_weights() -> None:
     assert torch.equal(weights, plain)
 
 
-def test_a_nan_of_a_target_is_rejected_and_leaves_no_trace() -> None:
+def test_nan_of_a_target_is_rejected() -> None:
     old, rollout, mask = batch()
     old[0, 0] = math.nan
     config = RolloutCorrectionConfig(
@@ -337,7 +337,7 @@ def test_a_nan_of_a_target_is_rejected_and_leaves_no_trace() -> None:
     assert float(new_mask.sum()) == float(mask.sum()) - 1
 
 
-def test_weights_that_are_all_zero_stay_so() -> None:
+def test_weights_that_are_all_zero_stay_zero() -> None:
     old = torch.full((1, 2), -1.0)
     config = RolloutCorrectionConfig(
         rollout_is="token", rollout_is_threshold="2_3", rollout_is_batch_normalize=True
@@ -360,10 +360,10 @@ def test_extreme_ratios_stay_finite() -> None:
     assert all(math.isfinite(value) for value in finite.values())
 
 
-def test_bad_input_is_refused() -> None:
+def test_rejects_invalid_input() -> None:
     old, rollout, mask = batch()
     config = RolloutCorrectionConfig(rollout_is="token")
-    with pytest.raises(ValueError, match="take an engine that records them"):
+    with pytest.raises(ValueError, match="use an engine that records them"):
         rollout_correction(old, None, mask, config)
     with pytest.raises(ValueError, match="empty response mask"):
         rollout_correction(old, rollout, torch.zeros_like(mask), config)

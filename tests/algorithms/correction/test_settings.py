@@ -1,4 +1,4 @@
-"""Settings of rollout correction: what is read from them, presets, and what is refused."""
+"""Settings of rollout correction: parsed thresholds, presets, and rejected settings."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from slipstream.algorithms.correction import PRESETS, RolloutCorrectionConfig
 from slipstream.algorithms.correction.settings import RS_OPTIONS, Rejection, WeightBounds
 
 
-def test_defaults_are_metrics_alone() -> None:
+def test_defaults_only_report_metrics() -> None:
     config = RolloutCorrectionConfig()
     assert not config.enabled
     assert config.rejections == ()
     assert config == RolloutCorrectionConfig.disabled()
 
 
-def test_thresholds_of_weights() -> None:
+def test_weight_bounds() -> None:
     assert RolloutCorrectionConfig(rollout_is="token").weight_bounds == WeightBounds(None, 2.0)
     as_text = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold="3")
     assert as_text.weight_bounds == WeightBounds(None, 3.0)
@@ -26,7 +26,7 @@ def test_thresholds_of_weights() -> None:
     assert icepop.weight_bounds == WeightBounds(0.5, 5.0)
 
 
-def test_one_threshold_serves_all_options_or_each_has_its_own() -> None:
+def test_one_threshold_for_all_options_or_one_for_each() -> None:
     config = RolloutCorrectionConfig(
         rollout_rs="token_k1, seq_max_k2,geometric", rollout_rs_threshold="0.5_4, 0.3,2"
     )
@@ -44,7 +44,7 @@ def test_one_threshold_serves_all_options_or_each_has_its_own() -> None:
 
 
 @pytest.mark.parametrize("name", RS_OPTIONS)
-def test_every_option_can_be_chosen(name: str) -> None:
+def test_every_rejection_option_is_accepted(name: str) -> None:
     config = RolloutCorrectionConfig(rollout_rs=name, rollout_rs_threshold=2.0)
     assert config.enabled
     assert [rule.name for rule in config.rejections] == [name]
@@ -67,19 +67,19 @@ def test_presets() -> None:
     geo = RolloutCorrectionConfig.bypass_ppo_clip_geo_rs().rejections[0]
     assert (geo.level, geo.statistic) == ("seq_mean", "k1")
     assert (geo.low, geo.high) == (math.log(0.999), math.log(1.001))
-    # Every preset but `disabled` is listed by its own classmethod, and none is missing.
+    # Every preset except `disabled` has a classmethod, and PRESETS lists all of them.
     methods = {n for n in vars(RolloutCorrectionConfig) if n.startswith(("decoupled", "bypass_p"))}
     assert methods | {"disabled"} == set(PRESETS)
 
 
-def test_a_threshold_without_weights_is_refused() -> None:
+def test_rejects_a_threshold_without_weights() -> None:
     with pytest.raises(ValueError, match=r"rollout_is_threshold=3\.0: needs rollout_is,"):
         RolloutCorrectionConfig(rollout_is_threshold=3.0)
-    # VERL's files have the usual one beside rollout_is=null.
+    # VERL's files set the default threshold even with rollout_is=null.
     assert not RolloutCorrectionConfig(rollout_is_threshold=2.0).enabled
 
 
-def test_an_unknown_preset_names_the_nearest() -> None:
+def test_unknown_preset_error_names_the_nearest() -> None:
     with pytest.raises(ValueError, match="did you mean 'decoupled_token_is'"):
         RolloutCorrectionConfig.preset("decoupled_tokn_is")
     with pytest.raises(ValueError, match="unknown rollout correction preset 'from_dict'"):
@@ -109,7 +109,10 @@ def test_an_unknown_preset_names_the_nearest() -> None:
         ),
         ({"rollout_rs": "token,token", "rollout_rs_threshold": 2}, "of 2 different options"),
         ({"rollout_rs": "token", "rollout_rs_threshold": 0.5}, "an upper bound of at least 1"),
-        ({"rollout_rs": "token", "rollout_rs_threshold": "2_0.5"}, "for token 0 < low <= high"),
+        (
+            {"rollout_rs": "token", "rollout_rs_threshold": "2_0.5"},
+            "needs 0 < low <= high for token",
+        ),
         ({"rollout_rs": "token_k3", "rollout_rs_threshold": "0_1"}, "one positive number"),
         (
             {
@@ -117,7 +120,7 @@ def test_an_unknown_preset_names_the_nearest() -> None:
                 "rollout_rs_threshold": "0.5_2",
                 "rollout_rs_threshold_lower": 0.4,
             },
-            "rollout_rs_threshold_lower=0.4: needs one lower bound",
+            "rollout_rs_threshold_lower=0.4: needs to be null",
         ),
         ({"rollout_token_veto_threshold": 2.0}, "rollout_token_veto_threshold=2.0: needs a ratio"),
         ({"loss_type": "reinforce"}, "loss_type=reinforce: needs bypass_mode=true"),
@@ -128,7 +131,7 @@ def test_an_unknown_preset_names_the_nearest() -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_rejects_impossible_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=r"algorithm\.rollout_correction\.") as error:
         RolloutCorrectionConfig(**settings)
     error.match(message)

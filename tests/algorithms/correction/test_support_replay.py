@@ -1,4 +1,4 @@
-"""Support replay: truncated laws by hand and against loops, with gradients; unbiased ratios."""
+"""Support replay: log masses against loops, gradients, and unbiased ratios."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def plain_mass(logits: Tensor, kept: list[list[int]], temperature: float = 1.0) 
     return torch.stack(rows)
 
 
-def test_by_hand() -> None:
+def test_log_probs_and_mass_values() -> None:
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
     mass = support_log_mass(logits, None, KeptIds.of([[0, 1]]))
     assert mass.exp().tolist() == pytest.approx([0.75])
-    # The truncated law has 2/3 and 1/3.
+    # The truncated distribution has 2/3 and 1/3.
     law = log_probs_on_support(torch.tensor([0.5, 0.25]).log(), mass)
     assert law.exp().tolist() == pytest.approx([2 / 3, 1 / 3])
     # At temperature 0.5 odds are squared: 1/4, 1/16, 1/64, 1/64.
@@ -54,7 +54,7 @@ def loop_mass(logits: list[float], kept: list[int], temperature: float) -> float
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, 100])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_both_forms_against_loops(chunk_size: int, temperature: float) -> None:
+def test_both_forms_equal_loops(chunk_size: int, temperature: float) -> None:
     hidden, weight = inputs()
     logits = F.linear(hidden, weight)
     expected = [
@@ -78,7 +78,7 @@ def test_gradients_equal_those_through_all_logits(chunk_size: int) -> None:
     actual = torch.autograd.grad((upstream * chunked).sum(), (hidden, weight))
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
-    # Where all is kept, by no list or by a whole one, the mass is 1 for any weights.
+    # If all ids are kept, by an empty or a full list, the mass is 1 for any weights.
     assert float(actual[0][[1, 4]].abs().max()) < 1e-12
 
 
@@ -101,8 +101,9 @@ def test_frozen_inputs_and_no_rows() -> None:
     assert support_log_mass(hidden[:0], weight, KeptIds.of([])).shape == (0,)
 
 
-def test_the_ratio_of_truncated_laws_has_mean_1_and_that_of_full_ones_has_not() -> None:
-    """Expectation over the rollout's law, summed exactly over its support."""
+def test_ratio_of_truncated_distributions_has_mean_1() -> None:
+    """The exact expectation under the rollout's distribution; the ratio of full distributions has
+    another mean."""
     generator = torch.Generator().manual_seed(2)
     rollout = torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(0)
     trained = torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(0)
@@ -116,7 +117,7 @@ def test_the_ratio_of_truncated_laws_has_mean_1_and_that_of_full_ones_has_not() 
     assert abs(biased - 1) > 0.05
 
 
-def test_bad_input_is_refused() -> None:
+def test_rejects_invalid_input() -> None:
     hidden, weight = inputs()
     with pytest.raises(ValueError, match="kept ids of 1 positions do not fit 7 rows"):
         support_log_mass(hidden, weight, KeptIds.of([[1]]))

@@ -1,4 +1,4 @@
-"""Batches and settings that the tests of losses share."""
+"""Shared batches and settings for tests of losses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.algorithms import (
 
 HORIZON = 10.0
 SHARE = 0.2
-"""Of tokens selected by clip_cov and kl_cov: several, also in small batches."""
+"""Share of tokens that clip_cov and kl_cov select: several tokens even in small batches."""
 BOUNDS = (-0.5, 5.0)
 CONFIG = PolicyLossConfig(
     clip_ratio_low=0.2,
@@ -35,7 +35,7 @@ CONFIG = PolicyLossConfig(
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Columns (B, T) of a mini-batch."""
+    """A mini-batch with columns (B, T)."""
 
     old: Tensor
     new: Tensor
@@ -55,7 +55,8 @@ class Batch:
 def make_batch(
     seed: int, rows: int = 6, length: int = 5, dtype: torch.dtype = torch.float64
 ) -> Batch:
-    """Ratios on both sides of every clip; one row without targets, garbage where masked."""
+    """A batch with ratios on both sides of every clip, one row without target tokens, and garbage
+    at masked positions."""
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(low: float, high: float) -> Tensor:
@@ -89,7 +90,7 @@ def run(
     *,
     weighted: bool = True,
 ) -> tuple[float, Tensor, dict[str, float]]:
-    """(loss, d loss / d log_prob, metrics) of the registered loss on `batch`, by itself."""
+    """(loss, d loss / d log_prob, metrics) of the registered loss `name` on `batch`."""
     leaf = batch.new.clone().requires_grad_()
     weights = batch.weights if weighted and takes_weights(name) else None
     loss, metrics = get_policy_loss_fn(name)(
@@ -100,7 +101,7 @@ def run(
 
 
 def with_selection(name: str, batch: Batch, config: PolicyLossConfig = CONFIG) -> PolicyLossConfig:
-    """`config` with the tokens of `batch` that the loss selects by the batch's lots."""
+    """`config` with the tokens of `batch` that the loss selects by the batch's hashes."""
     select = policy_loss_selection(name)
     if select is None:
         return config

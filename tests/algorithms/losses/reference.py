@@ -1,4 +1,4 @@
-"""The losses once more, on Python floats, token by token, with their derivatives written out.
+"""Reference losses on Python floats, token by token, with explicit derivatives.
 
 An independent check: no tensors, no autograd, no shared code.
 """
@@ -144,7 +144,7 @@ def _token(
 
 
 def covariances(new: Rows, advantages: Rows, mask: Rows) -> dict[tuple[int, int], float]:
-    """By place, those of target tokens."""
+    """The covariances of target tokens, by (row, position)."""
     places = [(i, t) for i, row in enumerate(mask) for t, m in enumerate(row) if m]
     mean_a = math.fsum(advantages[i][t] for i, t in places) / len(places)
     mean_lp = math.fsum(new[i][t] for i, t in places) / len(places)
@@ -163,7 +163,7 @@ def select(
     bounds: tuple[float, float],
     hashes: list[list[int]],
 ) -> set[tuple[int, int]]:
-    """The places that `clip_cov` or `kl_cov` select."""
+    """The (row, position) of tokens that `clip_cov` or `kl_cov` select."""
     covariance = covariances(new, advantages, mask)
     number = max(int(share * len(covariance)), 1)
     if name == "kl_cov":

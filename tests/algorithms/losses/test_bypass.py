@@ -1,4 +1,4 @@
-"""The rollout's policy as the old one: both objectives, and what they refuse."""
+"""Bypass mode: both objectives, and rejected input."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ ADVANTAGES = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
 MASK = torch.ones(1, 2)
 
 
-def test_ppo_clip_by_hand() -> None:
+def test_ppo_clip_equals_vanilla() -> None:
     loss, metrics = bypass_mode(ROLLOUT, LOG_PROB, ADVANTAGES, MASK)
     assert loss.item() == pytest.approx((-math.exp(-0.5) - 2 * 1.2) / 2)
     assert float(metrics["actor/pg_clipfrac"]) == 0.5
 
 
-def test_reinforce_by_hand() -> None:
+def test_reinforce_values() -> None:
     log_prob = LOG_PROB.clone().requires_grad_()
     weights = torch.tensor([[0.5, 2.0]], dtype=torch.float64, requires_grad=True)
     loss, metrics = bypass_mode(
@@ -50,12 +50,12 @@ def test_rejected_tokens_do_not_count() -> None:
     assert loss.item() == pytest.approx(2.0)
 
 
-def test_the_older_name_is_the_same_function() -> None:
+def test_rollout_correction_is_an_alias() -> None:
     assert get_policy_loss_fn("rollout_correction") is bypass_mode
 
 
-def test_bad_input_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"rollout's log-probs .*take an engine that records"):
+def test_rejects_invalid_input() -> None:
+    with pytest.raises(ValueError, match=r"rollout's log-probs .*use an engine that records"):
         bypass_mode(None, LOG_PROB, ADVANTAGES, MASK)
     with pytest.raises(ValueError, match=r"loss_type=ppo_clip takes no rollout_is_weights"):
         bypass_mode(ROLLOUT, LOG_PROB, ADVANTAGES, MASK, rollout_is_weights=MASK)

@@ -1,4 +1,4 @@
-"""CISPO by hand."""
+"""CISPO against values computed by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slipstream.algorithms import PolicyLossConfig, cispo
     ("ratio", "advantage", "weight", "clipped"),
     [(1.1, 2.0, 1.1, 0), (1.5, 2.0, 1.2, 1), (0.5, 2.0, 0.8, 1), (1.5, -2.0, 1.2, 1)],
 )
-def test_cispo_by_hand(ratio: float, advantage: float, weight: float, clipped: int) -> None:
+def test_cispo_values(ratio: float, advantage: float, weight: float, clipped: int) -> None:
     log_prob = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
     old = log_prob.detach() - torch.tensor([[ratio]], dtype=torch.float64).log()
     loss, metrics = cispo(
@@ -24,7 +24,7 @@ def test_cispo_by_hand(ratio: float, advantage: float, weight: float, clipped: i
     assert float(metrics["actor/pg_clipfrac"]) == clipped
 
 
-def test_a_low_distance_above_one_leaves_the_ratio_unbounded_from_below() -> None:
+def test_clip_ratio_low_of_one_or_more_removes_the_lower_bound() -> None:
     config = PolicyLossConfig(clip_ratio_low=10.0, clip_ratio_high=0.2)
     one = torch.ones(1, 1, dtype=torch.float64)
     loss, metrics = cispo(-1 * one, -6 * one, one, one, config=config)

@@ -1,4 +1,4 @@
-"""Every registered loss against the loops of `reference`, and what holds for all of them."""
+"""Every registered loss against `reference`, and properties of all losses."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_loss_gradient_and_clip_fractions_equal_the_reference(
 @pytest.mark.parametrize(
     "name", ["vanilla", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro"]
 )
-def test_gradcheck_of_what_has_no_stopped_gradient(name: str) -> None:
+def test_gradcheck_of_losses_without_stopped_gradients(name: str) -> None:
     batch = make_batch(11, rows=3, length=3)
     config = with_selection(name, batch)
     old, new, advantages = (torch.nan_to_num(c) for c in (batch.old, batch.new, batch.advantages))
@@ -103,7 +103,7 @@ def test_gradcheck_of_what_has_no_stopped_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_loss_is_the_policy_gradient_where_the_policy_is_the_old_one(name: str) -> None:
+def test_every_loss_is_the_policy_gradient_on_policy(name: str) -> None:
     batch = make_batch(5)
     batch = replace(batch, old=batch.new, advantages=torch.where(batch.mask != 0, 1.5, 0.0))
     config = replace(CONFIG, selected=torch.zeros(6, 5, dtype=torch.bool))
@@ -113,14 +113,14 @@ def test_every_loss_is_the_policy_gradient_where_the_policy_is_the_old_one(name:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_batch_without_target_tokens_is_refused(name: str) -> None:
+def test_rejects_a_batch_without_target_tokens(name: str) -> None:
     zeros = torch.zeros(2, 3)
     with pytest.raises(ValueError, match="num_tokens of a mini-batch must be > 0, got 0"):
         get_policy_loss_fn(name)(zeros, zeros, zeros, zeros, "token-mean", CONFIG)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_micro_batch_without_target_tokens_adds_nothing(name: str) -> None:
+def test_micro_batch_without_target_tokens_adds_nothing(name: str) -> None:
     nan = torch.full((2, 3), torch.nan)
     leaf = nan.clone().requires_grad_()
     config = replace(
@@ -138,7 +138,7 @@ def test_a_micro_batch_without_target_tokens_adds_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_shapes_that_would_broadcast_are_refused(name: str) -> None:
+def test_rejects_shapes_that_would_broadcast(name: str) -> None:
     one = torch.ones(2, 3)
     with pytest.raises(ValueError, match=r"tensors of one shape, got .*'advantages': \(2, 1\)"):
         get_policy_loss_fn(name)(one, one, one[:, :1], one, "token-mean", CONFIG)
@@ -152,7 +152,7 @@ def test_losses_over_sequences_ignore_the_aggregation_mode(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in ("geo_mean", "gspo", "sapo")])
-def test_unknown_aggregation_modes_are_refused(name: str) -> None:
+def test_rejects_unknown_aggregation_modes(name: str) -> None:
     with pytest.raises(ValueError, match="unknown loss_agg_mode 'mean'; known: token-mean"):
         run(name, make_batch(1), "mean")
 
@@ -167,7 +167,7 @@ def test_float32_is_close_to_float64(name: str) -> None:
     torch.testing.assert_close(grad_low.double(), grad, rtol=2e-6, atol=1e-7)
 
 
-def test_reinforce_of_the_bypass_equals_its_reference_too() -> None:
+def test_bypass_reinforce_equals_its_reference() -> None:
     batch = make_batch(4)
     config = replace(CONFIG, policy_loss=PolicyLossModeConfig(loss_type="reinforce"))
     for mode in MODES:
@@ -193,7 +193,7 @@ def test_reinforce_of_the_bypass_equals_its_reference_too() -> None:
 
 
 def as_verl(config: PolicyLossConfig, counts: dict[str, Any]) -> dict[str, Any]:
-    """Settings as VERL's files have them, with what it lacks as null, and another section."""
+    """Settings as in VERL's files, with unset entries as null and one more section."""
     values = {f.name: getattr(config, f.name) for f in fields(config)}
     values["policy_loss"] = {
         f.name: getattr(config.policy_loss, f.name) for f in fields(config.policy_loss)
@@ -203,7 +203,7 @@ def as_verl(config: PolicyLossConfig, counts: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_settings_may_be_verls(name: str) -> None:
+def test_accepts_verls_settings(name: str) -> None:
     batch = make_batch(2)
     config = with_selection(name, batch)
     given = as_verl(config, {})
@@ -215,10 +215,10 @@ def test_settings_may_be_verls(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_counts_may_be_verls(mode: LossAggMode) -> None:
+def test_accepts_verls_counts(mode: LossAggMode) -> None:
     batch = make_batch(2)
     counts = {"dp_size": 2, "batch_num_tokens": 40, "global_batch_size": 12}
-    # Half of it is on another rank, whose gradient will be averaged with this one.
+    # The other half is on another rank, and gradients are averaged over both ranks.
     norm = Normalizers(num_tokens=20, num_sequences=6, horizon=HORIZON)
     expected = run("vanilla", batch, mode, replace(CONFIG, normalizers=norm))
     given: Any = as_verl(CONFIG, counts)
@@ -228,12 +228,12 @@ def test_counts_may_be_verls(mode: LossAggMode) -> None:
     assert run("vanilla", batch, mode, given)[0] == run("vanilla", batch, mode, wide)[0]
 
 
-def test_impossible_settings_of_verls_making_are_refused() -> None:
+def test_rejects_impossible_settings_in_verls_form() -> None:
     with pytest.raises(ValueError, match="clip_ratio must be >= 0, got -1"):
         run("vanilla", make_batch(1), config={"clip_ratio": -1})  # type: ignore[arg-type]
 
 
-def test_losses_see_zeros_in_masked_places() -> None:
+def test_losses_get_zeros_at_masked_positions() -> None:
     batch = make_batch(6)
     terms = token_terms(
         batch.old, batch.new, batch.advantages, batch.mask, CONFIG, batch.weights.requires_grad_()

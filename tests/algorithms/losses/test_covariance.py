@@ -1,4 +1,4 @@
-"""Choice by covariance: by hand, over the whole mini-batch, by lot, wherever tokens stand."""
+"""Losses with selection by covariance: values, and selection over the whole mini-batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def places(selected: Tensor) -> list[list[int]]:
     return selected.nonzero().tolist()
 
 
-def test_kl_cov_takes_the_highest_covariances() -> None:
+def test_kl_cov_selects_the_highest_covariances() -> None:
     # A - 0.5: 1.5, 0.5, -2.5, 0.5; log_prob + 2: 1, -1, -1, 1: covariances 1.5, -0.5, 2.5, 0.5.
     args = (LOG_PROB, LOG_PROB, ADVANTAGES, MASK)
     assert places(select_kl_cov(*args, config(kl_cov_ratio=0.5))) == [[0, 0], [1, 0]]
@@ -43,7 +43,7 @@ def test_kl_cov_takes_the_highest_covariances() -> None:
     assert places(select_kl_cov(*args)) == [[1, 0]]  # at least one
 
 
-def test_clip_cov_takes_the_smallest_lots_between_its_bounds() -> None:
+def test_clip_cov_selects_the_smallest_hashes_between_its_bounds() -> None:
     args = (LOG_PROB, LOG_PROB, ADVANTAGES, MASK)
     bounds = config(clip_cov_lb=0.0, clip_cov_ub=2.0, clip_cov_ratio=0.25)
     hashes = torch.tensor([[5, 0, -9], [0, 6, -9]])
@@ -56,14 +56,14 @@ def test_clip_cov_takes_the_smallest_lots_between_its_bounds() -> None:
     assert places(select_clip_cov(*args, none, hashes=hashes)) == []
 
 
-def test_clip_cov_leaves_tokens_that_the_clip_binds_on() -> None:
+def test_clip_cov_does_not_select_clipped_tokens() -> None:
     old = LOG_PROB.clone()
     old[0, 0] -= 1.0  # ratio e with A > 0
     settings = config(clip_cov_lb=0.0, clip_cov_ub=2.0, clip_cov_ratio=1.0)
     assert places(select_clip_cov(old, LOG_PROB, ADVANTAGES, MASK, settings)) == [[1, 1]]
 
 
-def test_clip_cov_by_hand() -> None:
+def test_clip_cov_values() -> None:
     settings = replace(
         config(clip_cov_lb=0.0, clip_cov_ub=2.0), selected=torch.tensor([[1, 0, 1], [0, 0, 0]]) > 0
     )
@@ -75,7 +75,7 @@ def test_clip_cov_by_hand() -> None:
     assert float(metrics["actor/pg_clipfrac"]) == 0.25
 
 
-def test_kl_cov_by_hand() -> None:
+def test_kl_cov_values() -> None:
     old = LOG_PROB - torch.tensor([[0.1, -0.3, 0.0], [0.0, 0.2, 0.0]])
     settings = replace(
         config(ppo_kl_coef=2.0), selected=torch.tensor([[0, 1, 0], [0, 1, 0]], dtype=torch.bool)
@@ -91,7 +91,7 @@ def test_kl_cov_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_the_choice_is_over_the_mini_batch_and_not_over_a_micro_batch(name: str) -> None:
+def test_selection_is_over_the_whole_mini_batch(name: str) -> None:
     batch = make_batch(0)
     whole = with_selection(name, batch).selected
     select = policy_loss_selection(name)
@@ -103,7 +103,7 @@ def test_the_choice_is_over_the_mini_batch_and_not_over_a_micro_batch(name: str)
     )
     assert not torch.equal(alone, whole)
     norm = Normalizers.from_mask(batch.mask)
-    with pytest.raises(ValueError, match=rf"{name} chooses .* policy_loss_selection\('{name}'\)"):
+    with pytest.raises(ValueError, match=rf"{name} selects .* policy_loss_selection\('{name}'\)"):
         run(name, parts[0], config=replace(CONFIG, normalizers=norm))
     with pytest.raises(ValueError, match=r"selected has shape \(6, 5\), but .* \(2, 5\)"):
         run(name, parts[0], config=replace(CONFIG, normalizers=norm, selected=whole))
@@ -111,11 +111,11 @@ def test_the_choice_is_over_the_mini_batch_and_not_over_a_micro_batch(name: str)
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 @pytest.mark.parametrize("given", [True, False], ids=["lots", "hashed values"])
-def test_the_choice_follows_tokens_through_orders_and_padding(name: str, given: bool) -> None:
+def test_selection_does_not_depend_on_order_and_padding(name: str, given: bool) -> None:
     select = policy_loss_selection(name)
     assert select is not None
     batch = make_batch(1, rows=12, dtype=torch.float32)
-    # Equal tokens, so that covariances tie.
+    # Equal tokens have equal covariances, so hashes decide.
     batch = replace(batch, new=batch.new.round(), advantages=batch.advantages.round())
 
     def choose(order: list[int], padding: int) -> Tensor:
@@ -131,7 +131,7 @@ def test_the_choice_follows_tokens_through_orders_and_padding(name: str, given: 
         assert torch.equal(choose(order, seed), whole[order])
 
 
-def test_lots_suffice_to_choose_from_one_flat_row_of_targets() -> None:
+def test_selection_from_one_flat_row_of_target_tokens() -> None:
     batch = make_batch(2)
     targets = batch.mask != 0
     flat = batch.map(lambda column: column[targets].unsqueeze(0))
@@ -142,7 +142,7 @@ def test_lots_suffice_to_choose_from_one_flat_row_of_targets() -> None:
         assert torch.equal(whole[targets], row[0])
 
 
-def test_without_a_selection_the_loss_makes_its_own_as_verl_does() -> None:
+def test_loss_without_selection_selects_among_its_rows() -> None:
     batch = make_batch(3)
     for name in ("clip_cov", "kl_cov"):
         select = policy_loss_selection(name)

@@ -1,4 +1,4 @@
-"""DPPO by hand: total variation and KL of the sampled token against the rest."""
+"""DPPO with total variation and with KL, against values computed by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from slipstream.algorithms import PolicyLossConfig, get_policy_loss_fn
 def one_token(
     name: str, q: float, p: float, advantage: float, config: PolicyLossConfig
 ) -> tuple[float, float, float, float]:
-    """(loss, d loss / d log_prob, outside, truncated) of a token of probability q before, p now."""
+    """(loss, d loss / d log_prob, outside, truncated) of a token with old probability q and new
+    probability p."""
     log_prob = torch.tensor([[p]], dtype=torch.float64).log().requires_grad_()
     loss, metrics = get_policy_loss_fn(name)(
         torch.tensor([[q]], dtype=torch.float64).log(),
@@ -44,7 +45,7 @@ def one_token(
         (0.5, 0.3, 0.0, False, False),
     ],
 )
-def test_tv_by_hand(q: float, p: float, advantage: float, inside: bool, truncated: bool) -> None:
+def test_tv_values(q: float, p: float, advantage: float, inside: bool, truncated: bool) -> None:
     config = PolicyLossConfig(clip_ratio_low=0.1, clip_ratio_high=0.2)
     loss, grad, outside, cut = one_token("dppo_tv", q, p, advantage, config)
     weight = min(p / q, 3.0) if inside else 0.0
@@ -65,7 +66,7 @@ def test_tv_by_hand(q: float, p: float, advantage: float, inside: bool, truncate
         (0.5, 0.25, -1.0, False),  # the same, above low
     ],
 )
-def test_kl_by_hand(q: float, p: float, advantage: float, inside: bool) -> None:
+def test_kl_values(q: float, p: float, advantage: float, inside: bool) -> None:
     config = PolicyLossConfig(clip_ratio_low=0.1, clip_ratio_high=0.2)
     loss, grad, outside, _ = one_token("dppo_kl", q, p, advantage, config)
     weight = p / q if inside else 0.0

@@ -1,4 +1,4 @@
-"""The plain policy gradient by hand."""
+"""The plain policy gradient against values computed by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slipstream.algorithms import PolicyLossConfig, get_policy_loss_fn
 
 
 @pytest.mark.parametrize("name", ["gpg", "reinforce", "policy_gradient"])
-def test_policy_gradient_by_hand(name: str) -> None:
+def test_policy_gradient_values(name: str) -> None:
     log_prob = torch.tensor([[-1.0, -2.0], [-3.0, float("nan")]], requires_grad=True)
     advantages = torch.tensor([[1.0, 1.0], [-2.0, -2.0]])
     mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])

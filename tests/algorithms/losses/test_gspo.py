@@ -1,4 +1,4 @@
-"""GSPO by hand."""
+"""GSPO against values computed by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from slipstream.algorithms import PolicyLossConfig, gspo
 
 
-def test_gspo_by_hand() -> None:
+def test_gspo_values() -> None:
     # Row 0: mean k = (0.3 - 0.1) / 2 = 0.1, inside the clip. Row 1: k = 0.5, clipped at 1.2.
     old = torch.zeros(2, 2, dtype=torch.float64)
     log_prob = torch.tensor([[0.3, -0.1], [0.5, 9.0]], dtype=torch.float64, requires_grad=True)
@@ -26,13 +26,13 @@ def test_gspo_by_hand() -> None:
     assert metrics["actor/pg_clipfrac_lower"] == 0.0
 
 
-def test_the_sequence_ratio_stays_finite() -> None:
+def test_sequence_ratio_stays_finite() -> None:
     log_prob = torch.zeros(1, 1, requires_grad=True)
     loss, _ = gspo(torch.full((1, 1), -500.0), log_prob, -torch.ones(1, 1), torch.ones(1, 1))
     assert loss.item() == pytest.approx(math.exp(10.0))
 
 
-def test_the_clip_range_of_the_paper_binds() -> None:
+def test_clip_range_of_the_paper_has_an_effect() -> None:
     config = PolicyLossConfig(clip_ratio_low=3e-4, clip_ratio_high=4e-4)
     one = torch.ones(1, 1, dtype=torch.float64)
     assert gspo(0 * one, 0.01 * one, one, one, config=config)[0].item() == pytest.approx(-1.0004)

@@ -1,4 +1,4 @@
-"""PPO's objective: values and gradients by hand, signs, and the functional forms."""
+"""PPO's objective: values, gradients and signs, and the functional forms over logits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def one_token(
     config: PolicyLossConfig | None = None,
     weight: float | None = None,
 ) -> tuple[float, float, dict[str, float]]:
-    """(loss, d loss / d log_prob, metrics) of `vanilla` on a single token."""
+    """(loss, d loss / d log_prob, metrics) of `vanilla` for one token."""
     log_prob = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
     loss, metrics = vanilla(
         torch.zeros(1, 1, dtype=torch.float64),
@@ -53,7 +53,7 @@ def one_token(
         (4.0, 0.0, 0.0, 0.0, 0, 0),
     ],
 )
-def test_vanilla_by_hand(
+def test_vanilla_values(
     ratio: float, advantage: float, loss: float, grad: float, clipped: int, dual: int
 ) -> None:
     value, slope, metrics = one_token(ratio, advantage)
@@ -77,7 +77,7 @@ def test_dual_clip_bound_is_a_setting() -> None:
     assert one_token(4.0, -1.0, PolicyLossConfig(clip_ratio_c=2.0))[0] == pytest.approx(2.0)
 
 
-def test_importance_weights_multiply_the_loss_and_carry_no_gradient() -> None:
+def test_importance_weights_multiply_the_loss_without_gradient() -> None:
     loss, slope, _ = one_token(1.1, 2.0, weight=0.5)
     assert loss == pytest.approx(-1.1)
     assert slope == pytest.approx(-1.1)
@@ -120,7 +120,7 @@ def test_descending_the_loss_raises_good_tokens_and_lowers_bad_ones(name: str) -
     assert float(step[1, 2]) < 0 < float(step[1, 0])
 
 
-def test_on_policy_all_losses_have_one_gradient() -> None:
+def test_all_losses_have_equal_gradients_on_policy() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(3, 4, 5, generator=generator, dtype=torch.float64)
     labels = torch.randint(5, (3, 4), generator=generator)
@@ -148,7 +148,7 @@ def test_on_policy_all_losses_have_one_gradient() -> None:
 
 
 @pytest.mark.parametrize("kind", ["grpo_loss", "ppo_loss"])
-def test_seed_losses_and_their_gradients_equal_loops(kind: str) -> None:
+def test_functional_losses_and_gradients_equal_loops(kind: str) -> None:
     generator = torch.Generator().manual_seed(8)
     logits = torch.randn(4, 5, 6, generator=generator, dtype=torch.float64)
     labels = torch.randint(6, (4, 5), generator=generator)
@@ -186,8 +186,8 @@ def test_seed_losses_and_their_gradients_equal_loops(kind: str) -> None:
     assert binds or kind == "grpo_loss"
 
 
-def test_seed_losses_by_hand() -> None:
-    # Label probabilities: 0.5, 0.25 in the first row; 0.75 and a masked one in the second.
+def test_functional_losses_values() -> None:
+    # Label probabilities: 0.5, 0.25 in the first row; 0.75 and a masked token in the second.
     logits = torch.tensor([[[0.5, 0.5], [0.25, 0.75]], [[0.25, 0.75], [0.5, 0.5]]]).log()
     labels = torch.tensor([[0, 0], [1, 1]])
     mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
@@ -204,7 +204,7 @@ def test_seed_losses_by_hand() -> None:
     )
 
 
-def test_the_older_spelling_gives_the_same_four_numbers() -> None:
+def test_compute_policy_loss_returns_vanillas_four_numbers() -> None:
     old, new, advantages = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0))
     mask = torch.ones(4, 5)
     config = PolicyLossConfig(clip_ratio=0.2, clip_ratio_high=0.3, clip_ratio_c=2.0)

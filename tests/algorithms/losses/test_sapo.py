@@ -1,4 +1,4 @@
-"""SAPO by hand."""
+"""SAPO against values computed by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from slipstream.algorithms import PolicyLossConfig, sapo
 
 
-def test_sapo_by_hand() -> None:
+def test_sapo_values() -> None:
     config = PolicyLossConfig(tau_pos=1.0, tau_neg=2.0)
     log_prob = torch.tensor([[2.0, 0.5]], dtype=torch.float64).log().requires_grad_()
     advantages = torch.tensor([[3.0, -1.0]], dtype=torch.float64)
@@ -30,12 +30,12 @@ def test_sapo_by_hand() -> None:
     assert metrics["actor/pg_clipfrac"] == metrics["actor/pg_clipfrac_lower"] == 0.0
 
 
-def test_an_advantage_of_zero_belongs_to_the_negative_gate_and_costs_nothing() -> None:
+def test_advantage_of_zero_has_zero_loss() -> None:
     one = torch.ones(1, 1)
     assert sapo(0 * one, one, 0 * one, one)[0].item() == 0.0
 
 
-def test_rows_count_the_same_whatever_their_length() -> None:
+def test_rows_have_equal_weight_for_any_length() -> None:
     mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
     zeros = torch.zeros(2, 3)
     advantages = torch.tensor([[1.0] * 3, [3.0] * 3])

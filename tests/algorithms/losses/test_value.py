@@ -1,4 +1,4 @@
-"""The critic's loss by hand, against loops, and under micro-batches."""
+"""The value loss against values computed by hand and against loops, and over micro-batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from slipstream.algorithms import LossAggMode, Normalizers, compute_value_loss, value_loss
 
 
-def test_value_loss_by_hand() -> None:
+def test_value_loss_values() -> None:
     # Clipped at 0.5: V = 2 with V_old = 1, R = 0 stays 2 (4 > 2.25); V = 2, R = 2 becomes 1.5.
     vpreds = torch.tensor([[2.0, 2.0, 1.2, 5.0]], dtype=torch.float64, requires_grad=True)
     returns = torch.tensor([[0.0, 2.0, 1.0, torch.nan]], dtype=torch.float64)
@@ -66,7 +66,7 @@ def test_value_loss_equals_loops_and_adds_up_over_micro_batches(mode: LossAggMod
     torch.testing.assert_close(leaf.grad, slopes, rtol=1e-12, atol=1e-15)
 
 
-def test_bad_input_is_refused() -> None:
+def test_rejects_invalid_input() -> None:
     one = torch.ones(1, 2)
     with pytest.raises(ValueError, match="cliprange_value must be > 0, got 0"):
         value_loss(one, one, one, one, cliprange_value=0.0)

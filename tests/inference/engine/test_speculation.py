@@ -293,7 +293,7 @@ class Choosy:
         self.told: list[DraftPlan] = []
         self.changes: list[bool] = []
 
-    def begins(self, requests: int) -> int:
+    def begin_rollout(self, requests: int) -> int:
         self.begun.append(requests)
         return self._unseen[len(self.begun) - 1]
 

@@ -1,108 +1,108 @@
-"""Rollouts that nobody drafts for."""
+"""Speculation backoff: rollouts that are decoded plainly."""
 
 from __future__ import annotations
 
-from slipstream.inference.speculation.backoff import Recess
+from slipstream.inference.speculation.backoff import Backoff
 from slipstream.inference.speculation.selector import bucket_of
 
 
-def rollout(recess: Recess, *, gained: float, steps: int = 300, requests: int = 64) -> int:
-    """Steps of a rollout that are not drafted for; all others take a second and gain so many."""
-    skipped = min(recess.begins(requests), steps)
+def rollout(backoff: Backoff, *, gained: float, steps: int = 300, requests: int = 64) -> int:
+    """Plain steps of a rollout; each other step takes a second and gains `gained` seconds."""
+    skipped = min(backoff.begin_rollout(requests), steps)
     for _ in range(steps - skipped):
-        recess.stepped(1.0, gained)
+        backoff.record(1.0, gained)
     return skipped
 
 
-def experienced() -> Recess:
-    """One that has learned what it can of rollouts of 64, and of 4."""
-    recess = Recess(bucket_of)
+def experienced() -> Backoff:
+    """A backoff after the learning phase, for rollouts of 64 and of 4 requests."""
+    backoff = Backoff(bucket_of)
     for requests in (64, 4):
-        assert rollout(recess, gained=-1.0, requests=requests) == 0
-    return recess
+        assert rollout(backoff, gained=-1.0, requests=requests) == 0
+    return backoff
 
 
-def skipped(recess: Recess, rollouts: int, *, gained: float) -> list[bool]:
-    found = [rollout(recess, gained=gained) for _ in range(rollouts)]
+def skipped(backoff: Backoff, rollouts: int, *, gained: float) -> list[bool]:
+    found = [rollout(backoff, gained=gained) for _ in range(rollouts)]
     assert set(found) <= {0, 300}
     return [steps == 300 for steps in found]
 
 
-def test_where_nothing_is_gained_more_and_more_are_skipped() -> None:
+def test_more_and_more_rollouts_are_skipped_without_gain() -> None:
     found = skipped(experienced(), 60, gained=0.0)
     tried = [number for number, skip in enumerate(found) if not skip]
     assert tried == [0, 2, 5, 10, 19, 36, 53]
 
 
-def test_where_something_is_gained_none_is() -> None:
+def test_no_rollout_is_skipped_with_a_gain_of_five_percent() -> None:
     assert not any(skipped(experienced(), 30, gained=0.051))
     assert any(skipped(experienced(), 2, gained=0.049))
     assert any(skipped(experienced(), 2, gained=-0.5))
 
 
-def test_gains_among_few_make_up_for_losses_among_many() -> None:
-    recess = experienced()
+def test_gains_and_losses_of_a_rollout_add_up() -> None:
+    backoff = experienced()
     for _ in range(10):
-        assert recess.begins(64) == 0
+        assert backoff.begin_rollout(64) == 0
         for gained in (-0.1, 0.3):
             for _ in range(200):
-                recess.stepped(1.0, gained)
+                backoff.record(1.0, gained)
 
 
-def test_what_is_learned_from_does_not_count() -> None:
-    recess = Recess(bucket_of)
-    assert [rollout(recess, gained=-1.0, steps=100) for _ in range(3)] == [0, 0, 0]
-    assert [rollout(recess, gained=0.1, steps=100) for _ in range(3)] == [0, 0, 0]
+def test_the_learning_phase_does_not_count() -> None:
+    backoff = Backoff(bucket_of)
+    assert [rollout(backoff, gained=-1.0, steps=100) for _ in range(3)] == [0, 0, 0]
+    assert [rollout(backoff, gained=0.1, steps=100) for _ in range(3)] == [0, 0, 0]
 
 
 def test_short_rollouts_are_judged_together() -> None:
-    recess = experienced()
-    found = [rollout(recess, gained=0.0, steps=60) for _ in range(7)]
+    backoff = experienced()
+    found = [rollout(backoff, gained=0.0, steps=60) for _ in range(7)]
     # 120 steps, one skipped, 120 steps, two skipped.
     assert found == [0, 0, 60, 0, 0, 60, 60]
 
 
-def test_sizes_are_told_apart() -> None:
-    recess = experienced()
+def test_sizes_of_rollouts_are_judged_separately() -> None:
+    backoff = experienced()
     found = [
-        (rollout(recess, gained=0.0), rollout(recess, gained=0.2, requests=4)) for _ in range(3)
+        (rollout(backoff, gained=0.0), rollout(backoff, gained=0.2, requests=4)) for _ in range(3)
     ]
     assert found == [(0, 0), (300, 0), (0, 0)]
 
 
-def test_one_that_does_not_end_is_drafted_for_after_all() -> None:
-    recess = experienced()
-    assert rollout(recess, gained=0.0) == 0
-    assert rollout(recess, gained=-1.0, steps=5000) == 4 * 300
-    # It says nothing of what drafts gain: they began in its midst.
-    assert rollout(recess, gained=0.1) == 0
-    assert rollout(recess, gained=0.1) == 0
+def test_a_very_long_plain_rollout_ends_its_backoff() -> None:
+    backoff = experienced()
+    assert rollout(backoff, gained=0.0) == 0
+    assert rollout(backoff, gained=-1.0, steps=5000) == 4 * 300
+    # It is no trial, because drafts began in the middle.
+    assert rollout(backoff, gained=0.1) == 0
+    assert rollout(backoff, gained=0.1) == 0
 
 
-def test_a_gain_makes_the_next_recess_shorter() -> None:
-    recess = experienced()
-    assert skipped(recess, 10, gained=0.0).count(True) == 7  # one, two and four rollouts
-    assert skipped(recess, 1, gained=0.5) == [False]  # eight become four
-    assert skipped(recess, 1, gained=-0.5) == [False]
-    assert skipped(recess, 5, gained=0.0) == 4 * [True] + [False]
+def test_a_gain_shortens_the_next_backoff() -> None:
+    backoff = experienced()
+    assert skipped(backoff, 10, gained=0.0).count(True) == 7  # one, two and four rollouts
+    assert skipped(backoff, 1, gained=0.5) == [False]  # eight become four
+    assert skipped(backoff, 1, gained=-0.5) == [False]
+    assert skipped(backoff, 5, gained=0.0) == 4 * [True] + [False]
 
 
-def test_one_trial_is_not_believed_alone() -> None:
-    recess = experienced()
-    # Of 300 seconds and half of 300 before, 18 are gained.
-    assert rollout(recess, gained=0.0) == 0
-    assert rollout(recess, gained=0.0) == 300
-    assert rollout(recess, gained=0.06) == 0
-    assert [rollout(recess, gained=0.06) for _ in range(3)] == [300, 300, 0]
-    recess = experienced()
-    # Of what is gained once, half counts in the next trial and a quarter in the one after it.
-    found = [rollout(recess, gained=gained) for gained in (0.3, 0.0, 0.0, 0.0)]
+def test_earlier_trials_count_too() -> None:
+    backoff = experienced()
+    # 18 seconds are gained of 300 and of half of the 300 before.
+    assert rollout(backoff, gained=0.0) == 0
+    assert rollout(backoff, gained=0.0) == 300
+    assert rollout(backoff, gained=0.06) == 0
+    assert [rollout(backoff, gained=0.06) for _ in range(3)] == [300, 300, 0]
+    backoff = experienced()
+    # Half of a gain counts in the next trial and a quarter in the one after it.
+    found = [rollout(backoff, gained=gained) for gained in (0.3, 0.0, 0.0, 0.0)]
     assert found == [0, 0, 0, 300]
 
 
-def test_another_drafter_is_tried_sooner() -> None:
-    recess = experienced()
-    assert skipped(recess, 22, gained=0.0)[19:] == [False, True, True]
-    # Of sixteen, fourteen are left.
-    recess.drafter_changed()
-    assert skipped(recess, 8, gained=0.0) == 7 * [True] + [False]
+def test_a_new_drafter_halves_the_backoff() -> None:
+    backoff = experienced()
+    assert skipped(backoff, 22, gained=0.0)[19:] == [False, True, True]
+    # Fourteen of sixteen are left.
+    backoff.drafter_changed()
+    assert skipped(backoff, 8, gained=0.0) == 7 * [True] + [False]

@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from bench.selector_regret import play
-from bench.simulators import Drafted, World, by_chances
+from bench.selector_regret import simulate
+from bench.simulators import Drafted, Simulator, by_rates
 from slipstream.errors import ConfigError
 from slipstream.inference.speculation.bandits import (
     BanditSelector,
@@ -171,10 +171,10 @@ def test_drafts_that_become_useless_are_given_up() -> None:
     def rates(number: int, running: int) -> list[float]:
         return [0.9 if number < 1000 else 0.05] * 5
 
-    world = World([4] * 3000, seconds, by_chances(rates), [OFF, ONE, FIVE])
+    world = Simulator([4] * 3000, seconds, by_rates(rates), [OFF, ONE, FIVE])
     for rule in (EpsilonGreedy(0.1), UpperConfidenceBound()):
         made = BanditSelector({1: [OFF, ONE, FIVE]}, rule, window=100)
-        regret = play(world, made, 0)
+        regret = simulate(world, made, 0)
         assert 0 < regret.clairvoyant < 0.1
         taken = Counter(_taken(made, 200))
         assert taken[OFF] > 100

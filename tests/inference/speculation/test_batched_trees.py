@@ -87,7 +87,9 @@ def test_trees_are_those_of_the_compiled_call(steps: int, topk: int, sharp: int,
     # Levels end where nothing that is followed is worth its row; no candidate that is gets lost.
     worth = 0.3
     fewer = draft_tree(*given, steps, topk, float(np.log(worth)))
-    level = candidates(draft_tree_batched(plain, room, replace(batch, worth=worth), *shape))
+    level = candidates(
+        draft_tree_batched(plain, room, replace(batch, min_acceptance=worth), *shape)
+    )
     worthy = expected[2] >= np.log(worth)
     assert ((fewer[2] >= np.log(worth)) == worthy).all()
     assert (fewer[0][worthy] == expected[0][worthy]).all()

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from bench.selector_regret import play
-from bench.simulators import Drafted, World, by_chances
+from bench.selector_regret import simulate
+from bench.simulators import Drafted, Simulator, by_rates
 from slipstream.inference.speculation.bandits import (
     BanditSelector,
     EpsilonGreedy,
@@ -21,7 +21,7 @@ from slipstream.inference.speculation.bandits import (
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.selector import (
     CostModelSelector,
-    RowJudge,
+    HasMinAcceptance,
     StepRecord,
     StrategySelector,
 )
@@ -37,7 +37,7 @@ PHASE = 1200
 
 def seconds(step: int, running: int, drafted: Drafted) -> float:
     rows = running * (1 + drafted.drafts)
-    return 4e-3 + 3e-5 * rows + (2e-4 + 2e-4 * drafted.levels if drafted.levels else 0.0)
+    return 4e-3 + 3e-5 * rows + (2e-4 + 2e-4 * drafted.passes if drafted.passes else 0.0)
 
 
 def made(name: str, seed: int) -> StrategySelector:
@@ -62,16 +62,20 @@ class Disturbed:
         self.chosen: list[tuple[DraftPlan, float]] = []
         """With what a draft had to be worth."""
 
-    def begins(self, requests: int) -> int:
-        return self._selector.begins(requests)
+    def begin_rollout(self, requests: int) -> int:
+        return self._selector.begin_rollout(requests)
 
     def select(self, running: int) -> DraftPlan:
         plan = self._selector.select(running)
-        self.chosen.append((plan, self.worth(running)))
+        self.chosen.append((plan, self.min_acceptance(running)))
         return plan
 
-    def worth(self, running: int) -> float:
-        return self._selector.worth(running) if isinstance(self._selector, RowJudge) else 0.0
+    def min_acceptance(self, running: int) -> float:
+        return (
+            self._selector.min_acceptance(running)
+            if isinstance(self._selector, HasMinAcceptance)
+            else 0.0
+        )
 
     def record(self, step: StepRecord) -> None:
         if self._rng.random() >= self._lost:
@@ -83,7 +87,7 @@ class Disturbed:
         self._selector.changed(drafter=drafter)
 
 
-def share_of_the_best(world: World, watched: Disturbed, steps: range) -> float:
+def share_of_the_best(world: Simulator, watched: Disturbed, steps: range) -> float:
     """Of the speed of the plans that are best at the steps' batch sizes."""
     took = best = 0.0
     for step in steps:
@@ -94,9 +98,9 @@ def share_of_the_best(world: World, watched: Disturbed, steps: range) -> float:
     return best / took
 
 
-def world_of(name: str, sizes: list[int], second: Callable[[int], float]) -> World:
+def world_of(name: str, sizes: list[int], second: Callable[[int], float]) -> Simulator:
     plans = SIX_ROWS if name == "BEG" else PLANS
-    return World(sizes, seconds, by_chances(lambda _, __: RATES, second), plans)
+    return Simulator(sizes, seconds, by_rates(lambda _, __: RATES, second), plans)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +114,7 @@ def test_what_siblings_are_worth_changes(name: str, least: float) -> None:
     assert world.rate(PHASE, tree) < 0.94 * world.rate(PHASE, CHAIN)
     for seed in range(2):
         watched = Disturbed(made(name, seed))
-        play(world, watched, seed)
+        simulate(world, watched, seed)
         # A window of what a plan earned does not fade: UCB1 has tried all plans as often as it
         # remembers, and never comes back to one that was worse.
         for phase in range(2 if name == "UCB1" else 3):
@@ -125,7 +129,7 @@ def test_measurements_are_lost_or_come_late(name: str, lost: float, late: int) -
     sizes = [n for _ in range(200) for n in (4, 4, 4, 4, 4, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1)]
     world = world_of(name, sizes, lambda step: 1.0)
     watched = Disturbed(made(name, 0), lost, late)
-    play(world, watched, 0)
+    simulate(world, watched, 0)
     share = share_of_the_best(world, watched, range(2000, 3000))
     # Each plan of each batch size is tried a hundred times by UCB1, of what it is told.
     assert share > (0.75 if name == "UCB1" else 0.88 if lost > 0.5 else 0.93)
@@ -136,7 +140,7 @@ def test_measurements_are_lost_or_come_late(name: str, lost: float, late: int) -
 @pytest.mark.parametrize(("name", "plan"), [("cost", OFF), ("EG", OFF), ("BEG", CHAIN)])
 def test_who_is_told_nothing_stays_with_the_first_plan(name: str, plan: DraftPlan) -> None:
     watched = Disturbed(made(name, 0), lost=1.0)
-    play(world_of(name, [4, 2] * 50, lambda step: 1.0), watched, 0)
+    simulate(world_of(name, [4, 2] * 50, lambda step: 1.0), watched, 0)
     assert {chosen for chosen, _ in watched.chosen} == {plan}
 
 
@@ -145,7 +149,7 @@ def test_steps_told_late_do_not_spoil_what_is_known_of_plans() -> None:
     world = world_of("cost", sizes, lambda step: 1.0)
     for late in (0, 10):
         selector = CostModelSelector(PLANS)
-        play(world, Disturbed(selector, late=late), 1)
+        simulate(world, Disturbed(selector, late=late), 1)
         # With ten steps' delay each is told of while the other size runs.
         for running, step in ((4, 0), (1, 10)):
             whole = world.drafted(step, running, TREE, 0.0)

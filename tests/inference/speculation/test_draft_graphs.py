@@ -67,7 +67,7 @@ def batch_of(policy: PackedDecoder, count: int, step: int) -> DraftBatch:
         rows=rows,
         policy=policy,
         # Little enough for no level to be left out; whoever looks waits for the device.
-        worth=1e-9,
+        min_acceptance=1e-9,
     )
 
 

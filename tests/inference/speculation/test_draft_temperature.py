@@ -1,29 +1,29 @@
-"""How sure a head may be: the scale under which what comes out is likely."""
+"""Draft temperature: the one with the highest likelihood is found."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from slipstream.inference.speculation.draft_temperature import SCALES, Sureness
+from slipstream.inference.speculation.draft_temperature import TEMPERATURES, DraftTemperature
 
 
-@pytest.mark.parametrize("scale", [0.2, 0.55, 1.4])
-def test_the_scale_that_is_true_is_found(scale: float) -> None:
-    rng, sureness = np.random.default_rng(0), Sureness()
-    assert sureness.scale == 1.0
+@pytest.mark.parametrize("true", [0.2, 0.55, 1.4])
+def test_the_true_temperature_is_found(true: float) -> None:
+    rng, temperature = np.random.default_rng(0), DraftTemperature()
+    assert temperature.value == 1.0
     for _ in range(300):
         gaps = -np.sort(rng.exponential(2.0, (4, 8)))
         gaps[:, 0] = 0.0
-        chances = 1 / np.exp(gaps / scale).sum(1)
-        sureness.learn(gaps, (rng.random(4) < chances).tolist())
-    found = int(np.abs(SCALES - sureness.scale).argmin())
-    assert abs(found - int(np.abs(SCALES - scale).argmin())) <= 1
+        likelihoods = 1 / np.exp(gaps / true).sum(1)
+        temperature.learn(gaps, (rng.random(4) < likelihoods).tolist())
+    found = int(np.abs(TEMPERATURES - temperature.value).argmin())
+    assert abs(found - int(np.abs(TEMPERATURES - true).argmin())) <= 1
 
 
-def test_what_is_not_there_and_nothing_at_all_are_no_trouble() -> None:
-    sureness = Sureness()
-    sureness.learn(np.array([[0.0, -np.inf, -np.inf]]), [True])
-    sureness.learn(np.array([[-np.inf] * 3]), [False])
-    sureness.learn(np.zeros((0, 8)), [])
-    assert sureness.scale == 1.0
+def test_missing_candidates_and_empty_batches_are_ignored() -> None:
+    temperature = DraftTemperature()
+    temperature.learn(np.array([[0.0, -np.inf, -np.inf]]), [True])
+    temperature.learn(np.array([[-np.inf] * 3]), [False])
+    temperature.learn(np.zeros((0, 8)), [])
+    assert temperature.value == 1.0

@@ -79,7 +79,7 @@ def test_a_head_that_is_never_right_is_reported_where_plans_are_chosen(running: 
     plans = [DraftPlan.chain(depth) for depth in (1, 2, 3, 4, 5, 7)]
     reported = ReportedSelector(CostModelSelector(plans), notify=said.append, head="runs/x/draft")
     for _ in range(20):
-        unseen = reported.begins(running)
+        unseen = reported.begin_rollout(running)
         for _ in range(unseen, 400):
             plan = reported.select(running)
             seconds = 1e-3 * (1 + 0.1 * plan.steps + 0.01 * plan.steps * running)
@@ -129,7 +129,7 @@ def test_that_rollouts_are_skipped_is_said_once() -> None:
     reported = ReportedSelector(CostModelSelector(PLANS), notify=said.append)
     skipped = 0
     for _ in range(30):
-        if reported.begins(3):
+        if reported.begin_rollout(3):
             skipped += 1
         else:
             for _ in range(50):
@@ -139,11 +139,11 @@ def test_that_rollouts_are_skipped_is_said_once() -> None:
     assert skipped > 10
     assert "turned itself off: with about 3 requests at once it gained next to nothing" in said[0]
     assert "speculative.enable=false" in said[0]
-    while not reported.begins(3):
+    while not reported.begin_rollout(3):
         for _ in range(50):
             reported.record(step(OFF, 0, running=3))
     reported.changed(drafter=True)
-    before = sum(reported.begins(3) > 0 for _ in range(20))
+    before = sum(reported.begin_rollout(3) > 0 for _ in range(20))
     assert before < 8
 
 
@@ -157,7 +157,7 @@ def test_a_trace_replays_to_the_same_decisions() -> None:
         if number == 300:
             reported.changed(drafter=True)
         if number % 200 == 0:
-            unseen = reported.begins(3)
+            unseen = reported.begin_rollout(3)
         if unseen:
             continue
         running = 1 + number % 3
@@ -184,7 +184,7 @@ def test_a_trace_replays_to_the_same_decisions() -> None:
     heard: list[tuple[str, int]] = []
 
     class Listening(PredefinedSelector):
-        def begins(self, requests: int) -> int:
+        def begin_rollout(self, requests: int) -> int:
             heard.append(("begins", requests))
             return 0
 

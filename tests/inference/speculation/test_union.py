@@ -166,7 +166,7 @@ def test_trees_of_both_are_merged() -> None:
     (tree,) = union.propose(batch("b", 50), DraftPlan(3, 2, 4))
     assert list(tree.tokens) == [50, 23, 41, 42]
     # Nor what is not worth its row, whosever it is.
-    (tree,) = union.propose(replace(batch("b", 50), worth=0.6), DraftPlan(3, 2, 6))
+    (tree,) = union.propose(replace(batch("b", 50), min_acceptance=0.6), DraftPlan(3, 2, 6))
     assert list(tree.tokens) == [50, 23, 41]
 
 
