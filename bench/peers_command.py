@@ -1,4 +1,4 @@
-"""`slipstream bench peers`: its flags, and what it prints."""
+"""`slipstream bench peers`: its flags and its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`slipstream bench selector`: its flags, and what it prints."""
+"""`slipstream bench selector`: its flags and its output."""
 
 from __future__ import annotations
 

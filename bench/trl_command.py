@@ -1,4 +1,4 @@
-"""`slipstream bench trl`: its flags, and what it prints. `peers_command` shares the flags."""
+"""`slipstream bench trl`: its flags and its output. `peers_command` shares the flags."""
 
 from __future__ import annotations
 

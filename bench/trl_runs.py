@@ -259,7 +259,7 @@ def run_round(
     versions: dict[str, str] = {}
 
     def enough(of: ContenderRun) -> bool:
-        """TRL has sampled as many tokens as our run, or has used up the prompts (twice the
+        """TRL has sampled the same number of tokens, or has used up the prompts (twice the
         steps)."""
         theirs_done, ours_done = len(of.steps), len(ran[PLAIN].seconds)
         if theirs_done < bench.steps or ours_done < bench.steps:

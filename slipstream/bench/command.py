@@ -1,4 +1,4 @@
-"""`slipstream bench`: a list of all benchmarks, and the dispatch to the one that was asked for.
+"""`slipstream bench`: the list of all benchmarks, and the dispatch to one of them.
 
 Each benchmark has a module that owns its flags, its measurement and what it prints (`benchmark`).
 That module is imported only when its benchmark was named, so `slipstream bench --help` stays fast.

@@ -125,7 +125,7 @@ def recorded(
 ) -> Callable[[], None]:
     """A call of `generate(workload)` that stores the responses in `outputs[name]`.
 
-    The call raises EngineError if a response does not have the length that was asked for.
+    The call raises EngineError if a response does not have the requested length.
     """
 
     def run_once() -> None:

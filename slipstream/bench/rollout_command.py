@@ -1,4 +1,4 @@
-"""`slipstream bench rollout`: its flags, and what it prints.
+"""`slipstream bench rollout`: its flags and its output.
 
 Without `--policy` it runs models with random weights (`rollout`). With `--policy` it runs a trained
 policy and its draft head (`speculation.rollout`).

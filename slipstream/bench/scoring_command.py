@@ -1,4 +1,4 @@
-"""`slipstream bench scoring`: its flags, and what it prints."""
+"""`slipstream bench scoring`: its flags and its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`slipstream bench train`: its flags, and what it prints.
+"""`slipstream bench train`: its flags and its output.
 
 Without `--ab` it measures a training step of random weights (`train`). With `--ab speculation` it
 runs the same RL with and without drafts (`ab`).

@@ -140,7 +140,7 @@ def test_rollout_refuses_flags_that_do_not_go_together(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--plan 5_1_6 5_1_6", "--plan 5_1_6 5_1_6: name each once"),
+        ("--plan 5_1_6 5_1_6", "--plan 5_1_6 5_1_6: name each"),
         ("--plan 0_0_1", "--plan 0_0_1"),
         ("--heads a b --plot x.png", "leave out --heads"),
         ("--heads a b --bound", "leave out --heads"),
@@ -148,7 +148,7 @@ def test_rollout_refuses_flags_that_do_not_go_together(
         ("--bound --plot x.png", "leave out --bound"),
         ("--bound --plan 3_1_4", "--plan 3_1_4"),
         ("--heads a b --plan 5_1", "draft plan '5_1': expected steps_topk_verify"),
-        ("--heads a a", "--heads a a: name each once"),
+        ("--heads a a", "--heads a a: name each"),
     ],
 )
 def test_speculation_refuses_flags_that_do_not_go_together(

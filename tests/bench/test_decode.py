@@ -329,7 +329,7 @@ def test_the_command_prints_a_table_and_writes_rows(
     ("change", "message"),
     [
         ({"peers": ("hf", "abacus")}, "unknown peer 'abacus'; known: hf, vllm"),
-        ({"only": ("vllm-fast",)}, r"only=\('vllm-fast',\) leaves no contender of hf: transf"),
+        ({"only": ("vllm-fast",)}, r"only=\('vllm-fast',\) leaves no contender of hf; give one of"),
         ({"batches": ()}, r"batches=\(\): every batch size must be at least 1"),
         ({"batches": (1, 0)}, r"batches=\(1, 0\): every batch size must be at least 1"),
         ({"new_tokens": 2}, "new_tokens=2 must be at least 3"),

@@ -140,7 +140,7 @@ def test_other_families_and_impossible_settings_are_refused(
     with pytest.raises(ConfigError, match=r"family qwen3.*init.family=llama"):
         export.run(ExportBench(policy=Path("run")), lambda text: None)
     monkeypatch.setattr(export, "load_trained", lambda policy: trained())
-    with pytest.raises(ConfigError, match=r"--new-tokens 64: .* room for 37 after a prompt"):
+    with pytest.raises(ConfigError, match=r"--new-tokens 64: .* lower --new-tokens to 37"):
         export.run(ExportBench(policy=Path("run")), lambda text: None)
     with pytest.raises(ConfigError, match="at least 1"):
         ExportBench(policy=Path("run"), depths=(0,))

@@ -1,4 +1,4 @@
-"""`slipstream bench speculation`: its flags, and what it prints.
+"""`slipstream bench speculation`: its flags and its output.
 
 It prints the grid of draft plans by batch size (`grid`), or with `--heads` a comparison of draft
 heads (`heads`), or with `--bound` an upper bound for trees (`tree_bound`).

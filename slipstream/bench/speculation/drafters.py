@@ -79,11 +79,11 @@ class LyingOracle:
             for node, right in level:
                 wrong = [t for t in rng.sample(range(size), min(plan.topk + 1, size))]
                 wrong = [t for t in wrong if t != known[depth]][: plan.topk]
-                told = right and rng.random() >= self._lies
-                if told and wrong:
+                correct = right and rng.random() >= self._lies
+                if correct and wrong:
                     wrong[rng.randrange(len(wrong))] = known[depth]
                 for token in wrong[: plan.verify_tokens - len(tokens)]:
-                    below.append((len(tokens), told and token == known[depth]))
+                    below.append((len(tokens), correct and token == known[depth]))
                     tokens.append(token)
                     parents.append(node)
             # The correct node and one wrong node, in the order in which they were added.

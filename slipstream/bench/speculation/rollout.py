@@ -207,7 +207,7 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Res
     def oracle() -> LyingOracle:
         return LyingOracle(known, vocab_size=vocabulary, lies=0.0)
 
-    alone, beside = HistoryProposer(), HistoryProposer()
+    history, union_history = HistoryProposer(), HistoryProposer()
     # Histories forget before each round, or they would know the responses of the last round. The
     # untrained head, about as fast as plain decoding, runs right after it: less speed drift
     # between.
@@ -215,8 +215,11 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Res
         UNTRAINED: (make_eagle(_untrained(trained), bench.dtype), lambda: None),
         CHAINS: (make_eagle(trained, bench.dtype), lambda: None),
         "eagle": (make_eagle(trained, bench.dtype), lambda: None),
-        "history": (alone, alone.forget),
-        "union": (UnionProposer(make_eagle(trained, bench.dtype), beside), beside.forget),
+        "history": (history, history.forget),
+        "union": (
+            UnionProposer(make_eagle(trained, bench.dtype), union_history),
+            union_history.forget,
+        ),
         RIGHT_HEAD: (OracleHead(make_eagle(trained, bench.dtype), oracle()), lambda: None),
         ORACLE: (oracle(), lambda: None),
     }

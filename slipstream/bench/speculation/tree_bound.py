@@ -60,17 +60,17 @@ def run_bound(bench: SpeculationBench, say: Callable[[str], None]) -> list[Resul
 
     Raises ConfigError if no plan is a tree.
     """
-    asked = [plan for plan in bench.grid_plans if plan != OFF]
-    trees = [plan for plan in asked if plan.topk > 1]
+    requested = [plan for plan in bench.grid_plans if plan != OFF]
+    trees = [plan for plan in requested if plan.topk > 1]
     if not trees:
         raise ConfigError(
-            f"--plan {' '.join(map(str, asked))} has no tree to compare with chains; add one, such "
-            "as 6_3_16"
+            f"--plan {' '.join(map(str, requested))} has no tree to compare with chains; add one, "
+            "such as 6_3_16"
         )
-    usual = [] if len(trees) < len(asked) else chains()[1:]
+    usual = [] if len(trees) < len(requested) else chains()[1:]
     as_deep = [DraftPlan.chain(tree.steps) for tree in trees]
     rows_of = sorted({plan.verify_tokens for plan in [*trees, *as_deep]})
-    bench = replace(bench, plans=tuple(dict.fromkeys([*usual, *asked, *as_deep])))
+    bench = replace(bench, plans=tuple(dict.fromkeys([*usual, *requested, *as_deep])))
     undrafted = replace(bench, plans=tuple(DraftPlan.chain(rows - 1) for rows in rows_of))
     trained = load_trained(bench.policy, bench.device, bench.candidates)
     rows: list[ResultRow] = []
