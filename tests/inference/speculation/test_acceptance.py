@@ -24,8 +24,8 @@ def test_the_curve_is_per_depth_and_extends_beyond_tried_depths() -> None:
 
 
 def test_acceptance_probabilities_of_a_small_tree() -> None:
-    # .6; its child .6 * .5; its sibling .4 * .8 * .6 = .192, whose child has .096; the sibling of .3:
-    # .6 * .5 * .8 * .5 = .12.
+    # .6; its child .6 * .5; its sibling .4 * .8 * .6 = .192, whose child has .096; the sibling of
+    # .3: .6 * .5 * .8 * .5 = .12.
     found = tree_probabilities((0.6, 0.5), DraftPlan(2, 2, 6))
     assert found == pytest.approx((0.6, 0.3, 0.192, 0.12, 0.096))
     # A third candidate shares what the first two leave over: .4 * .52 * .48.
