@@ -1,4 +1,4 @@
-"""FastRL's selectors: what they pick from what was earned, by hand and on recorded steps."""
+"""FastRL's bandits: their choices from known rewards and on recorded steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GREEDY = EpsilonGreedy(0.0)
 def step(
     plan: DraftPlan, tokens: int, *, seconds: float = 1.0, running: int = 1, steady: bool = True
 ) -> StepRecord:
-    """In which each request got so many tokens."""
+    """A step in which each request got `tokens` tokens."""
     return StepRecord(
         running=running,
         plan=plan,
@@ -50,11 +50,11 @@ def test_each_plan_is_tried_before_any_is_preferred() -> None:
         assert made.select(1) == plan
         made.record(step(plan, tokens))
     assert made.select(1) == THREE
-    # At another batch size nothing is known.
+    # Nothing is known at another batch size.
     assert made.select(2) == ONE
 
 
-def test_a_plan_earns_the_tokens_of_all_requests_by_time() -> None:
+def test_rewards_are_tokens_per_second_of_all_requests() -> None:
     made = bandit(ONE, THREE)
     made.record(step(ONE, 2, seconds=0.010, running=3))
     made.record(step(THREE, 3, seconds=0.016, running=3))
@@ -69,14 +69,14 @@ def test_the_median_of_the_last_steps_decides() -> None:
     for tokens in (1, 3, 3, 90):
         made.record(step(THREE, tokens))
     assert made.select(1) == THREE
-    # One lucky step is no reason; two of three are.
+    # One lucky step does not change the median; two of three do.
     made.record(step(ONE, 50))
     assert made.select(1) == THREE
     made.record(step(ONE, 50))
     assert made.select(1) == ONE
 
 
-def test_a_step_with_other_work_counts_for_nobody() -> None:
+def test_steps_with_extra_work_give_no_reward() -> None:
     made = bandit(ONE, THREE)
     made.record(step(ONE, 2))
     made.record(step(THREE, 4, seconds=9.0, steady=False))
@@ -85,34 +85,34 @@ def test_a_step_with_other_work_counts_for_nobody() -> None:
     assert made.select(1) == THREE
 
 
-def test_now_and_then_any_plan_is_taken() -> None:
+def test_epsilon_is_the_share_of_random_plans() -> None:
     earned = {ONE: [1.0], THREE: [5.0], FIVE: [3.0]}
     rng = random.Random(3)
     taken = Counter(EpsilonGreedy(0.3).pick(earned, rng) for _ in range(3000))
-    # A third of the random ones is the best plan, too.
+    # A third of the random choices is the best plan.
     assert taken[THREE] / 3000 == pytest.approx(0.8, abs=0.02)
     assert taken[ONE] / 3000 == pytest.approx(0.1, abs=0.02)
     again = random.Random(3)
     assert Counter(EpsilonGreedy(0.3).pick(earned, again) for _ in range(3000)) == taken
 
 
-def test_bounds_by_hand() -> None:
+def test_upper_bounds_of_a_small_example() -> None:
     """2 ln 6 = 3.58: with 0.8 of the best mean after two tries, 0.8 + 1.34 beats 1 + 0.95."""
     rng = random.Random(0)
     rule = UpperConfidenceBound()
     few, many = [8000.0] * 2, [10000.0] * 4
     assert rule.pick({ONE: few, THREE: many}, rng) == ONE
     assert rule.pick({ONE: [5000.0] * 2, THREE: many}, rng) == THREE
-    # In other units, the same: rewards are relative.
+    # The same in other units: rewards are relative.
     assert rule.pick({ONE: [0.8] * 2, THREE: [1.0] * 4}, rng) == ONE
 
 
-def test_bounds_leave_out_what_is_far_off() -> None:
+def test_upper_bounds_ignore_outliers() -> None:
     rewards = [10.0] * 18 + [0.01, 1000.0]
     assert UpperConfidenceBound().pick({ONE: [11.0] * 20, THREE: rewards}, random.Random(0)) == ONE
 
 
-def test_more_rows_are_for_fewer_requests() -> None:
+def test_larger_trees_serve_smaller_batches() -> None:
     two = DraftPlan(2, 2, 4)
     buckets = buckets_by_rows([ONE, FIVE, THREE, two], [1, 4, 9])
     assert buckets == {1: [FIVE], 4: [THREE, two], 9: [ONE]}
@@ -135,12 +135,12 @@ def test_more_rows_are_for_fewer_requests() -> None:
         ([1, 4, 4], "begin at 1 and grow"),
     ],
 )
-def test_thresholds_that_do_not_fit(thresholds: list[int], message: str) -> None:
+def test_wrong_thresholds_are_refused(thresholds: list[int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         buckets_by_rows([ONE, THREE, FIVE], thresholds)
 
 
-def test_settings_that_cannot_be() -> None:
+def test_impossible_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"epsilon=1\.5"):
         EpsilonGreedy(1.5)
     with pytest.raises(ConfigError, match="window=0"):
@@ -151,7 +151,7 @@ def test_settings_that_cannot_be() -> None:
         BanditSelector({1: [ONE], 4: []}, GREEDY)
 
 
-def test_other_weights_leave_the_newest_half() -> None:
+def test_new_weights_keep_the_newest_half_of_the_rewards() -> None:
     made = bandit(ONE, THREE)
     for tokens in (5, 5, 5, 2, 2):
         made.record(step(ONE, tokens))
@@ -162,8 +162,8 @@ def test_other_weights_leave_the_newest_half() -> None:
     assert made.select(1) == THREE
 
 
-def test_drafts_that_become_useless_are_given_up() -> None:
-    """Measured rewards turn, at one batch size, after 1,000 steps."""
+def test_drafts_that_become_useless_are_abandoned() -> None:
+    """The best plan changes after 1,000 steps at one batch size."""
 
     def seconds(number: int, running: int, drafted: Drafted) -> float:
         return 1.0 + 0.1 * drafted.drafts

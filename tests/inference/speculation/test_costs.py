@@ -59,7 +59,7 @@ def test_one_disturbed_step_among_others_is_ignored() -> None:
 
 def test_ratios_between_plans_are_learned_while_the_machine_speed_changes() -> None:
     # All steps are up to twice as slow for a while. Steps with drafts cost 1.5 times as much as
-    # plain ones, and in one bucket twice as much.
+    # plain ones, and twice as much in one bucket.
     rng, costs, speed = random.Random(1), StepCosts(), 1.0
     for turn in range(400):
         if turn % 3 == 0:

@@ -1,5 +1,4 @@
-"""Every selector where chains and trees take turns at being best, and where measurements are lost
-or come late."""
+"""Every selector while chains and trees alternate as the best plan, and with lost or late steps."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ from slipstream.inference.speculation.selector import (
 
 CHAIN, TREE = DraftPlan.chain(5), DraftPlan(4, 4, 12)
 PLANS = [OFF, DraftPlan.chain(1), CHAIN, TREE]
-SIX_ROWS = [CHAIN, DraftPlan(2, 3, 6), DraftPlan(4, 2, 6)]
-"""BEG chooses among plans of one number of rows."""
+SIX_TOKENS = [CHAIN, DraftPlan(2, 3, 6), DraftPlan(4, 2, 6)]
+"""BEG chooses among plans with the same `verify_tokens`."""
 
 RATES = [0.6] * 5
 PHASE = 1200
@@ -45,13 +44,13 @@ def made(name: str, seed: int) -> StrategySelector:
     if name == "cost":
         return CostModelSelector(PLANS)
     if name == "BEG":
-        buckets = buckets_by_rows(SIX_ROWS, [1])
+        buckets = buckets_by_rows(SIX_TOKENS, [1])
         return BanditSelector(buckets, EpsilonGreedy(0.1), window=40, seed=seed)
     return BanditSelector({1: PLANS}, rules[name], window=40, seed=seed)
 
 
 class Disturbed:
-    """Passes on what it is told: all but a share that is `lost`, and so many choices late."""
+    """Loses a share `lost` of the records and passes on the others `late` steps later."""
 
     def __init__(
         self, selector: StrategySelector, lost: float = 0.0, late: int = 0, seed: int = 0
@@ -60,7 +59,7 @@ class Disturbed:
         self._rng = random.Random(seed)
         self._waiting: deque[StepRecord] = deque()
         self.chosen: list[tuple[DraftPlan, float]] = []
-        """With what a draft had to be min_acceptance."""
+        """Plans, each with its min acceptance probability."""
 
     def begin_rollout(self, requests: int) -> int:
         return self._selector.begin_rollout(requests)
@@ -87,51 +86,51 @@ class Disturbed:
         self._selector.changed(drafter=drafter)
 
 
-def share_of_the_best(simulator: Simulator, watched: Disturbed, steps: range) -> float:
-    """Of the speed of the plans that are best at the steps' batch sizes."""
+def relative_speed(simulator: Simulator, watched: Disturbed, steps: range) -> float:
+    """Speed of the chosen plans over that of the best plan at each step."""
     took = best = 0.0
     for step in steps:
-        plan, min_acceptance = watched.chosen[step]
-        drafted = simulator.drafted(step, simulator.sizes[step], plan, min_acceptance)
+        plan, least = watched.chosen[step]
+        drafted = simulator.drafted(step, simulator.sizes[step], plan, least)
         took += simulator.seconds(step, simulator.sizes[step], drafted)
         best += drafted.made / max(simulator.rate(step, plan) for plan in simulator.plans)
     return best / took
 
 
-def world_of(name: str, sizes: list[int], second: Callable[[int], float]) -> Simulator:
-    plans = SIX_ROWS if name == "BEG" else PLANS
+def simulator_of(name: str, sizes: list[int], second: Callable[[int], float]) -> Simulator:
+    plans = SIX_TOKENS if name == "BEG" else PLANS
     return Simulator(sizes, seconds, by_rates(lambda _, __: RATES, second), plans)
 
 
 @pytest.mark.parametrize(
     ("name", "least"), [("cost", 0.96), ("EG", 0.93), ("UCB1", 0.95), ("BEG", 0.93)]
 )
-def test_what_siblings_are_worth_changes(name: str, least: float) -> None:
-    simulator = world_of(name, [4] * 3 * PHASE, lambda step: 0.0 if step // PHASE == 1 else 1.0)
-    tree = SIX_ROWS[1] if name == "BEG" else TREE
-    # Whoever does not follow is found out.
+def test_a_changed_acceptance_of_siblings_is_followed(name: str, least: float) -> None:
+    simulator = simulator_of(name, [4] * 3 * PHASE, lambda step: 0.0 if step // PHASE == 1 else 1.0)
+    tree = SIX_TOKENS[1] if name == "BEG" else TREE
+    # A selector that stays with one plan fails.
     assert simulator.rate(0, CHAIN) < 0.94 * simulator.rate(0, tree)
     assert simulator.rate(PHASE, tree) < 0.94 * simulator.rate(PHASE, CHAIN)
     for seed in range(2):
         watched = Disturbed(made(name, seed))
         simulate(simulator, watched, seed)
-        # A window of what a plan earned does not fade: UCB1 has tried all plans as often as it
-        # remembers, and never comes back to one that was worse.
+        # A window of rewards does not fade: once it is full, UCB1 never returns to a plan that was
+        # worse.
         for phase in range(2 if name == "UCB1" else 3):
             steps = range((phase + 1) * PHASE - 300, (phase + 1) * PHASE)
-            assert share_of_the_best(simulator, watched, steps) > least, (phase, seed)
+            assert relative_speed(simulator, watched, steps) > least, (phase, seed)
 
 
 @pytest.mark.parametrize(("lost", "late"), [(0.5, 0), (0.9, 0), (0.0, 1), (0.0, 25), (0.5, 8)])
 @pytest.mark.parametrize("name", ["cost", "EG", "UCB1", "BEG"])
-def test_measurements_are_lost_or_come_late(name: str, lost: float, late: int) -> None:
-    # Batch sizes come and go while steps of others are still to be told.
+def test_records_are_lost_or_late(name: str, lost: float, late: int) -> None:
+    # Batch sizes change while records of earlier ones are still missing.
     sizes = [n for _ in range(200) for n in (4, 4, 4, 4, 4, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1)]
-    simulator = world_of(name, sizes, lambda step: 1.0)
+    simulator = simulator_of(name, sizes, lambda step: 1.0)
     watched = Disturbed(made(name, 0), lost, late)
     simulate(simulator, watched, 0)
-    share = share_of_the_best(simulator, watched, range(2000, 3000))
-    # Each plan of each batch size is tried a hundred times by UCB1, of what it is told.
+    share = relative_speed(simulator, watched, range(2000, 3000))
+    # UCB1 tries each plan of each batch size a hundred times, counted by records.
     assert share > (0.75 if name == "UCB1" else 0.88 if lost > 0.5 else 0.93)
     if name != "BEG":
         assert max(simulator.rate(2000, plan) for plan in PLANS[:-1]) < 0.94 * simulator.rate(
@@ -140,19 +139,19 @@ def test_measurements_are_lost_or_come_late(name: str, lost: float, late: int) -
 
 
 @pytest.mark.parametrize(("name", "plan"), [("cost", OFF), ("EG", OFF), ("BEG", CHAIN)])
-def test_who_is_told_nothing_stays_with_the_first_plan(name: str, plan: DraftPlan) -> None:
+def test_a_selector_without_records_stays_with_the_first_plan(name: str, plan: DraftPlan) -> None:
     watched = Disturbed(made(name, 0), lost=1.0)
-    simulate(world_of(name, [4, 2] * 50, lambda step: 1.0), watched, 0)
+    simulate(simulator_of(name, [4, 2] * 50, lambda step: 1.0), watched, 0)
     assert {chosen for chosen, _ in watched.chosen} == {plan}
 
 
-def test_steps_told_late_do_not_spoil_what_is_known_of_plans() -> None:
+def test_late_records_do_not_spoil_predicted_costs() -> None:
     sizes = [n for _ in range(150) for n in (4,) * 10 + (1,) * 10]
-    simulator = world_of("cost", sizes, lambda step: 1.0)
+    simulator = simulator_of("cost", sizes, lambda step: 1.0)
     for late in (0, 10):
         selector = CostModelSelector(PLANS)
         simulate(simulator, Disturbed(selector, late=late), 1)
-        # With ten steps' delay each is told of while the other size runs.
+        # With a delay of ten steps, records arrive while the other size runs.
         for running, step in ((4, 0), (1, 10)):
             whole = simulator.drafted(step, running, TREE, 0.0)
             believed = selector._costs.seconds(running, TREE, running, whole.drafts)

@@ -1,4 +1,4 @@
-"""Draft plans: their written form and which shapes there are."""
+"""Draft plans: parsing, formatting and valid shapes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slipstream.inference.speculation.plan import OFF, DraftPlan
 
 
 @pytest.mark.parametrize("text", ["8_4_32", "3_1_4", "1_1_2", "0_0_1", "2_3_13"])
-def test_a_plan_is_what_it_is_written_as(text: str) -> None:
+def test_parsing_and_formatting_are_inverse(text: str) -> None:
     assert str(DraftPlan.parse(text)) == text
 
 
@@ -30,6 +30,6 @@ def test_chains() -> None:
         ("2_3_1", "must be from 2 to 13"),
     ],
 )
-def test_other_shapes_are_refused(text: str, message: str) -> None:
+def test_impossible_shapes_are_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DraftPlan.parse(text)

@@ -1,4 +1,4 @@
-"""What trees of drafts say of themselves."""
+"""Properties of draft trees."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ TREE = DraftTree(range(8), [-1, 0, 1, 2, 2, 1, 0, 6])
     ("path", "right"),
     [([0], 0), ([0, 1], 1), ([0, 1, 2, 3], 3), ([0, 1, 2, 4], 2), ([0, 1, 5], 1), ([0, 6, 7], 0)],
 )
-def test_how_far_a_chain_would_have_come(path: list[int], right: int) -> None:
+def test_accepted_drafts_of_the_chain_of_first_children(path: list[int], right: int) -> None:
     assert TREE.straight(path) == (3, right)
 
 
-def test_a_chain_is_all_straight() -> None:
+def test_a_chain_consists_of_first_children() -> None:
     assert DraftTree.chain(9, [4, 5]).straight([0, 1]) == (2, 1)
     assert DraftTree([9, 4, 5], [-1, 0, 1]).straight([0, 1, 2]) == (2, 2)
     assert DraftTree.chain(9, []).straight([0]) == (0, 0)
-    # A request that failed was given nothing.
+    # A failed request has no accepted nodes.
     assert DraftTree.chain(9, [4]).straight([]) == (1, 0)
     assert TREE.straight([]) == (3, 0)
 
@@ -43,5 +43,5 @@ def test_first_children() -> None:
         (DraftTree([1, 2, 3, 4], [-1, 0, 0, 0]), 1),
     ],
 )
-def test_how_deep_a_tree_is(tree: DraftTree, depth: int) -> None:
+def test_depth_of_a_tree(tree: DraftTree, depth: int) -> None:
     assert tree.depth == depth
