@@ -285,7 +285,7 @@ def test_config_prints_the_tree_or_explains_keys(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.startswith("data:\n  task: null\n")
     assert cli.main(["config", "trainer.seed", "data.seed"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("trainer.seed\n  Seed of everything")
+    assert text.startswith("trainer.seed\n  Seed for everything")
     assert "\n\ndata.seed\n" in text
 
 

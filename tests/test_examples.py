@@ -33,7 +33,7 @@ from slipstream.rewards.manager import NaiveRewardManager
 from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings
 from slipstream.training import OptimSettings, SingleProcessBackend
 from slipstream.types import Group, Sample, SamplingParams, TrainBatch
-from tests.training.helpers import observe
+from tests.training.helpers import as_rows, observe
 
 ROOT = Path(__file__).parent.parent
 
@@ -227,7 +227,7 @@ def test_grpo_from_scratch_computes_the_same_bits_as_the_library(
     assert len(library.batches) == steps * epochs
     for number, batch in enumerate(library.batches):
         first = number // epochs * per_step
-        for s, row in zip(samples[first : first + per_step], batch.rows, strict=True):
+        for s, row in zip(samples[first : first + per_step], as_rows(batch), strict=True):
             start = len(s.prompt.ids)
             assert row.tokens == s.tokens
             assert row.advantages is not None

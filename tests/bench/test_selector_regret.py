@@ -15,7 +15,7 @@ from slipstream.bench.record import ResultRow, Spread, this_machine
 from slipstream.errors import ConfigError
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.selector import CostModelSelector, PredefinedSelector
-from tests.bench.test_worlds import line
+from tests.bench.test_simulators import line
 
 ONE, TWO = DraftPlan.chain(1), DraftPlan.chain(2)
 

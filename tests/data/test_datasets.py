@@ -167,7 +167,7 @@ def test_pictures_are_refused(column: str, tmp_path: Path) -> None:
     path = write(tmp_path / "b.jsonl", [{**row(0), column: []}])
     (prompt,) = load_prompts(path, char_tokenizer(), max_prompt_length=60)
     assert prompt.extra_info.get(column) is None
-    with pytest.raises(DataError, match="leave the processor out"):
+    with pytest.raises(DataError, match="omit the processor"):
         RLHFDataset(path, char_tokenizer(), processor=object())
 
 

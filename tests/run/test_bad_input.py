@@ -217,7 +217,7 @@ def test_too_few_prompts_for_one_step(
 ) -> None:
     epochs = ["trainer.total_training_steps=null", "data.train_batch_size=9"]
     line = file_run(tmp_path, model, chats, *epochs, reward=reward)
-    refused(line, 3, capsys, "4 training prompts, 1 times over, do not fill one batch")
+    refused(line, 3, capsys, "4 training prompts in 1 epochs do not fill one batch")
     assert main([*line, "trainer.total_epochs=3"]) == 0
     assert steps_of(tmp_path / "run") == [1]
 
@@ -396,7 +396,7 @@ def test_models_of_another_tokenizer_are_refused_before_sft(
         ("actor_rollout_ref.ref.path=nowhere", "nowhere"),
         (
             "algorithm.adv_estimator=gae trainer.critic_warmup=50",
-            "lets the policy learn from step 50 on",
+            "trains the policy only from step 50 on",
         ),
         (
             "algorithm.adv_estimator=gae critic.optim.lr_scheduler_type=cosine "
@@ -433,7 +433,7 @@ def test_a_record_that_cannot_be_written_is_an_error_that_says_where(tmp_path: P
         # After steps 4 and 8.
         (
             ["optim.lr_scheduler_type=linear", "optim.lr_warmup_steps=6"],
-            ["9 RL steps train the draft model 6 times", "=constant"],
+            ["9 RL steps train the draft head 6 times", "=constant"],
         ),
         (
             [
@@ -478,7 +478,7 @@ def test_co_training_beside_the_run_needs_a_core(
         "speculative.train.mode=opportunistic",
         reward=reward,
     )
-    refused(line, 2, capsys, "with 1 threads on 1 cores; give it more cores", "=interval")
+    refused(line, 2, capsys, "uses 1 threads on 1 cores; give it more cores", "=interval")
     # Where there are some they can be left, or lent.
     monkeypatch.setattr("slipstream.build.cotraining.usable_cores", lambda: 2)
     parts = ("with 2 threads on 2 cores", "rollout.one_thread_below=4", "lower trainer.num_threads")
@@ -490,7 +490,7 @@ def test_a_core_can_be_lent_by_compiled_kernels_alone(
 ) -> None:
     few = "actor_rollout_ref.rollout.one_thread_below"
     line = rl_only(tmp_path / "run", "actor_rollout_ref.rollout.name=hf", f"{few}=4", reward=reward)
-    refused(line, 2, capsys, f"{few}=4 is of the embedded engine's compiled kernels", f"{few}=0")
+    refused(line, 2, capsys, f"{few}=4 needs the embedded engine's compiled CPU kernels", f"{few}=0")
 
 
 def test_validating_without_anything_to_validate_on(

@@ -204,13 +204,13 @@ def test_a_checkpoint_of_another_phase_is_refused(
 ) -> None:
     shutil.copytree(policy / "global_step_2", tmp_path / "draft" / "global_step_2")
     assert main(line(policy, tmp_path / "draft")) == 4
-    assert "checkpoint of phase 'rl', not of a draft head's training" in error_of(capsys)
+    assert "checkpoint of phase 'rl', not of draft head training" in error_of(capsys)
 
 
 @pytest.mark.parametrize(
     ("overrides", "code", "message"),
     [
-        (["actor_rollout_ref.rollout.name=hf"], 2, "hands over no hidden states"),
+        (["actor_rollout_ref.rollout.name=hf"], 2, "returns no hidden states"),
         (
             ["data.task=null", "sft.total_training_steps=0"],
             2,

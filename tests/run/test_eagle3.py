@@ -153,7 +153,7 @@ def test_the_most_frequent_tokens() -> None:
         (
             (*THIRD, VOCABULARY, f"{TRAIN}.topk_mass_weight=0.1", f"{EAGLE}.spec_topk=12"),
             2,
-            "spec_topk=12 best of the 12 tokens that the head drafts are all of them",
+            "set speculative.eagle.spec_topk below 12",
         ),
         ((VOCABULARY,), 2, "draft_vocab_size has no effect with"),
         (THIRD[1:], 2, "aux_hidden_state_layer_ids has no effect with"),

@@ -162,7 +162,7 @@ def test_eval_and_export_read_it(
     start = checkpoint(tmp_path / "start", "gemma2")
     run = tmp_path / "run"
     assert main(rl_only(run, *of(start), reward=reward)) == 0
-    assert "transformers computes the policy, a gemma2" in capsys.readouterr().out
+    assert "transformers computes the policy (gemma2)" in capsys.readouterr().out
     assert main(["eval", "--checkpoint", str(run), "--problems", "2"]) == 0
     out = tmp_path / "out"
     line = ["export", "--checkpoint", str(run), "--output", str(out), "--dtype", "bfloat16"]

@@ -84,9 +84,9 @@ def test_a_mistral_with_scaled_frequencies_trains_and_is_exported(
 @pytest.mark.parametrize(
     ("phase", "overrides", "message"),
     [
-        ("rl", [], "prompt and response may take 48 tokens, but the model has sliding_window=40"),
-        ("sft", [], "SFT texts may take 256 tokens, but the model has sliding_window=40"),
-        ("reference", [], "ref: prompt and response may take 48 tokens, but the model has slidi"),
+        ("rl", [], "prompt and response may have 48 tokens, but the model has sliding_window=40"),
+        ("sft", [], "SFT texts may have 256 tokens, but the model has sliding_window=40"),
+        ("reference", [], "ref: prompt and response may have 48 tokens, but the model has slidi"),
     ],
 )
 def test_windows_shorter_than_a_sequence_are_refused(

@@ -127,7 +127,7 @@ def test_generated_rows_are_drawn_and_survive_a_resume(tmp_path: Path, code: Pat
     [
         (("data.custom_cls.name=Sum",), "'Sum' is not in"),
         (("data.custom_cls.name=Short",), "must be a class with __getitem__ and __len__"),
-        (("data.custom_cls.kwargs.sizes=3",), "cannot be made with data_files, tokenizer"),
+        (("data.custom_cls.kwargs.sizes=3",), "cannot be created with data_files, tokenizer"),
         (("data.custom_cls.kwargs.config=3",), "must not contain config"),
         (("data.custom_cls.path=absent.py",), "is not a file: give the path of a Python file"),
         (("data.custom_cls.kwargs.size=0",), "Sums has no rows: give it data files"),

@@ -142,7 +142,7 @@ def test_what_became_of_the_head_is_read_from_the_metrics() -> None:
     rested = [*history[:2], *((n, {"spec/on_fraction": 0.0}) for n in range(3, 40))]
     found = quickstart.drafts_summary(rested)["drafts"]
     assert (found["steps"], found["accept_length_last"]) == (2, 1.25)
-    assert "; 37 of 39 steps had none" in quickstart._of_drafts(found, 39)
+    assert "; 37 of 39 steps had no drafts" in quickstart._of_drafts(found, 39)
     none = quickstart.drafts_summary(rested[2:])["drafts"]
     assert quickstart._of_drafts(none, 37).startswith("drafts in RL: none in 37 steps;")
     # One step in which history is lucky, among twenty, two of which are looked at together.

@@ -496,7 +496,7 @@ def test_a_module_of_ones_own_registers_what_the_settings_name(
     settings = (f"{ACTOR}.policy_loss.loss_mode=doubled", "trainer.total_training_steps=1")
     line = rl_only(tmp_path / "own", *settings, reward=reward)
     assert main(line) == 2
-    assert "actor_rollout_ref.model.external_lib names" in capsys.readouterr().err
+    assert "set actor_rollout_ref.model.external_lib to" in capsys.readouterr().err
     assert main([*line, f"{INIT}.external_lib=losses_of_mine"]) == 0
     plain = rl_only(tmp_path / "plain", settings[1], reward=reward)
     assert main(plain) == 0

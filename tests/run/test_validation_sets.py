@@ -70,7 +70,7 @@ def test_settings_of_others_change_no_response(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("{hard: {n: 1}}", "by_source names 'hard', and no validation prompt is of that source"),
+        ("{hard: {n: 1}}", "by_source names 'hard', but no validation prompt has that data source"),
         ("{easy: 4}", "by_source.easy=4 must be a mapping, such as {n: 8}"),
         ("{easy: {m: 4}}", "by_source.easy.m is no setting of validation"),
         ("{easy: {n: 4}}", "by_source.easy.n=4 greedy responses are all the same"),
