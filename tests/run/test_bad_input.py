@@ -481,7 +481,7 @@ def test_co_training_beside_the_run_needs_a_core(
     refused(line, 2, capsys, "uses 1 threads on 1 cores; give it more cores", "=interval")
     # Where there are some they can be left, or lent.
     monkeypatch.setattr("slipstream.build.cotraining.usable_cores", lambda: 2)
-    parts = ("with 2 threads on 2 cores", "rollout.one_thread_below=4", "lower trainer.num_threads")
+    parts = ("uses 2 threads on 2 cores", "rollout.one_thread_below=4", "lower trainer.num_threads")
     refused([*line, "trainer.num_threads=2"], 2, capsys, *parts)
 
 
