@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import exp, log, sqrt
-from statistics import median
+from statistics import fmean, median
 
 import numpy as np
 import numpy.typing as npt
@@ -50,11 +51,17 @@ _SPEED_GAIN = 0.05
 _SPEED_FADE = 0.995
 """What is left of the speed factor's logarithm after each step."""
 
-_OUTLIER = 2.5
+OUTLIER = 2.5
 """Errors beyond this factor, either way, count as this factor: another program ran."""
+
+_DISTURBED = 1.5
+"""Steps further than this factor from the median of those recorded with them count as this far."""
 
 _NOISE = 0.08
 """Standard deviation of the relative error of one step, for the lower bound of a token's cost."""
+
+_REFIT_SHARE, _REFIT = 8, 16
+"""A fit holds for an eighth of the records so far, and for 16 at most."""
 
 _PRIOR_WEIGHT = 0.05
 _PRIOR_SIZES, _PRIOR_PLANS = (1, 4, 16, 64), [DraftPlan.chain(depth) for depth in (0, 1, 3, 7)]
@@ -69,16 +76,18 @@ _Floats = npt.NDArray[np.float64]
 
 @dataclass(slots=True)
 class _Mean:
-    """`count` steps (faded) of one batch size and plan: means of their features and of the
-    logarithm of their seconds at the usual speed of the machine."""
+    """One batch size and plan: means of the features of its steps and of the logarithm of their
+    seconds at the usual speed of the machine. `count`: recent steps, which fade; `steps`: all."""
 
     count: float
+    steps: float
     running: float
     drafts: float | None
     log_seconds: float
 
     def add(self, running: float, drafts: float | None, log_seconds: float, steps: int) -> None:
         """Include `steps` more steps."""
+        self.steps += steps
         self.count = min(self.count + steps, _MOST_STEPS)
         gain = min(steps / self.count, 1.0)
         self.running += gain * (running - self.running)
@@ -96,8 +105,9 @@ class StepCosts:
         # fades with its own steps, because one kind can be absent for thousands of steps.
         self._left, self._right = np.zeros((2, size, size)), np.zeros((2, size))
         self._scales: list[float] = []
-        self._weights, self._covariance = np.zeros(size), np.zeros((size, size))
-        self._fitted = False
+        self._weights, self._covariance = [0.0] * size, np.zeros((size, size))
+        # Calls of `record`, and those since the last fit.
+        self._records = self._unfitted = 0
         self._log_speed = 0.0
         self._means: dict[int, dict[DraftPlan, _Mean]] = defaultdict(dict)
 
@@ -115,7 +125,7 @@ class StepCosts:
         mean = self._means[bucket].get(plan)
         if mean is not None:
             error = mean.log_seconds - log(self._linear(mean.running, plan, mean.drafts))
-            seconds *= exp(error * mean.count / (mean.count + _FIT_STEPS))
+            seconds *= exp(error * mean.steps / (mean.steps + _FIT_STEPS))
         return seconds
 
     def token_at_least(self, running: float, plan: DraftPlan, drafts: float | None = None) -> float:
@@ -139,26 +149,28 @@ class StepCosts:
         `drafts` as for `seconds`."""
         for running, seconds in steps[: _FIRST - len(self._scales)]:
             self._scales.append(seconds / _guess(running, plan))
-            self._fitted = False
         count, mean = len(steps), self._means[bucket].get(plan)
         running = sum(size for size, _ in steps) / count
         expected = self.seconds(running, plan, bucket, drafts)
-        # The median ignores single steps that another program disturbed.
-        ratio = median(seconds for _, seconds in steps) / expected
-        ratio = min(max(ratio, 1 / _OUTLIER), _OUTLIER)
+        # A mean without single steps that another program disturbed.
+        middle = median(seconds for _, seconds in steps)
+        least, most = middle / _DISTURBED, middle * _DISTURBED
+        ratio = fmean(min(max(seconds, least), most) for _, seconds in steps) / expected
+        ratio = min(max(ratio, 1 / OUTLIER), OUTLIER)
         features = np.array(_features(running, plan, drafts))
         features /= ratio * expected / exp(self._log_speed)
         kind, kept = int(plan != OFF), _FIT_FADE**count
         self._left[kind] = kept * self._left[kind] + count * np.outer(features, features)
         self._right[kind] = kept * self._right[kind] + count * features
-        self._fitted = False
+        self._records += 1
+        self._unfitted += 1
         # The error of a plan with many steps is the machine's; that of a new plan is its own.
-        known = mean.count / (mean.count + _FIT_STEPS) if mean is not None else 0.0
+        known = mean.steps / (mean.steps + _FIT_STEPS) if mean is not None else 0.0
         gain = 1 - (1 - _SPEED_GAIN * known) ** count
         self._log_speed = _SPEED_FADE**count * self._log_speed + gain * log(ratio)
         own, at_once = log(ratio * expected) - self._log_speed, min(count, _AT_ONCE)
         if mean is None:
-            self._means[bucket][plan] = _Mean(at_once, running, drafts, own)
+            self._means[bucket][plan] = _Mean(at_once, at_once, running, drafts, own)
         else:
             mean.add(running, drafts, own, at_once)
 
@@ -173,25 +185,21 @@ class StepCosts:
             mean.count *= _COUNT_FADE**steps
 
     def _linear(self, running: float, plan: DraftPlan, drafts: float | None) -> float:
-        if not self._fitted:
+        # Later records change the fit less, and a fit costs a fraction of a millisecond.
+        if not self._records or self._unfitted > min(self._records // _REFIT_SHARE, _REFIT):
             self._fit()
-        return max(float(np.dot(_features(running, plan, drafts), self._weights)), 1e-12)
+        pairs = zip(_features(running, plan, drafts), self._weights, strict=True)
+        return max(sum(x * weight for x, weight in pairs), 1e-12)
 
     def _fit(self) -> None:
-        scale = median(self._scales) if self._scales else 1.0
-        prior = np.array(
-            [
-                np.array(_features(size, plan)) / (scale * _guess(size, plan))
-                for size in _PRIOR_SIZES
-                for plan in _PRIOR_PLANS
-            ]
-        )
+        prior = _prior() / (median(self._scales) if self._scales else 1.0)
         left = self._left.sum(0) + _PRIOR_WEIGHT * prior.T @ prior
         last = 1 + len(_KNEES)
         left[last, last] += _FLAT * float(np.square(prior[:, last]).sum())
-        self._weights = _non_negative(left, self._right.sum(0) + _PRIOR_WEIGHT * prior.sum(0))
+        right = self._right.sum(0) + _PRIOR_WEIGHT * prior.sum(0)
+        self._weights = _non_negative(left, right).tolist()
         self._covariance = np.linalg.inv(left)
-        self._fitted = True
+        self._unfitted = 0
 
 
 def _non_negative(left: _Floats, right: _Floats) -> _Floats:
@@ -216,6 +224,13 @@ def _features(running: float, plan: DraftPlan, drafts: float | None = None) -> t
 def _tokens(running: float, plan: DraftPlan, drafts: float | None) -> float:
     """Tokens per forward pass of the policy."""
     return running * (plan.verify_tokens if drafts is None else 1 + drafts)
+
+
+@cache
+def _prior() -> _Floats:
+    """Features of some steps over their prior seconds: a row for each step."""
+    steps = [(size, plan) for size in _PRIOR_SIZES for plan in _PRIOR_PLANS]
+    return np.array([_features(*step) for step in steps]) / [[_guess(*step)] for step in steps]
 
 
 def _guess(size: float, plan: DraftPlan) -> float:

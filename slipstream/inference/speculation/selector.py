@@ -23,7 +23,7 @@ from slipstream.inference.speculation.acceptance import (
     tree_probabilities,
 )
 from slipstream.inference.speculation.backoff import Backoff
-from slipstream.inference.speculation.costs import StepCosts
+from slipstream.inference.speculation.costs import OUTLIER, StepCosts
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 
 
@@ -176,6 +176,8 @@ class _Bucket:
     """Batches of about one size."""
 
     current: DraftPlan = OFF
+    left: int = 0
+    """Steps for which the current plan holds without another search."""
     steps: int = 0
     seconds: float = 0.0
     lost: float = 0.0
@@ -235,9 +237,8 @@ class CostModelSelector:
         self._buckets: dict[int, _Bucket] = defaultdict(_Bucket)
         # Steps of each plan at all batch sizes, faded.
         self._tried: dict[DraftPlan, float] = defaultdict(float)
-        # The last choice: for how many further steps it holds, and whether it is a probe.
-        self._plan, self._left, self._probing = OFF, 0, False
-        self._running = 0
+        # The last choice, for which batch sizes, and whether it is a probe.
+        self._plan, self._size, self._probing = OFF, 0, False
         self._plain_steps = _SETTLE
         # Steps since the last search, and whether their seconds are typical of their plan.
         self._new: list[tuple[StepRecord, bool]] = []
@@ -249,18 +250,23 @@ class CostModelSelector:
 
     def select(self, running: int) -> DraftPlan:
         """The last choice while it holds; else searches again."""
-        same = bucket_of(running) == bucket_of(max(self._running, 1))
-        self._running = running
-        if self._threshold is not None and running > self._threshold:
-            self._plan, self._left, self._probing = OFF, 0, False
-        elif same and self._left:
-            self._left -= 1
+        size = bucket_of(running)
+        bucket = self._buckets[size]
+        over = self._threshold is not None and running > self._threshold
+        if self._probing and (over or size != self._size):
+            # The probe ends early.
+            self._probing, self._buckets[self._size].left = False, 0
+        self._size = size
+        if over:
+            self._plan = OFF
+        elif bucket.left:
+            bucket.left -= 1
+            self._plan = self._plan if self._probing else bucket.current
         else:
             self._learn()
-            probed = self._plan if self._probing and same else None
-            self._probing = False
+            probed, self._probing = self._plan if self._probing else None, False
             self._plan, steps = self._search(running, probed)
-            self._left = steps - 1
+            bucket.left = steps - 1
         return self._plan
 
     def choices(self, running: int) -> Sequence[DraftPlan]:
@@ -408,11 +414,16 @@ class CostModelSelector:
         gained = 0.0
         if plan != OFF:
             tokens = sum(1 + sum(step.accepted) / step.running for step, _ in pairs)
-            gained = tokens * self._seconds(pairs[0][0].running, OFF) - spent
+            expected = self._seconds(pairs[0][0].running, plan)
+            # Steps far beyond the prediction were disturbed by another program.
+            drafting = sum(
+                min(step.seconds, OUTLIER * expected) if typical else step.seconds
+                for step, typical in pairs
+            )
+            gained = tokens * self._seconds(pairs[0][0].running, OFF) - drafting
             if self._probing:
                 # The drafter had to catch up first.
                 late = [step for step, _ in pairs if not step.steady]
-                expected = self._seconds(pairs[0][0].running, plan)
                 bucket.lost += sum(max(step.seconds - expected, 0.0) for step in late)
         self._backoff.record(spent, gained, count)
 
@@ -424,7 +435,7 @@ class CostModelSelector:
         for plan in self.plans:
             drafts = None
             if plan.topk > 1:
-                drafts, accepted = self._of_tree(size, plan)
+                drafts, accepted = self._of_tree(size, plan, rates)
             else:
                 accepted = expected_accepted(rates[: plan.steps])
             found[plan] = (1 + accepted) / self._costs.seconds(running, plan, size, drafts)
@@ -435,9 +446,12 @@ class CostModelSelector:
         drafts = self._of_tree(size, plan)[0] if plan.topk > 1 else None
         return self._costs.seconds(running, plan, size, drafts)
 
-    def _of_tree(self, size: int, plan: DraftPlan) -> tuple[float, float]:
-        """Expected draft tokens of a request that a tree verifies, and how many are accepted."""
-        nodes = tree_probabilities(self.curve.rates(plan.steps), plan)
+    def _of_tree(
+        self, size: int, plan: DraftPlan, rates: Sequence[float] = ()
+    ) -> tuple[float, float]:
+        """Expected draft tokens of a request that a tree verifies, and how many are accepted.
+        `rates`: those of the curve, if they are known already."""
+        nodes = tree_probabilities((rates or self.curve.rates(plan.steps))[: plan.steps], plan)
         kept = sum(p >= self._buckets[size].min_acceptance for p in nodes)
         drafts = min(kept * self._verified.ratio(plan), len(nodes))
         return drafts, sum_of_best(nodes, drafts) * self._accepted.ratio(plan)

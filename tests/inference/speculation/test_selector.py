@@ -388,7 +388,7 @@ def test_short_steps_are_planned_less_often(seconds: float, most: int) -> None:
     selector, longest = CostModelSelector(PLANS), 0
     for _ in range(2000):
         simulate(selector, [2], acceptance=lambda _: 0.95, cost=cost)
-        longest = max(longest, selector._left + 1)
+        longest = max(longest, selector._buckets[2].left + 1)
     assert longest == most
 
 
