@@ -203,15 +203,17 @@ class CostModelSelector:
     Time lost against the best plans in hindsight (`slipstream bench selector`), mean of all
     synthetic settings, in the first and second pass through a setting:
 
-        as it is                                 2.0 %   0.8 %
-        no means per plan, the linear fit alone  2.9 %   2.0 %
-        no lower bound for a token's cost        2.9 %   1.6 %
-        one acceptance rate for all depths       2.3 %   1.1 %
-        random probes                            3.8 %   1.5 %
-        no probes                                8.6 %   7.6 %
+        as it is                                 1.9 %   0.7 %
+        no means per plan, the linear fit alone  2.9 %   1.9 %
+        no lower bound for a token's cost        3.1 %   1.6 %
+        one acceptance rate for all depths       2.2 %   0.9 %
+        random probes                            3.8 %   1.3 %
+        no probes                                8.8 %   7.6 %
 
-    The speed factor of `StepCosts` and `_CONFIRM` matter only if the machine's speed drifts: at two
-    requests they save up to 2 % and 0.7 %. Backoff saves work outside of steps, which the simulator
+    The speed factor of `StepCosts` and `_CONFIRM` matter only if the machine's speed drifts: in
+    these settings they save up to 1.7 % and 0.7 %. A fit for each record and a search after each
+    change of the batch size cost 3 % of steps of half a millisecond, so both are rarer. Backoff
+    saves work outside of steps, which the simulator
     does not count, and tree ratios matter if real trees differ from the predicted ones.
     """
 
