@@ -194,11 +194,11 @@ class CostModelSelector:
     `AcceptanceCurve` over depths, for all batch sizes and plans; trees have measured ratios to what
     the curve predicts (`TreeRatios`). So a plan has a prediction before it ever ran.
 
-    The selector searches again when the batch size changes and after 16 to 64 steps. A search may
-    begin a probe: a few steps of a plan that could be better than the current one, because little
-    is known of it. Probes stop when they have lost more than `exploration` of the time. A switch
-    needs a gain of `hysteresis`. After rollouts in which drafts gained nothing, whole rollouts are
-    decoded plainly (`Backoff`).
+    The selector searches again after 16 to 64 steps of a batch size. A search may begin a probe: a
+    few steps of a plan that could be better than the current one, because little is known of it.
+    Probes stop when they have lost more than `exploration` of the time. A switch needs a gain of
+    `hysteresis`. After rollouts in which drafts gained nothing, whole rollouts are decoded plainly
+    (`Backoff`).
 
     Time lost against the best plans in hindsight (`slipstream bench selector`), mean of all
     synthetic settings, in the first and second pass through a setting:
@@ -213,8 +213,8 @@ class CostModelSelector:
     The speed factor of `StepCosts` and `_CONFIRM` matter only if the machine's speed drifts: in
     these settings they save up to 1.7 % and 0.7 %. A fit for each record and a search after each
     change of the batch size cost 3 % of steps of half a millisecond, so both are rarer. Backoff
-    saves work outside of steps, which the simulator
-    does not count, and tree ratios matter if real trees differ from the predicted ones.
+    saves work outside of steps, which the simulator does not count, and tree ratios matter if real
+    trees differ from the predicted ones.
     """
 
     def __init__(
