@@ -1,4 +1,4 @@
 """Turns the configuration into objects, one module per part of a run.
 
-Only this folder, `run` and `preflight` read the whole configuration.
+Folders of lower rank do not read the configuration: they get values and objects.
 """
