@@ -11,6 +11,8 @@ from pathlib import Path
 from slipstream.checkpoint.manager import CheckpointManager, verify
 
 KILLS = 30
+COMPLETE_SAVES = 3
+"""At most this many saves of a process are complete before the save in which it is killed."""
 
 # Each save writes its number into three files and prints it before and after. Every third save
 # replaces the previous step.
@@ -43,7 +45,10 @@ def test_latest_is_a_complete_checkpoint_after_every_kill(tmp_path: Path) -> Non
     count = 0
     newest = 0
     killed_while_saving = 0
-    for _ in range(KILLS):
+    started_at = time.perf_counter()
+    CheckpointManager(tmp_path / "timed", keep=2).save(1, lambda folder: None)
+    duration = time.perf_counter() - started_at
+    for kill in range(KILLS):
         with subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(root), str(count)],
             stdout=subprocess.PIPE,
@@ -51,7 +56,15 @@ def test_latest_is_a_complete_checkpoint_after_every_kill(tmp_path: Path) -> Non
         ) as process:
             assert process.stdout is not None
             lines = [process.stdout.readline()]
-            time.sleep(rng.uniform(0, 0.05))
+            # The moment of the kill follows the progress of the process, not the clock: a save may
+            # take milliseconds, or seconds on a busy machine.
+            # The first process is killed before there is any checkpoint.
+            for _ in range(rng.randrange(COMPLETE_SAVES + 1) if kill else 0):
+                started_at = time.perf_counter()
+                lines.append(process.stdout.readline())
+                duration = time.perf_counter() - started_at
+                lines.append(process.stdout.readline())
+            time.sleep(rng.uniform(0, 1.5 if kill else 0.5) * duration)
             process.kill()
             lines += process.stdout.readlines()
         events = [line.split() for line in lines if line.endswith("\n")]
