@@ -12,7 +12,9 @@ from slipstream.checkpoint.manager import CheckpointManager, verify
 
 KILLS = 30
 COMPLETE_SAVES = 3
-"""At most this many saves of a process are complete before the save in which it is killed."""
+"""At most this many saves of a process are complete before the wait for its kill begins."""
+WINDOW = 3.0
+"""A process is killed within the time of this many saves."""
 
 # Each save writes its number into three files and prints it before and after. Every third save
 # replaces the previous step.
@@ -45,9 +47,9 @@ def test_latest_is_a_complete_checkpoint_after_every_kill(tmp_path: Path) -> Non
     count = 0
     newest = 0
     killed_while_saving = 0
-    started_at = time.perf_counter()
+    began = time.perf_counter()
     CheckpointManager(tmp_path / "timed", keep=2).save(1, lambda folder: None)
-    duration = time.perf_counter() - started_at
+    duration = time.perf_counter() - began
     for kill in range(KILLS):
         with subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(root), str(count)],
@@ -57,14 +59,14 @@ def test_latest_is_a_complete_checkpoint_after_every_kill(tmp_path: Path) -> Non
             assert process.stdout is not None
             lines = [process.stdout.readline()]
             # The moment of the kill follows the progress of the process, not the clock: a save may
-            # take milliseconds, or seconds on a busy machine.
-            # The first process is killed before there is any checkpoint.
+            # take milliseconds, or seconds on a busy machine. The first process is killed before
+            # there is a checkpoint.
             for _ in range(rng.randrange(COMPLETE_SAVES + 1) if kill else 0):
-                started_at = time.perf_counter()
-                lines.append(process.stdout.readline())
-                duration = time.perf_counter() - started_at
-                lines.append(process.stdout.readline())
-            time.sleep(rng.uniform(0, 1.5 if kill else 0.5) * duration)
+                began = time.perf_counter()
+                lines += [process.stdout.readline() for _ in ("end", "begin")]
+                # Lines that were buffered are read in no time.
+                duration = max(0.9 * duration, time.perf_counter() - began)
+            time.sleep(rng.uniform(0, WINDOW if kill else 0.5) * duration)
             process.kill()
             lines += process.stdout.readlines()
         events = [line.split() for line in lines if line.endswith("\n")]
