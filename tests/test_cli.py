@@ -50,7 +50,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return made
 
 
-def test_train_takes_the_mode_that_the_settings_imply(calls: Calls) -> None:
+def test_train_derives_the_mode_from_the_settings(calls: Calls) -> None:
     assert cli.main(["train", "--recipe", "tiny", "trainer.seed=3"]) == 0
     (name, config, mode), *rest = calls
     assert (name, mode, rest) == ("train", "sft+rl", [])
@@ -65,7 +65,7 @@ def test_sft_and_rl_force_the_mode(calls: Calls, command: str) -> None:
     assert calls[0][1].trainer.mode == command
 
 
-def test_flags_and_overrides_may_be_mixed(calls: Calls) -> None:
+def test_flags_and_overrides_can_be_mixed(calls: Calls) -> None:
     line = [
         "train",
         "trainer.seed=3",
@@ -79,7 +79,7 @@ def test_flags_and_overrides_may_be_mixed(calls: Calls) -> None:
     assert (calls[0][1].trainer.seed, calls[0][1].data.seed) == (4, 2)
 
 
-def test_a_config_file_is_given_in_three_ways(calls: Calls, tmp_path: Path) -> None:
+def test_config_file_can_be_given_in_three_ways(calls: Calls, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [tiny]\ntrainer:\n  seed: 8\n")
     assert cli.main(["train", "--config", str(tmp_path / "mine.yaml")]) == 0
     assert cli.main(["train", f"--config-path={tmp_path}", "--config-name=mine"]) == 0
@@ -103,7 +103,7 @@ def test_a_config_file_is_given_in_three_ways(calls: Calls, tmp_path: Path) -> N
         (["config", "trainer.sead"], "did you mean trainer.seed"),
     ],
 )
-def test_settings_errors_are_one_line_and_code_2(
+def test_settings_errors_are_one_line_with_exit_code_2(
     calls: Calls, capsys: pytest.CaptureFixture[str], line: list[str], message: str
 ) -> None:
     assert cli.main(line) == 2
@@ -115,7 +115,7 @@ def test_settings_errors_are_one_line_and_code_2(
     assert calls == []
 
 
-def test_errors_have_their_own_codes_and_a_traceback_only_on_demand(
+def test_errors_have_exit_codes_and_a_traceback_only_with_debug(
     calls: Calls, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls.result = DataError("no rows; give some")
@@ -125,18 +125,20 @@ def test_errors_have_their_own_codes_and_a_traceback_only_on_demand(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_commands_own_status_is_returned(calls: Calls) -> None:
+def test_status_of_the_command_is_returned(calls: Calls) -> None:
     calls.result = 5
     assert cli.main(["train", "--recipe", "tiny"]) == 5
 
 
-def test_an_interrupt_ends_with_130(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interrupt_ends_with_exit_code_130(
+    calls: Calls, capsys: pytest.CaptureFixture[str]
+) -> None:
     calls.result = KeyboardInterrupt()
     assert cli.main(["train", "--recipe", "tiny"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_a_bug_is_not_dressed_up_as_a_users_error(calls: Calls) -> None:
+def test_unexpected_exceptions_are_not_caught(calls: Calls) -> None:
     calls.result = ZeroDivisionError()
     with pytest.raises(ZeroDivisionError):
         cli.main(["train", "--recipe", "tiny"])
@@ -154,7 +156,7 @@ def test_help_has_examples_and_exit_codes(command: str, capsys: pytest.CaptureFi
     assert "130  interrupted" in text or "130 interrupted" in text
 
 
-def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_overview_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     text = capsys.readouterr().out
     assert all(f"\n  {command.name} " in text for command in cli.COMMANDS)
@@ -172,7 +174,7 @@ def test_the_overview_names_every_command(capsys: pytest.CaptureFixture[str]) ->
         ["quickstart", "--recipe", "large"],
     ],
 )
-def test_unusable_flags_end_with_code_2(
+def test_invalid_flags_end_with_exit_code_2(
     calls: Calls, line: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -182,7 +184,7 @@ def test_unusable_flags_end_with_code_2(
     assert calls == []
 
 
-def test_eval_uses_the_runs_own_settings(calls: Calls, tmp_path: Path) -> None:
+def test_eval_uses_the_settings_of_the_run(calls: Calls, tmp_path: Path) -> None:
     checkpoint = tmp_path / "run" / "global_step_5"
     checkpoint.mkdir(parents=True)
     config = load_config(["trainer.seed=41"], recipe="tiny")
@@ -224,9 +226,7 @@ def test_draft_uses_the_settings_of_the_run_but_not_its_folder(
     assert calls[1][1].trainer.default_local_dir == str(tmp_path / "mine")
 
 
-def test_draft_can_train_what_a_run_that_co_trains_could_not_begin_with(
-    calls: Calls, tmp_path: Path
-) -> None:
+def test_draft_turns_off_the_cotraining_of_the_run(calls: Calls, tmp_path: Path) -> None:
     learns = "speculative.enable=true", "speculative.train.enable_drafter_training=true"
     theirs = load_config([*learns, f"trainer.default_local_dir={tmp_path}"], recipe="tiny")
     (tmp_path / CONFIG_FILE).write_text(to_yaml(theirs))
@@ -238,7 +238,7 @@ def test_draft_can_train_what_a_run_that_co_trains_could_not_begin_with(
     assert not speculative.train.enable_drafter_training
 
 
-def test_draft_goes_on_from_the_head_that_a_run_drafts_with(calls: Calls, tmp_path: Path) -> None:
+def test_draft_starts_from_the_head_of_the_run(calls: Calls, tmp_path: Path) -> None:
     theirs = load_config(
         [
             "speculative.enable=true",
@@ -255,13 +255,13 @@ def test_draft_goes_on_from_the_head_that_a_run_drafts_with(calls: Calls, tmp_pa
     assert begun == ["runs/head", None]
 
 
-def test_draft_takes_a_policy_from_the_settings_too(calls: Calls) -> None:
+def test_draft_accepts_a_policy_from_the_settings(calls: Calls) -> None:
     line = ["draft", "actor_rollout_ref.model.path=base", "data.train_files=a.parquet"]
     assert cli.main(line) == 0
     assert calls[0][1].actor_rollout_ref.model.path == "base"
 
 
-def test_export_and_quickstart_pass_their_flags_on(calls: Calls, tmp_path: Path) -> None:
+def test_export_and_quickstart_pass_their_flags(calls: Calls, tmp_path: Path) -> None:
     line = ["export", "--checkpoint", str(tmp_path), "--output", "model", "--dtype", "bfloat16"]
     assert cli.main(line) == 0
     assert cli.main([*line, "--draft", "sglang"]) == 0
@@ -290,7 +290,7 @@ def test_config_prints_the_tree_or_explains_keys(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("entry", [cli.main, main_ppo.main, main_fastrl.main])
-def test_cfg_job_prints_settings_that_read_back_and_trains_nothing(
+def test_cfg_job_prints_settings_that_load_again_and_trains_nothing(
     entry: Any, calls: Calls, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     line = ["--cfg", "job", "--resolve", "--config-name", "tiny", "trainer.seed=6"]
@@ -302,7 +302,7 @@ def test_cfg_job_prints_settings_that_read_back_and_trains_nothing(
 
 
 @pytest.mark.parametrize("entry", [main_ppo.main, main_fastrl.main])
-def test_launchers_take_the_same_path(
+def test_launchers_call_train_with_notes_about_differing_defaults(
     entry: Any, calls: Calls, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = [
@@ -326,7 +326,7 @@ def test_launchers_take_the_same_path(
     assert ("speculative.enable=false (there true)" in notes[2]) is (entry is main_fastrl.main)
 
 
-def test_main_fastrl_takes_drafts_from_a_head_or_from_history(
+def test_main_fastrl_needs_a_draft_head_or_history(
     calls: Calls, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = ["--config-name", "tiny", "speculative.enable=True"]
@@ -365,7 +365,9 @@ print("status", status, "heavy", heavy)
         ("main_fastrl", ["trainer.seed=x"], "status 2 heavy ['hydra']"),
     ],
 )
-def test_help_and_settings_import_nothing_heavy(module: str, line: list[str], end: str) -> None:
+def test_help_and_settings_errors_do_not_import_torch(
+    module: str, line: list[str], end: str
+) -> None:
     done = subprocess.run(
         [sys.executable, "-c", IMPORTS.format(module=module, line=line)],
         cwd=ROOT,
@@ -376,7 +378,7 @@ def test_help_and_settings_import_nothing_heavy(module: str, line: list[str], en
     assert done.stdout.splitlines()[-1] == end
 
 
-def test_a_reader_that_has_enough_is_no_error() -> None:
+def test_closed_output_pipe_is_not_an_error() -> None:
     done = subprocess.run(
         f"'{sys.executable}' -m slipstream.cli config | head -n 1",
         shell=True,
@@ -388,7 +390,7 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
     assert (done.stdout, done.stderr) == ("data:\n", "")
 
 
-def test_names_that_the_terminal_cannot_write_are_escaped(tmp_path: Path) -> None:
+def test_characters_outside_the_terminal_encoding_are_escaped(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "é")
     done = subprocess.run(
         [sys.executable, "-m", "slipstream.cli", "report", folder],
@@ -402,7 +404,7 @@ def test_names_that_the_terminal_cannot_write_are_escaped(tmp_path: Path) -> Non
     assert "/\\xe9/report.html (" in done.stdout
 
 
-def test_the_program_is_named_as_it_can_be_called_from_here(
+def test_program_name_works_from_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beside = tmp_path / "venv/bin/slipstream"
@@ -420,7 +422,7 @@ def test_the_program_is_named_as_it_can_be_called_from_here(
     assert program() == "slipstream"
 
 
-def test_settings_can_be_read_back_where_the_terminal_lacks_a_letter(tmp_path: Path) -> None:
+def test_printed_settings_load_again_with_an_ascii_terminal(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "slipstream.cli", "sft", "--recipe", "tiny", "--cfg", "job"),

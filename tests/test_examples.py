@@ -62,7 +62,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_the_trainer_runs_from_hydras_command_line(example: Path) -> None:
+def test_custom_environment_trains_from_hydras_command_line(example: Path) -> None:
     python(
         example,
         "main.py",
@@ -85,7 +85,7 @@ def test_the_trainer_runs_from_hydras_command_line(example: Path) -> None:
     assert (example / "test_run/global_step_2").is_dir()
 
 
-def test_the_walk_throughs_own_checks(example: Path) -> None:
+def test_custom_environment_walkthrough_checks_pass(example: Path) -> None:
     printed = python(
         example,
         "-c",

@@ -135,7 +135,7 @@ def line(folder: Path) -> list[str]:
     ]
 
 
-def test_the_whole_block_runs(tmp_path: Path) -> None:
+def test_launch_line_with_the_whole_verl_block_trains(tmp_path: Path) -> None:
     assert main_ppo.main(line(tmp_path)) == 0
     assert sorted(metrics_of(tmp_path / "run")) == [0, 1, 2]
     rows = [row for rows in records_of(tmp_path / "run" / "rollouts").values() for row in rows]
@@ -147,7 +147,7 @@ def test_the_whole_block_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", REFUSED)
-def test_what_is_absent_is_refused_with_its_remedy(
+def test_unsupported_verl_settings_are_refused_with_a_remedy(
     tmp_path: Path, asked: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main_ppo.main([*line(tmp_path), asked]) == 2
@@ -158,13 +158,13 @@ def test_what_is_absent_is_refused_with_its_remedy(
     assert not (tmp_path / "run").exists()
 
 
-def test_every_key_of_the_block_is_in_the_guide() -> None:
+def test_guide_lists_every_key_of_the_block() -> None:
     guide = (ROOT / "docs" / "from_verl.md").read_text(encoding="utf-8")
     keys = [text.partition("=")[0] for text in (*INFERENCE, *TRAINING, *DATA, *ALGORITHM, *REFUSED)]
     assert [key for key in keys if f"`{key}`" not in guide] == []
 
 
-def test_names_in_the_guide_exist() -> None:
+def test_names_and_keys_in_the_guide_exist() -> None:
     guide = (ROOT / "docs" / "from_verl.md").read_text(encoding="utf-8")
     keys, names = guide.split("## Names")
     named = re.findall(r"`slipstream\.([\w.]+)`", names)

@@ -63,7 +63,7 @@ def agreement(a: Sequence[Generation], b: Sequence[Generation]) -> float:
     return sum(g.token_ids == theirs[g.request_id] for g in a) / len(a)
 
 
-def test_noise_is_that_of_a_cpu() -> None:
+def test_noise_equals_that_of_a_cpu() -> None:
     keys = torch.tensor([(5, -7), (2**31 - 1, -(2**31)), (0, 1)], dtype=torch.int32)
     positions = torch.tensor([0, 3, 2**20])
     here = hash_words(keys, positions, 5000)
@@ -73,7 +73,7 @@ def test_noise_is_that_of_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_rollouts_in_fp32_are_those_of_a_cpu(eager: bool) -> None:
+def test_fp32_rollouts_equal_those_of_a_cpu(eager: bool) -> None:
     here = make_engine(make_decoder()).run(requests())
     there = make_engine(make_decoder().to(DEVICE), enforce_eager=eager).run(requests())
     assert agreement(there, here) >= 0.9
@@ -91,7 +91,7 @@ def proposer_of(name: str, decoder: Decoder, *, recorded: bool) -> Proposer:
 
 @pytest.mark.parametrize("plan", ["3_1_4", "4_3_8"])
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "union"])
-def test_drafts_leave_tokens_as_they_are(name: str, plan: str) -> None:
+def test_drafts_do_not_change_most_responses(name: str, plan: str) -> None:
     decoder = make_decoder(num_layers=4).to(DEVICE)
     plain = [make_engine(decoder).run(asked) for asked in (requests(), long_requests())]
     engines: list[Engine] = []
@@ -116,7 +116,7 @@ def test_drafts_leave_tokens_as_they_are(name: str, plan: str) -> None:
     assert graphs.replayed > 0
 
 
-def test_a_training_step_in_fp32_is_that_of_a_cpu() -> None:
+def test_fp32_training_step_is_close_to_that_of_a_cpu() -> None:
     loss = policy_loss_fn(entropy_coeff=0.02, use_kl_loss=True, kl_loss_coef=0.1)
     batch = make_batch([9, 40, 17, 65, 33])
     backends = [tiny_backend(tiny_decoder(), device=device) for device in ("cpu", DEVICE)]
@@ -139,7 +139,7 @@ SPECULATION = (
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_whole_run_learns_drafts_and_resumes(dtype: str, tmp_path: Path) -> None:
+def test_run_with_cotraining_trains_and_resumes(dtype: str, tmp_path: Path) -> None:
     reward = write_reward(tmp_path)
     settings = (
         "trainer.device=cuda",

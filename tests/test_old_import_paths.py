@@ -20,7 +20,7 @@ MOVED = {
 
 
 @pytest.mark.parametrize("old", MOVED)
-def test_an_old_path_has_the_same_objects_and_names_the_new_path(old: str) -> None:
+def test_old_path_has_the_same_objects_and_warns_with_the_new_path(old: str) -> None:
     new, name = MOVED[old]
     sys.modules.pop(old, None)
     with pytest.warns(DeprecationWarning, match=new.replace(".", r"\.")):

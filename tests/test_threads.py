@@ -10,7 +10,7 @@ import pytest
 from slipstream.threads import DaemonThreads, arrival
 
 
-def test_arrival_waits_for_a_result_a_failure_or_a_cancellation() -> None:
+def test_arrival_waits_for_result_error_or_cancellation() -> None:
     done: Future[int] = Future()
     failed: Future[int] = Future()
     cancelled: Future[int] = Future()
@@ -39,7 +39,7 @@ def test_arrival_waits_for_a_result_a_failure_or_a_cancellation() -> None:
     assert done.result() == 3
 
 
-def test_being_cancelled_leaves_the_work_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_cancelled_arrival_does_not_cancel_the_work(caplog: pytest.LogCaptureFixture) -> None:
     release = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(release.wait, 60)
@@ -59,7 +59,7 @@ def test_being_cancelled_leaves_the_work_alone(caplog: pytest.LogCaptureFixture)
     assert caplog.records == []
 
 
-def test_waking_the_loop_does_not_make_the_thread_wait() -> None:
+def test_finished_work_does_not_wait_for_the_event_loop() -> None:
     went_on = threading.Event()
 
     async def main() -> None:
@@ -95,7 +95,7 @@ def _settle(threads: DaemonThreads, idle: int) -> None:
     pytest.fail(f"{len(threads._idle)} threads are idle, not {idle}")
 
 
-def test_what_work_raises_is_its_answer() -> None:
+def test_exceptions_of_work_are_stored_in_its_future() -> None:
     threads = DaemonThreads("test-raises")
     for error in (ValueError("no"), SystemExit(3), KeyboardInterrupt()):
 
@@ -106,7 +106,7 @@ def test_what_work_raises_is_its_answer() -> None:
     assert threads.submit(lambda: 3).result(60) == 3
 
 
-def test_a_thread_takes_more_work() -> None:
+def test_idle_thread_is_reused() -> None:
     threads = DaemonThreads("test-again")
     first = _ident(threads)
     for _ in range(5):
@@ -114,7 +114,7 @@ def test_a_thread_takes_more_work() -> None:
         assert _ident(threads) == first
 
 
-def test_work_begins_in_a_context_of_its_own() -> None:
+def test_work_runs_in_a_fresh_context() -> None:
     threads = DaemonThreads("test-context")
 
     def sets_precision() -> int:
@@ -126,7 +126,7 @@ def test_work_begins_in_a_context_of_its_own() -> None:
     assert threads.submit(sets_precision).result(60) == first != 3
 
 
-def test_work_that_hangs_holds_up_no_other() -> None:
+def test_work_that_hangs_does_not_block_other_work() -> None:
     threads, release = DaemonThreads("test-hangs"), threading.Event()
     hung = threads.submit(lambda: release.wait(60))
     idents = {_ident(threads) for _ in range(3)}
@@ -139,7 +139,7 @@ def test_work_that_hangs_holds_up_no_other() -> None:
     _settle(threads, len(named))
 
 
-def test_idle_threads_end() -> None:
+def test_threads_end_after_the_idle_timeout() -> None:
     threads = DaemonThreads("test-idle", idle_s=0.01)
     _ident(threads)
     for thread in [t for t in threading.enumerate() if t.name == "test-idle"]:
@@ -150,7 +150,7 @@ def test_idle_threads_end() -> None:
     assert _ident(threads)
 
 
-def test_a_thread_whose_work_is_on_its_way_does_not_end() -> None:
+def test_thread_with_assigned_work_does_not_end() -> None:
     threads, done = DaemonThreads("test-race", idle_s=0.01), threading.Event()
     inbox = None
     while inbox is None:

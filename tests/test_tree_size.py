@@ -24,7 +24,7 @@ def grown(levels: int, topk: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("levels", "topk"), SHAPES)
-def test_candidates(levels: int, topk: int) -> None:
+def test_candidate_count_equals_a_tree_grown_node_by_node(levels: int, topk: int) -> None:
     sizes = grown(levels, topk)
     assert candidate_count(levels, topk) == sum(sizes)
     assert tree._candidates(levels, topk) == sum(sizes)
@@ -35,7 +35,7 @@ def test_candidates(levels: int, topk: int) -> None:
     assert tree._candidates(0, topk) == 0
 
 
-def test_examples() -> None:
+def test_candidate_count_of_examples() -> None:
     assert candidate_count(0, 4) == 0
     assert candidate_count(1, 4) == 4
     assert candidate_count(3, 4) == 4 + 16 + 16
@@ -45,7 +45,7 @@ def test_examples() -> None:
 
 
 @pytest.mark.parametrize(("levels", "topk"), SHAPES)
-def test_parents_are_numbered_by_it(levels: int, topk: int) -> None:
+def test_parents_are_numbered_by_candidate_counts(levels: int, topk: int) -> None:
     sizes = grown(levels, topk)
     # Of each level but the last, all candidates in reverse, as far as they are followed.
     followed = [torch.arange(size).flip(0)[None, :topk] for size in sizes[:-1]]

@@ -18,7 +18,7 @@ def load(path: str | Path, name: str) -> Any:
     return load_named(path, name, path_key="a.path", name_key="a.name", what="classes")
 
 
-def test_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
+def test_files_with_the_same_name_are_separate_modules(tmp_path: Path) -> None:
     for folder, value in (("one", 1), ("two", 2)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mine.py").write_text(f"class Mine:\n    value = {value}\n")
@@ -27,7 +27,7 @@ def test_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(one)) is one
 
 
-def test_modules_are_found_by_their_dotted_names(
+def test_pkg_path_imports_a_module_by_its_dotted_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
@@ -49,14 +49,16 @@ def test_modules_are_found_by_their_dotted_names(
         ("def", "Mine", "does not import: SyntaxError"),
     ],
 )
-def test_what_is_not_there_is_named(tmp_path: Path, source: str, name: str, message: str) -> None:
+def test_missing_name_or_failing_import_is_reported(
+    tmp_path: Path, source: str, name: str, message: str
+) -> None:
     path = tmp_path / "mine.py"
     path.write_text(source)
     with pytest.raises(ConfigError, match=re.escape(message)):
         load(path, name)
 
 
-def test_what_is_no_python_file(tmp_path: Path) -> None:
+def test_path_that_is_no_python_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"a\.path 'absent\.py' is not a file"):
         load("absent.py", "Mine")
     (tmp_path / "mine.txt").write_text("class Mine: pass")

@@ -67,7 +67,7 @@ def batch() -> TrainBatch:
     return train_batch(rows)
 
 
-def test_whether_there_is_one() -> None:
+def test_critic_is_enabled_by_gae_or_by_critic_enable() -> None:
     config = load()
     gae = replace(config, algorithm=replace(config.algorithm, adv_estimator="gae"))
     for enable, expected in ((None, (False, True)), (True, (True, True)), (False, (False, False))):
@@ -75,7 +75,7 @@ def test_whether_there_is_one() -> None:
         assert tuple(map(wants_critic, both)) == expected
 
 
-def test_what_is_not_given_is_the_policys() -> None:
+def test_critic_epochs_and_mini_batch_size_default_to_the_actors() -> None:
     actor = "actor_rollout_ref.actor"
     given = load(f"{actor}.ppo_mini_batch_size=1", f"{actor}.ppo_epochs=3")
     assert critic_updates(given) == (3, 1)
@@ -84,7 +84,9 @@ def test_what_is_not_given_is_the_policys() -> None:
     assert critic_updates(load()) == (1, 2)
 
 
-def test_it_starts_from_the_policy_with_its_own_rate(compute: ComputeThread) -> None:
+def test_critic_starts_from_policy_weights_with_its_own_learning_rate(
+    compute: ComputeThread,
+) -> None:
     config = load("critic.optim.lr=0.01", "critic.ppo_micro_batch_size_per_gpu=1")
     policy = policy_of(config)
     critic = make(config, compute, policy)
@@ -95,7 +97,7 @@ def test_it_starts_from_the_policy_with_its_own_rate(compute: ComputeThread) -> 
     ) or torch.any(critic.model.score.weight != 0)
 
 
-def test_a_run_goes_on_with_the_critic_of_its_checkpoint(
+def test_resume_restores_critic_weights_and_optimizer(
     compute: ComputeThread, tmp_path: Path
 ) -> None:
     config = load("critic.optim.lr=0.01")
@@ -109,12 +111,16 @@ def test_a_run_goes_on_with_the_critic_of_its_checkpoint(
     assert torch.equal(one.values(batch()).wait(), other.values(batch()).wait())
 
 
-def test_a_checkpoint_without_a_critic_is_told_of(compute: ComputeThread, tmp_path: Path) -> None:
+def test_resume_refuses_a_checkpoint_without_a_critic(
+    compute: ComputeThread, tmp_path: Path
+) -> None:
     with pytest.raises(CheckpointError, match=r"has no critic, .* start a new run from its weigh"):
         make(load(), compute, resume=tmp_path)
 
 
-def test_a_critic_of_another_tokenizer_is_refused(compute: ComputeThread, tmp_path: Path) -> None:
+def test_critic_that_does_not_fit_the_policy_is_refused(
+    compute: ComputeThread, tmp_path: Path
+) -> None:
     config = load()
     model = ValueModel.of(policy_of(config))
     save_critic(model, tmp_path / "same", save_tokenizer=build_tokenizer().save_pretrained)

@@ -361,14 +361,14 @@ REFUSED: dict[str, tuple[str, str, str]] = {
 }
 
 
-def test_every_key_is_in_the_tables() -> None:
+def test_every_key_is_either_effective_or_refused() -> None:
     asked = {*KEYS.split(), *UNLISTED.split(), *OF_ITS_CODE.values(), *OURS}
     assert asked == EFFECTS.keys() | REFUSED.keys()
     assert not EFFECTS.keys() & REFUSED.keys()
 
 
 @pytest.mark.parametrize("key", EFFECTS)
-def test_it_changes_what_a_run_is_made_of(key: str, tmp_path: Path) -> None:
+def test_key_changes_the_parts_of_a_run(key: str, tmp_path: Path) -> None:
     overrides, seen, before, after = EFFECTS[key]
     assert any(one.startswith(f"{key}=") for one in overrides.split())
     if "{head}" in overrides:
@@ -381,19 +381,19 @@ def test_it_changes_what_a_run_is_made_of(key: str, tmp_path: Path) -> None:
     assert seen(parts(overrides)) == after
 
 
-def test_more_requests_than_its_threshold_are_decoded_plainly() -> None:
+def test_batches_above_bs_threshold_are_decoded_without_drafts() -> None:
     free, bounded = (parts(f"{PREDEFINED} {more}") for more in ("", "bs_threshold=4"))
     assert [bounded.selector.select(n) == OFF for n in (4, 5)] == [False, True]
     assert [free.selector.select(n) == OFF for n in (4, 5)] == [False, False]
 
 
-def test_drafts_from_earlier_text_need_no_head() -> None:
+def test_history_drafts_need_no_head() -> None:
     made = parts("spec_strategy=history train.enable_drafter_training=false")
     assert _proposer(made) is HistoryProposer
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_it_is_refused_with_the_reason_and_the_remedy(key: str) -> None:
+def test_unsupported_key_is_refused_with_reason_and_remedy(key: str) -> None:
     override, reason, remedy = REFUSED[key]
     assert override.startswith(f"{key}=")
     with pytest.raises(ConfigError) as caught:
@@ -415,7 +415,7 @@ def test_it_is_refused_with_the_reason_and_the_remedy(key: str) -> None:
     ("name", "rule"),
     [("EG", EpsilonGreedy), ("UCB1", UpperConfidenceBound), ("BEG", EpsilonGreedy)],
 )
-def test_bandits_pick_from_the_shapes_given(name: str, rule: type) -> None:
+def test_bandit_chooses_from_the_configured_plans(name: str, rule: type) -> None:
     more = " eagle.mab_bs_threshold=[1,4,16]" if name == "BEG" else ""
     algorithm = f"eagle.tune_algorithm={name}"
     made = make_selector(load(f"{algorithm} {CHAINS}{more}"))
@@ -448,7 +448,7 @@ def test_bandits_pick_from_the_shapes_given(name: str, rule: type) -> None:
         (f"eagle.tune_algorithm=BEG {CHAINS}", "mab_bs_threshold: 4 thresholds .1, 2, 5, 21. for"),
     ],
 )
-def test_shapes_that_a_bandit_cannot_pick_from(given: str, message: str) -> None:
+def test_plans_that_a_bandit_cannot_use_are_refused(given: str, message: str) -> None:
     config = load(given)
     for use in (draft_plans, make_selector):
         with pytest.raises(ConfigError, match=f"speculative.eagle.{message}"):
@@ -463,7 +463,7 @@ def test_shapes_that_a_bandit_cannot_pick_from(given: str, message: str) -> None
         ("eagle.tune_algorithm=UCB1 eagle.mab_configs=['12_2_8'] eagle.spec_steps=2", 13, 14),
     ],
 )
-def test_drafts_deeper_than_any_context(given: str, refused: int, allowed: int) -> None:
+def test_plans_deeper_than_the_context_are_refused(given: str, refused: int, allowed: int) -> None:
     """A prompt of one token and one that was sampled come before the first draft."""
     config, policy = load(f"{given} eagle.spec_model_path=null"), shared_decoder().config
     key = "mab_configs: 12_2_8" if "mab" in given else f"{given.split()[0].split('.')[1]}"
@@ -502,7 +502,7 @@ def test_drafts_deeper_than_any_context(given: str, refused: int, allowed: int) 
         ),
     ],
 )
-def test_what_another_setting_makes_ineffective_is_refused(
+def test_setting_made_ineffective_by_another_is_refused(
     broken: str, reason: str, remedies: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -515,7 +515,9 @@ def test_what_another_setting_makes_ineffective_is_refused(
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
-def test_checks_make_nothing(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_create_neither_selectors_nor_heads(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Checks are functions of the settings alone."""
 
     def made(*_: object, **__: object) -> None:
@@ -536,7 +538,7 @@ def test_checks_make_nothing(algorithm: str, monkeypatch: pytest.MonkeyPatch) ->
         check_speculation(wrong, policy, 64)
 
 
-def test_trees_are_among_what_is_chosen_from() -> None:
+def test_selectors_choose_from_trees_and_chains() -> None:
     tree = "eagle.spec_steps=6 eagle.spec_topk=3 eagle.spec_verify_tokens=16"
     fixed = make_selector(load(f"eagle.tune_algorithm=PREDEFINED {tree}"))
     assert fixed.select(4) == DraftPlan(6, 3, 16)

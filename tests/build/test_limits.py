@@ -26,7 +26,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
         ("sft.max_tokens_per_micro_batch=50", "sft"),
     ],
 )
-def test_a_budget_holds_one_sequence_with_its_padding(
+def test_token_budget_below_one_padded_sequence_is_refused(
     monkeypatch: pytest.MonkeyPatch, override: str, key: str
 ) -> None:
     model = shared_decoder().config
@@ -58,14 +58,14 @@ def test_a_budget_holds_one_sequence_with_its_padding(
         ([f"{ROLLOUT}.enable_prefix_caching=true", f"{ROLLOUT}.free_cache_engine=false"], False),
     ],
 )
-def test_on_a_cpu_keys_and_values_stay_unless_others_need_the_memory(
+def test_kv_cache_is_freed_on_a_cpu_only_for_prefix_caching_or_on_request(
     overrides: list[str], frees: bool
 ) -> None:
     config = load_config(overrides, recipe="tiny", hardware=CPU)
     assert engine_settings(config, shared_decoder().config).free_cache_engine is frees
 
 
-def test_where_programs_run_is_what_the_settings_say() -> None:
+def test_sandbox_and_its_limits_follow_the_settings() -> None:
     def sandbox(*overrides: str) -> object:
         config = load_config(list(overrides), recipe="tiny", notify=lambda _: None)
         return build_data.make_sandbox(config)

@@ -32,7 +32,7 @@ def load(*overrides: str) -> Config:
     return load_config(overrides, recipe="tiny", hardware=cpu, notify=lambda _: None)
 
 
-def test_a_reference_of_another_tokenizer_is_refused(
+def test_reference_that_does_not_fit_the_policy_is_refused(
     compute: ComputeThread, tmp_path: Path
 ) -> None:
     policy = make_decoder(load(), build_tokenizer(), None)

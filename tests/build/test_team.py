@@ -76,7 +76,7 @@ def texts(folder: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("shape", SHAPE)
-def test_two_processes_write_what_one_does(tmp_path: Path, reward: Path, shape: str) -> None:
+def test_two_processes_give_the_results_of_one(tmp_path: Path, reward: Path, shape: str) -> None:
     for name, more in (("one", ()), ("two", ("trainer.nnodes=2", "trainer.num_threads=1"))):
         assert main(tiny(tmp_path / name, *LEARNS, *SHAPE[shape], *more, reward=reward)) == 0
     one, two = tmp_path / "one", tmp_path / "two"
@@ -102,7 +102,7 @@ def test_two_processes_write_what_one_does(tmp_path: Path, reward: Path, shape: 
     assert ledger.unexplained < 0.08
 
 
-def test_a_run_goes_on_in_another_number_of_processes(tmp_path: Path, reward: Path) -> None:
+def test_run_resumes_with_another_number_of_processes(tmp_path: Path, reward: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert main(rl_only(whole, *LEARNS, "trainer.total_training_steps=3", reward=reward)) == 0
     for steps, nodes in ((1, 1), (2, 2), (3, 1)):
@@ -114,7 +114,7 @@ def test_a_run_goes_on_in_another_number_of_processes(tmp_path: Path, reward: Pa
     assert apart(whole, parts, 3) < 0.1
 
 
-def test_a_cluster_that_does_not_answer_is_named(
+def test_unreachable_ray_cluster_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
@@ -122,7 +122,7 @@ def test_a_cluster_that_does_not_answer_is_named(
     assert "RAY_ADDRESS=127.0.0.1:1: no Ray cluster answers there" in capsys.readouterr().err
 
 
-def test_a_term_signal_ends_a_run_with_a_checkpoint(tmp_path: Path, reward: Path) -> None:
+def test_sigterm_ends_a_run_with_a_checkpoint(tmp_path: Path, reward: Path) -> None:
     """Ray has a handler of its own, which ends the process at once."""
     run, output = tmp_path / "run", tmp_path / "output.txt"
     more = "trainer.nnodes=2", "trainer.total_training_steps=1000", "trainer.save_freq=-1"

@@ -17,7 +17,7 @@ from tests.inference.helpers import shared_decoder
 from tests.run.helpers import tiny
 
 
-def test_a_container_has_no_more_cores_than_its_quota(
+def test_usable_cores_respect_the_cgroup_quota(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
@@ -39,7 +39,7 @@ def test_a_container_has_no_more_cores_than_its_quota(
     assert usable_cores(old.parent) == 16
 
 
-def test_the_most_threads_that_are_about_as_fast_as_the_fastest() -> None:
+def test_choose_takes_the_largest_thread_count_close_to_the_fastest() -> None:
     assert candidates(1) == [1]
     assert candidates(6) == [1, 2, 4, 6]
     assert candidates(16) == [1, 2, 4, 8, 16]
@@ -47,7 +47,7 @@ def test_the_most_threads_that_are_about_as_fast_as_the_fastest() -> None:
     assert choose({1: 1.0, 2: 1.5}) == 1
 
 
-def test_a_run_goes_on_with_the_threads_that_it_began_with(
+def test_measured_thread_count_is_kept_for_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -79,7 +79,7 @@ def test_a_run_goes_on_with_the_threads_that_it_began_with(
     assert asked[4:] == [1]
 
 
-def test_real_steps_are_measured(tmp_path: Path) -> None:
+def test_thread_count_is_measured_with_real_decode_steps(tmp_path: Path) -> None:
     said: list[str] = []
     policy = shared_decoder().config
     for dtype in (torch.float32, torch.bfloat16):
@@ -92,7 +92,7 @@ def test_real_steps_are_measured(tmp_path: Path) -> None:
     assert len(said) == 2
 
 
-def test_a_run_on_many_cores_measures_unless_it_is_told(
+def test_run_measures_thread_counts_unless_num_threads_is_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run_train, "FEW", 0)

@@ -30,7 +30,7 @@ def shipped(names: tuple[str, ...], module: str) -> list[str]:
     return [n for n, f in functions.items() if f.__module__.startswith("slipstream.algorithms.")]
 
 
-def test_every_name_has_a_page() -> None:
+def test_every_algorithm_has_a_page() -> None:
     for kind, names in (("advantages", adv_estimator_names()), ("losses", policy_loss_names())):
         pages = {
             path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob(f"{kind}/*.md")
@@ -44,7 +44,7 @@ def test_every_name_has_a_page() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
-def test_a_page_has_its_parts_and_they_are_right(page: Path) -> None:
+def test_page_has_all_sections_with_correct_keys_and_metrics(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert text.startswith(f"# `{page.stem}`\n")
     assert [h for h in re.findall(r"^## (.+)$", text, re.MULTILINE) if h != "Curve"] == PARTS
@@ -71,6 +71,6 @@ def _same(name: str, row: str) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
-def test_the_overview_leads_to_it(page: Path) -> None:
+def test_overview_links_to_the_page(page: Path) -> None:
     overview = (FOLDER / "index.md").read_text(encoding="utf-8")
     assert f"({page.parent.name}/{page.name})" in overview

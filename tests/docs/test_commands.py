@@ -233,7 +233,7 @@ QUICK = [s for s in PROGRAMS.values() if kind(s.words) not in PARSED or helps(s.
 LONG = [s for s in PROGRAMS.values() if kind(s.words) in PARSED and not helps(s.words)]
 
 
-def test_there_are_commands_of_all_kinds() -> None:
+def test_documentation_shows_every_kind_of_command() -> None:
     assert len(SHOWN) > 100
     known = {command.name for command in cli.COMMANDS}
     shown = {kind(words) for words in PROGRAMS} - {"--help"}
@@ -243,19 +243,19 @@ def test_there_are_commands_of_all_kinds() -> None:
 
 
 @pytest.mark.parametrize("shown", QUICK, ids=place)
-def test_quick_ones_run(here: Path, shown: Shown) -> None:
+def test_quick_commands_run(here: Path, shown: Shown) -> None:
     assert call(filled(shown.words)) == 0
 
 
 @pytest.mark.parametrize("shown", LONG, ids=place)
-def test_long_ones_are_parsed_and_validated(here: Path, stopped: Stopped, shown: Shown) -> None:
+def test_long_commands_are_parsed_and_validated(here: Path, stopped: Stopped, shown: Shown) -> None:
     assert call(filled(shown.words)) == 0
     (arguments,) = stopped
     if kind(shown.words) in ("train", "sft", "rl", "draft", "eval"):
         assert isinstance(arguments[0], Config)
 
 
-def test_what_is_shown_of_the_tiny_recipe_is_done(here: Path) -> None:
+def test_commands_of_the_tiny_recipe_run(here: Path) -> None:
     shutil.rmtree(here / ON_TINY)
     done = [
         shown.words
@@ -272,7 +272,7 @@ def test_what_is_shown_of_the_tiny_recipe_is_done(here: Path) -> None:
 
 
 @pytest.mark.parametrize("shown", of("make"), ids=place)
-def test_targets_of_make_exist_and_run_commands_that_parse(
+def test_make_targets_exist_and_their_commands_parse(
     here: Path, stopped: Stopped, shown: Shown
 ) -> None:
     target, *rest = [word for word in shown.words[1:] if not word.startswith("TORCH_INDEX")]
@@ -293,7 +293,7 @@ TRIED = {"grpo_7B.sh", "grpo_32B_multi_nodes.sh"}
 @pytest.mark.parametrize(
     "name", sorted({path.name for path in (ROOT / "examples").glob("*.sh")} - TRIED)
 )
-def test_scripts_of_examples_run_commands_that_are_validated(
+def test_commands_of_example_scripts_are_validated(
     here: Path, stopped: Stopped, name: str, tmp_path: Path
 ) -> None:
     script = ROOT / "examples" / name
@@ -317,7 +317,7 @@ def test_scripts_of_examples_run_commands_that_are_validated(
         assert arguments[0].speculative.eagle.spec_algorithm == "EAGLE3"
 
 
-def test_scripts_that_pages_name_exist() -> None:
+def test_scripts_named_on_pages_exist() -> None:
     named = {
         name
         for page in markdown()

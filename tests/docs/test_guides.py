@@ -16,13 +16,13 @@ def read(name: str) -> str:
     return (DOCS / name).read_text(encoding="utf-8")
 
 
-def test_every_key_of_fastrl_is_in_its_guide() -> None:
+def test_fastrl_guide_lists_every_key() -> None:
     guide = read("from_fastrl.md")
     asked = {f"speculative.{key}" for key in KEYS.split()}
     assert [key for key in sorted(asked) if f"`{key}`" not in guide] == []
 
 
-def test_the_keys_of_fastrl_are_what_the_guide_says() -> None:
+def test_fastrl_guide_maps_keys_to_existing_keys() -> None:
     keys = read("from_fastrl.md").split("## Keys")[1].split("## What is refused")[0]
     pairs = re.findall(r"^\| `([\w.]+)` \| `([\w.]+)` \|", keys, re.MULTILINE)
     assert len(pairs) > 20
@@ -31,7 +31,7 @@ def test_the_keys_of_fastrl_are_what_the_guide_says() -> None:
         assert old in options() or RENAMED[old] == new, old
 
 
-def test_defaults_that_differ_are_ours() -> None:
+def test_fastrl_guide_states_the_current_defaults() -> None:
     table = read("from_fastrl.md").split("## Defaults that differ")[1].split("## Keys")[0]
     rows = re.findall(r"^\| `([\w.]+)` \| `([\w.]+)` \|", table, re.MULTILINE)
     assert len(rows) == 8
@@ -39,7 +39,7 @@ def test_defaults_that_differ_are_ours() -> None:
         assert show(options()[key].default) == default, key
 
 
-def test_what_the_guide_says_is_refused_is() -> None:
+def test_keys_that_the_fastrl_guide_calls_refused_are_refused() -> None:
     table = read("from_fastrl.md").split("## What is refused")[1].split("## What is different")[0]
     keys = re.findall(r"^\| `([\w.]+)`", table, re.MULTILINE)
     assert len(keys) == 10
@@ -48,7 +48,7 @@ def test_what_the_guide_says_is_refused_is() -> None:
 
 
 @pytest.mark.parametrize("name", ["from_trl.md", "getting_started.md", "concepts.md", "report.md"])
-def test_keys_that_a_guide_names_exist(name: str) -> None:
+def test_keys_named_in_a_guide_exist(name: str) -> None:
     sections = "data|actor_rollout_ref|algorithm|reward_model|custom_reward_function|sft|critic"
     pattern = rf"`(?:\w+=\w+ )*((?:{sections}|trainer|speculative)\.[\w.]+)[=`]"
     named = set(re.findall(pattern, read(name))) - {"reward_model.ground_truth"}  # a column

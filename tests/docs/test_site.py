@@ -48,7 +48,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "html"
 
 
-def test_every_page_is_in_the_contents(site: Path) -> None:
+def test_contents_list_every_page(site: Path) -> None:
     built = {page.relative_to(site).with_suffix("").as_posix() for page in site.rglob("*.html")}
     written = {
         path.relative_to(DOCS).with_suffix("").as_posix()
@@ -61,7 +61,7 @@ def test_every_page_is_in_the_contents(site: Path) -> None:
     assert written - listed == {"index", "algorithms"}
 
 
-def test_no_link_leads_nowhere(site: Path) -> None:
+def test_links_of_the_site_have_targets(site: Path) -> None:
     pages = {page: Links(page) for page in site.rglob("*.html")}
     broken, followed = [], 0
     for page, links in pages.items():
@@ -78,21 +78,21 @@ def test_no_link_leads_nowhere(site: Path) -> None:
     assert followed > 1000
 
 
-def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
+def test_site_loads_nothing_from_other_hosts(site: Path) -> None:
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         loaded = re.findall(r"<(?:script|link|img)\b[^>]*(?:src|href)=\"(https?:[^\"]*)", text)
         assert loaded == [], page.name
 
 
-def test_formulas_are_drawn_without_scripts(site: Path) -> None:
+def test_formulas_are_mathml_without_scripts(site: Path) -> None:
     text = (site / "algorithms/advantages/grpo.html").read_text(encoding="utf-8")
     assert text.count("<math") >= 2
     assert not re.search(r"<script[^>]*mathjax", text, re.IGNORECASE)
 
 
 @pytest.mark.parametrize("page", markdown(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_of_plain_markdown_lead_somewhere(page: Path) -> None:
+def test_links_of_markdown_files_have_targets(page: Path) -> None:
     """As GitHub follows them: relative to the file, with its rule for the anchors of headings."""
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)\s]+)\)", _without_code(text)):

@@ -44,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, reward: Path) -> Path:
     return folder
 
 
-def test_a_critic_learns_beside_the_policy(run: Path) -> None:
+def test_critic_is_trained_and_saved_with_the_policy(run: Path) -> None:
     metrics = metrics_of(run)
     assert ["actor/grad_norm" in metrics[step] for step in (1, 2, 3)] == [False, True, True]
     assert metrics[1]["critic/values/max"] == 0.0
@@ -56,7 +56,7 @@ def test_a_critic_learns_beside_the_policy(run: Path) -> None:
     assert critic.score.weight.abs().max() > 0
 
 
-def test_a_run_with_a_critic_goes_on_as_if_not_stopped(
+def test_resumed_run_with_critic_equals_uninterrupted_run(
     run: Path, reward: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -78,7 +78,7 @@ def test_a_run_with_a_critic_goes_on_as_if_not_stopped(
 
 
 @pytest.mark.parametrize("lora", [0, 4])
-def test_the_whole_vocabularys_kl_starts_at_zero_and_grows(
+def test_full_kl_is_zero_in_step_1_and_positive_in_step_2(
     lora: int, reward: Path, tmp_path: Path
 ) -> None:
     line = tiny(
@@ -101,9 +101,7 @@ def test_the_whole_vocabularys_kl_starts_at_zero_and_grows(
     assert metrics[2]["actor/reward_kl_penalty"] > 1e-5
 
 
-def test_a_kl_over_the_whole_vocabulary_may_be_in_the_reward_alone(
-    reward: Path, tmp_path: Path
-) -> None:
+def test_full_kl_penalty_lowers_rewards_without_a_kl_loss(reward: Path, tmp_path: Path) -> None:
     line = tiny(
         tmp_path / "run",
         f"{ACTOR}.optim.lr=0.01",
@@ -120,7 +118,9 @@ def test_a_kl_over_the_whole_vocabulary_may_be_in_the_reward_alone(
     assert "actor/kl_loss" not in metrics[2]
 
 
-def test_a_teacher_is_learnt_from(run: Path, reward: Path, tmp_path: Path) -> None:
+def test_on_policy_distillation_gives_advantages_of_both_signs(
+    run: Path, reward: Path, tmp_path: Path
+) -> None:
     line = tiny(
         tmp_path / "run",
         "algorithm.adv_estimator=on_policy_distillation",
@@ -133,7 +133,9 @@ def test_a_teacher_is_learnt_from(run: Path, reward: Path, tmp_path: Path) -> No
     assert metrics[1]["critic/advantages/min"] < 0 < metrics[1]["critic/advantages/max"]
 
 
-def test_a_truncated_samplers_support_is_replayed(reward: Path, tmp_path: Path) -> None:
+def test_support_replay_keeps_ratios_at_one_with_truncated_sampling(
+    reward: Path, tmp_path: Path
+) -> None:
     line = tiny(
         tmp_path / "run",
         f"{ROLLOUT}.top_k=5",

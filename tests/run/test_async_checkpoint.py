@@ -20,7 +20,7 @@ def saves(timeout_s: float = 60.0) -> tuple[AsyncCheckpoints, list[str]]:
     return AsyncCheckpoints(Deadlines(timeout_s=timeout_s), said.append), said
 
 
-def test_training_goes_on_while_the_rest_is_written_and_the_next_save_waits() -> None:
+def test_training_continues_during_a_save_and_the_next_save_waits_for_it() -> None:
     made, _ = saves()
     happened: list[str] = []
     written = threading.Event()
@@ -46,7 +46,7 @@ def test_training_goes_on_while_the_rest_is_written_and_the_next_save_waits() ->
     assert happened == ["first lets go", "training goes on", "first ends", "second begins"]
 
 
-def test_an_error_before_training_may_go_on_is_raised_at_once() -> None:
+def test_error_before_training_continues_is_raised_at_once() -> None:
     def fail(go_on: GoOn) -> None:
         raise CheckpointError("disk full")
 
@@ -60,7 +60,7 @@ def test_an_error_before_training_may_go_on_is_raised_at_once() -> None:
 
 
 @pytest.mark.parametrize("seen_by", ["check", "begin", "finish"])
-def test_an_error_in_the_background_is_raised_by_the_next_call_once(seen_by: str) -> None:
+def test_background_error_is_raised_once_by_the_next_call(seen_by: str) -> None:
     failed, saved_again = threading.Event(), list[bool]()
 
     def fail(go_on: GoOn) -> None:
@@ -92,7 +92,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_call_once(seen_by: str
     assert not saved_again
 
 
-def test_where_another_error_ends_the_run_the_save_is_waited_for_and_its_own_is_said() -> None:
+def test_give_up_waits_for_the_save_and_reports_its_error() -> None:
     failed = threading.Event()
 
     def fail(go_on: GoOn) -> None:
@@ -110,7 +110,7 @@ def test_where_another_error_ends_the_run_the_save_is_waited_for_and_its_own_is_
     anyio.run(run)
 
 
-def test_one_that_does_not_end_is_not_waited_for_twice() -> None:
+def test_save_that_hangs_is_awaited_only_once() -> None:
     never = threading.Event()
 
     def hang(go_on: GoOn) -> None:

@@ -98,7 +98,7 @@ def cut_short(folder: Path) -> None:
         (cut_short, [], ["corrupt or cut short", "put a complete draft head there"]),
     ],
 )
-def test_a_head_that_this_policy_cannot_use(
+def test_head_that_does_not_fit_the_policy_is_refused(
     checkpoint: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -115,7 +115,7 @@ def test_a_head_that_this_policy_cannot_use(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_policy_is_no_head(
+def test_policy_folder_is_refused_as_draft_head(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = f"speculative.eagle.spec_model_path={huggingface_folder(checkpoint)}"
@@ -124,7 +124,7 @@ def test_a_policy_is_no_head(
 
 
 @pytest.mark.parametrize("file", [cotraining_file, lambda c: draft_folder(c) / "model.safetensors"])
-def test_a_checkpoint_whose_head_is_cut_short(
+def test_resume_refuses_a_checkpoint_with_a_truncated_head(
     checkpoint: Path,
     reward: Path,
     tmp_path: Path,
@@ -140,7 +140,7 @@ def test_a_checkpoint_whose_head_is_cut_short(
     refused(line, 4, capsys, f"is corrupt: {name} has", "trainer.resume_mode=resume_path")
 
 
-def test_a_checkpoint_with_another_optimizer(
+def test_resume_refuses_a_head_trained_with_another_optimizer(
     checkpoint: Path, reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = rl_only(
@@ -161,7 +161,7 @@ def test_a_checkpoint_with_another_optimizer(
 
 
 @pytest.mark.parametrize("name", ["training_interval_steps", "updates_per_training"])
-def test_an_interval_of_nothing(
+def test_training_interval_and_updates_must_be_at_least_1(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = rl_only(tmp_path / "run", *LEARN, f"{TRAIN}.{name}=0")
@@ -170,7 +170,7 @@ def test_an_interval_of_nothing(
     )
 
 
-def test_a_head_that_becomes_worse_than_none_is_turned_off_and_that_is_said(
+def test_drafting_turns_off_with_one_message_when_the_head_becomes_useless(
     reward: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

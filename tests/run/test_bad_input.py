@@ -96,7 +96,7 @@ def without_weights(folder: Path) -> None:
         (without_tokenizer, 3, ["has no tokenizer files", f"{MODEL}.tokenizer_path"]),
     ],
 )
-def test_a_damaged_model_folder(
+def test_damaged_model_folder_is_refused(
     model: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -117,7 +117,7 @@ def test_a_damaged_model_folder(
         ("Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B"),
     ],
 )
-def test_a_missing_model_folder(
+def test_missing_model_folder_is_refused_with_a_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, remedy: str
 ) -> None:
     line = rl_only(tmp_path / "run", f"{MODEL}.init=null", f"{MODEL}.path={path}")
@@ -152,7 +152,7 @@ def chats(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_tokenizer_without_chat_template(
+def test_tokenizer_without_chat_template_needs_a_custom_one(
     model: Path, reward: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(model, tmp_path / "model")
@@ -163,7 +163,7 @@ def test_a_tokenizer_without_chat_template(
     assert main([*line, f"{MODEL}.custom_chat_template='{template}'"]) == 0
 
 
-def test_a_parquet_file_without_the_prompt_column(
+def test_parquet_file_without_prompt_column_needs_prompt_key(
     model: Path, reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "data.parquet"
@@ -174,7 +174,7 @@ def test_a_parquet_file_without_the_prompt_column(
     assert main([*line, "data.prompt_key=question"]) == 0
 
 
-def test_a_prompt_over_the_limit(
+def test_overlong_prompts_are_refused_filtered_or_truncated(
     model: Path, reward: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = file_run(tmp_path, model, chats, "data.max_prompt_length=2", reward=reward)
@@ -184,14 +184,14 @@ def test_a_prompt_over_the_limit(
     assert main([*line, "data.truncation=left"]) == 0
 
 
-def test_a_task_whose_prompts_are_over_the_limit(
+def test_task_with_prompts_over_the_limit_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = rl_only(tmp_path / "run", "data.max_prompt_length=4")
     refused(line, 2, capsys, "below the longest prompt of data.task=countdown", "_length=7")
 
 
-def test_a_context_too_small_for_prompt_and_response(
+def test_context_too_small_for_prompt_and_response_is_refused(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = [f"{MODEL}.init=null", f"{MODEL}.path={model}", "data.max_response_length=300"]
@@ -201,7 +201,7 @@ def test_a_context_too_small_for_prompt_and_response(
     refused(line, 2, capsys, f"set {ROLLOUT}.max_model_len=48")
 
 
-def test_too_little_memory_for_keys_and_values(
+def test_kv_cache_budget_too_small_for_one_request_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # A row of 64 slots, in each 2 layers x (keys, values) x 16 x 4 bytes.
@@ -212,7 +212,7 @@ def test_too_little_memory_for_keys_and_values(
     refused(line, 2, capsys, "gpu_memory_utilization=0 of", "is too small", "raise it")
 
 
-def test_too_few_prompts_for_one_step(
+def test_too_few_prompts_for_one_batch_are_refused(
     model: Path, reward: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     epochs = ["trainer.total_training_steps=null", "data.train_batch_size=9"]
@@ -222,7 +222,7 @@ def test_too_few_prompts_for_one_step(
     assert steps_of(tmp_path / "run") == [1]
 
 
-def test_names_that_no_registry_has(
+def test_unknown_algorithm_names_are_refused_with_known_ones(
     reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for override, known in (
@@ -234,7 +234,7 @@ def test_names_that_no_registry_has(
         refused(line, 2, capsys, override.rpartition("=")[2], known)
 
 
-def test_a_learning_rate_that_breaks_the_weights(
+def test_run_ends_after_four_updates_that_are_not_finite(
     reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = [*FAST, "trainer.total_training_steps=9"]
@@ -254,7 +254,7 @@ def broken(tmp_path: Path, body: str) -> Path:
 
 
 @pytest.mark.parametrize("body", ["    raise KeyError('answer')\n", "    return 'good'\n"])
-def test_a_reward_function_that_raises_or_returns_nonsense(
+def test_failing_reward_function_stops_scores_zero_or_drops_as_set(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], body: str
 ) -> None:
     reason = "KeyError: 'answer'" if "raise" in body else "returned str, not a number"
@@ -281,7 +281,7 @@ def test_a_reward_function_that_raises_or_returns_nonsense(
     assert [metrics[step]["training/skipped_batch"] for step in (1, 2)] == [1, 1]
 
 
-def test_a_reward_function_that_never_returns(
+def test_reward_function_that_never_returns_ends_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reward = broken(tmp_path, "    import threading\n    threading.Event().wait()\n")
@@ -296,7 +296,7 @@ def test_a_reward_function_that_never_returns(
     refused(line, 6, capsys, "deadline of 0.05 s", "raise reward_model.timeout_s")
 
 
-def test_dropped_samples_may_leave_a_group_of_one_or_none(tmp_path: Path) -> None:
+def test_training_continues_with_groups_that_lost_samples(tmp_path: Path) -> None:
     body = (
         "    if len(solution_str) % 2:\n        raise ValueError('odd')\n"
         "    return float(len(solution_str))\n"
@@ -314,7 +314,7 @@ def test_dropped_samples_may_leave_a_group_of_one_or_none(tmp_path: Path) -> Non
     assert sum(m["training/num_lone_samples"] for m in metrics) > 0
 
 
-def test_equal_rewards_for_many_steps_are_warned_of_once(
+def test_equal_rewards_for_ten_steps_give_one_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reward = broken(tmp_path, "    return 0.0\n")
@@ -326,7 +326,7 @@ def test_equal_rewards_for_many_steps_are_warned_of_once(
     assert "raise data.max_response_length" in said[0]
 
 
-def test_eval_and_export_of_what_is_no_checkpoint(
+def test_eval_and_export_refuse_folders_that_are_no_checkpoint(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -343,7 +343,7 @@ def test_eval_and_export_of_what_is_no_checkpoint(
     refused(line, 4, capsys, "is not an empty folder")
 
 
-def test_a_disk_that_is_full_leaves_the_checkpoint_before(
+def test_full_disk_leaves_the_previous_checkpoint_usable(
     monkeypatch: pytest.MonkeyPatch,
     reward: Path,
     tmp_path: Path,
@@ -375,7 +375,7 @@ def test_a_disk_that_is_full_leaves_the_checkpoint_before(
         ("critic", ["algorithm.adv_estimator=gae", "critic.model.path"]),
     ],
 )
-def test_models_of_another_tokenizer_are_refused_before_sft(
+def test_reference_or_critic_with_another_tokenizer_is_refused_before_sft(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], role: str, overrides: list[str]
 ) -> None:
     config = load_config([], recipe="tiny", notify=lambda _: None)
@@ -405,7 +405,7 @@ def test_models_of_another_tokenizer_are_refused_before_sft(
         ),
     ],
 )
-def test_what_rl_cannot_use_is_refused_before_sft(
+def test_settings_that_rl_cannot_use_are_refused_before_sft(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
 ) -> None:
     assert main(tiny(tmp_path / "run", *override.split())) in (2, 4)
@@ -413,14 +413,14 @@ def test_what_rl_cannot_use_is_refused_before_sft(
     assert not (tmp_path / "run" / "sft").exists()
 
 
-def test_ground_truths_that_json_has_no_value_for_are_recorded_as_text(tmp_path: Path) -> None:
+def test_ground_truth_that_is_not_json_is_recorded_as_text(tmp_path: Path) -> None:
     sample = Sample(uid="u", ground_truth=Decimal("1.50"))
     groups = [Group(index=0, prompt=Prompt(uid="p", ids=[1]), samples=[sample])]
     dump_groups(tmp_path / "1.jsonl", groups, build_tokenizer(), 1)
     assert json.loads((tmp_path / "1.jsonl").read_text())["gts"] == "1.50"
 
 
-def test_a_record_that_cannot_be_written_is_an_error_that_says_where(tmp_path: Path) -> None:
+def test_rollout_dump_that_cannot_be_written_names_step_and_path(tmp_path: Path) -> None:
     (tmp_path / "rollouts").write_text("a file where a folder belongs")
     with pytest.raises(CheckpointError, match="step 3: the samples cannot be written to"):
         dump_groups(tmp_path / "rollouts" / "3.jsonl", [], build_tokenizer(), 3)
@@ -445,7 +445,7 @@ def test_a_record_that_cannot_be_written_is_an_error_that_says_where(tmp_path: P
         ),
     ],
 )
-def test_co_training_that_could_not_work(
+def test_impossible_cotraining_settings_are_refused(
     settings: list[str],
     parts: list[str],
     tmp_path: Path,
@@ -464,7 +464,7 @@ def test_co_training_that_could_not_work(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_co_training_beside_the_run_needs_a_core(
+def test_opportunistic_cotraining_needs_a_free_core(
     tmp_path: Path,
     reward: Path,
     capsys: pytest.CaptureFixture[str],
@@ -485,7 +485,7 @@ def test_co_training_beside_the_run_needs_a_core(
     refused([*line, "trainer.num_threads=2"], 2, capsys, *parts)
 
 
-def test_a_core_can_be_lent_by_compiled_kernels_alone(
+def test_one_thread_below_needs_the_compiled_kernels(
     tmp_path: Path, reward: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     few = "actor_rollout_ref.rollout.one_thread_below"
@@ -494,7 +494,7 @@ def test_a_core_can_be_lent_by_compiled_kernels_alone(
     refused(line, 2, capsys, f"{few}=4 {kernels}", f"{few}=0")
 
 
-def test_validating_without_anything_to_validate_on(
+def test_val_only_without_validation_data_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_tokenizer(build_tokenizer(), tmp_path / "tokenizer")
@@ -517,7 +517,7 @@ def test_validating_without_anything_to_validate_on(
     )
 
 
-def test_a_run_without_a_single_score_ends(
+def test_run_without_any_scored_response_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reward = write_reward(tmp_path, HEAD + "    1 / 0\n")

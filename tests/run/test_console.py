@@ -40,7 +40,7 @@ def lines(total: int, seconds_per_step: float, *, show: bool = True) -> list[str
     return out.getvalue().splitlines()
 
 
-def test_a_short_phase_has_a_line_for_each_step() -> None:
+def test_short_phase_prints_one_line_per_step() -> None:
     assert lines(4, 2.0) == [
         "RL: 4 steps",
         "RL 1/4     reward 0.125",
@@ -59,7 +59,7 @@ def test_a_short_phase_has_a_line_for_each_step() -> None:
         (100, 30.0, [*range(1, 101)]),
     ],
 )
-def test_a_long_phase_is_thinned_out_but_never_silent(
+def test_long_phase_skips_steps_but_prints_regularly(
     total: int, seconds: float, steps: list[int]
 ) -> None:
     shown = [int(line.split()[1].partition("/")[0]) for line in lines(total, seconds)[1:]]
@@ -71,13 +71,13 @@ def test_a_long_phase_is_thinned_out_but_never_silent(
     assert longest == max(b - a for a, b in itertools.pairwise(steps))
 
 
-def test_without_the_console_logger_the_progress_speaks_for_itself() -> None:
+def test_progress_prints_lines_without_the_console_logger() -> None:
     shown = lines(3, 20.0, show=False)
     assert shown[0] == "RL: 3 steps"
     assert len(shown) == 4
 
 
-def test_headlines_begin_with_what_is_learned() -> None:
+def test_headlines_start_with_the_reward() -> None:
     metrics = {
         "actor/entropy": 1.0,
         "rollout/tokens_per_second": 2.0,
@@ -89,7 +89,7 @@ def test_headlines_begin_with_what_is_learned() -> None:
     assert list(headlines(metrics)) == ["reward", "length", "entropy", "tok/s"]
 
 
-def test_accuracy_comes_with_its_interval_and_number_of_problems() -> None:
+def test_accuracy_line_has_interval_and_number_of_problems() -> None:
     metrics = {
         "val-core/openai/gsm8k/acc/mean@4": 0.5,
         "val-aux/openai/gsm8k/acc/mean@4/ci_low": 0.25,
@@ -113,7 +113,7 @@ def group(index: int, response: str) -> Group:
     return Group(index=index, prompt=prompt, samples=[sample])
 
 
-def test_sample_texts_are_single_lines_with_both_ends() -> None:
+def test_sample_texts_are_single_lines_with_start_and_end() -> None:
     groups = [group(i, "one\n two" if i else "x" * 90 + " answer 7") for i in range(6)]
     assert sample_texts(shown_samples(groups, 3)) == [
         f"    0.5 | ask 0 => {'x' * 36} ... {'x' * 27} answer 7",
@@ -128,12 +128,12 @@ def test_sample_texts_are_single_lines_with_both_ends() -> None:
     ("value", "text"),
     [(0.12345, "0.123"), (12.0, "12"), (99.96, "100"), (4321.9, "4322"), (float("nan"), "nan")],
 )
-def test_short_numbers(value: float, text: str) -> None:
+def test_short_formats_numbers(value: float, text: str) -> None:
     assert short(value) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(4.4, "4s"), (75.0, "1m15s"), (3599.7, "1h00m"), (7300.0, "2h01m")]
 )
-def test_durations(seconds: float, text: str) -> None:
+def test_duration_formats_seconds(seconds: float, text: str) -> None:
     assert duration(seconds) == text

@@ -64,7 +64,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "run", reward
 
 
-def test_it_changes_neither_rollouts_nor_weights(
+def test_cotraining_changes_neither_rollouts_nor_policy_weights(
     learned: tuple[Path, Path], tmp_path: Path
 ) -> None:
     folder, reward = learned
@@ -76,7 +76,7 @@ def test_it_changes_neither_rollouts_nor_weights(
         assert (folder / name).read_bytes() == (tmp_path / "off" / name).read_bytes()
 
 
-def test_what_it_did_is_logged(learned: tuple[Path, Path]) -> None:
+def test_cotraining_metrics_are_logged(learned: tuple[Path, Path]) -> None:
     steps = dict(read_jsonl(learned[0] / "metrics.jsonl"))
     assert [steps[n]["drafter/updates"] for n in range(1, 5)] == [0, 3, 3, 6]
     assert [steps[n]["drafter/publishes"] + steps[n]["drafter/hold_backs"] for n in (2, 4)] == [
@@ -93,7 +93,7 @@ def test_what_it_did_is_logged(learned: tuple[Path, Path]) -> None:
     assert steps[1]["drafter/buffer_samples"] > 0
 
 
-def test_it_goes_on_learning_after_as_many_steps_as_a_new_head_takes(tmp_path: Path) -> None:
+def test_cotraining_continues_past_the_steps_of_slipstream_draft(tmp_path: Path) -> None:
     """The course of the learning rate is not that of `slipstream draft`."""
     steps = (
         "speculative.draft.total_training_steps=1",
@@ -108,7 +108,7 @@ def test_it_goes_on_learning_after_as_many_steps_as_a_new_head_takes(tmp_path: P
     assert not any(torch.equal(first[name], last[name]) for name in first)
 
 
-def test_a_checkpoint_has_the_head_in_use(learned: tuple[Path, Path]) -> None:
+def test_checkpoint_contains_the_head_in_use(learned: tuple[Path, Path]) -> None:
     first, last = (
         read_tensors(draft_folder(learned[0] / f"global_step_{step}")) for step in (2, 4)
     )
@@ -116,7 +116,7 @@ def test_a_checkpoint_has_the_head_in_use(learned: tuple[Path, Path]) -> None:
     assert "fc.weight" in last
 
 
-def test_a_resumed_run_has_the_same_head(learned: tuple[Path, Path], tmp_path: Path) -> None:
+def test_resumed_run_has_the_same_head(learned: tuple[Path, Path], tmp_path: Path) -> None:
     folder, reward = learned
     again = tmp_path / "run"
     shutil.copytree(folder, again)
@@ -176,7 +176,7 @@ sys.exit(main(sys.argv[3:]))
         ("when its process has the rows", 3, "opportunistic"),
     ],
 )
-def test_a_run_killed_while_its_head_learns_ends_as_the_uninterrupted_one(
+def test_run_killed_during_cotraining_equals_uninterrupted_run(
     learned: tuple[Path, Path], tmp_path: Path, where: str, number: int, mode: str
 ) -> None:
     folder, reward = learned
@@ -226,7 +226,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_a_run_killed_while_a_checkpoint_is_being_finished_goes_on_from_the_one_before(
+def test_run_killed_during_a_background_save_resumes_from_the_previous_checkpoint(
     learned: tuple[Path, Path], tmp_path: Path
 ) -> None:
     folder, reward = learned
@@ -247,7 +247,7 @@ def test_a_run_killed_while_a_checkpoint_is_being_finished_goes_on_from_the_one_
     assert list(run.glob("*global_step_*/draft")) == [run / "global_step_4" / "draft"]
 
 
-def test_a_head_that_cannot_be_written_ends_the_run_and_leaves_the_checkpoint_before(
+def test_head_that_cannot_be_written_ends_the_run_and_keeps_the_previous_checkpoint(
     learned: tuple[Path, Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -274,7 +274,7 @@ def test_a_head_that_cannot_be_written_ends_the_run_and_leaves_the_checkpoint_be
     assert_same_result(result_of(run), result_of(folder))
 
 
-def test_a_checkpoint_has_nothing_of_the_policy_in_its_head(learned: tuple[Path, Path]) -> None:
+def test_saved_head_contains_no_policy_weights(learned: tuple[Path, Path]) -> None:
     checkpoint = learned[0] / "global_step_4"
     names = read_tensors(draft_folder(checkpoint)).keys()
     assert not any("embed" in name or "lm_head" in name for name in names)
@@ -284,7 +284,7 @@ def test_a_checkpoint_has_nothing_of_the_policy_in_its_head(learned: tuple[Path,
         assert one.keys() == names
 
 
-def test_a_process_beside_the_run_changes_nothing_either(
+def test_opportunistic_training_changes_neither_rollouts_nor_policy_weights(
     learned: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, reward = learned
@@ -315,7 +315,7 @@ def test_a_process_beside_the_run_changes_nothing_either(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_on_all_cores_it_learns_while_an_engine_lends_one(
+def test_opportunistic_training_on_all_cores_uses_the_core_lent_by_the_engine(
     learned: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, reward = learned
@@ -345,7 +345,7 @@ def test_on_all_cores_it_learns_while_an_engine_lends_one(
     assert len(told) >= 7
 
 
-def test_a_process_that_is_killed_is_started_again(
+def test_killed_training_process_is_restarted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hand_on, pids = DraftWorker.learn, list[int]()
@@ -395,7 +395,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes as Linux shows them")
-def test_a_run_that_is_killed_leaves_no_stopped_process_behind(
+def test_killed_run_leaves_no_stopped_training_process(
     learned: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """Though orphans are adopted within the session, where nothing else wakes them."""
@@ -426,7 +426,7 @@ sys.exit(status)
 """
 
 
-def test_the_main_thread_makes_no_team_of_its_own(tmp_path: Path) -> None:
+def test_main_thread_starts_no_openmp_team(tmp_path: Path) -> None:
     """Two teams of threads on the same cores take turns at waiting for each other: everything is
     half as fast again, for the rest of the run. With a head large enough that torch would share out
     what is done to it, loaded from a folder, trained, published."""

@@ -74,7 +74,7 @@ def preempted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_the_buffer_and_the_head_are_those_of_the_trainers_pass(
+def test_buffer_and_head_equal_those_from_the_trainers_features(
     tmp_path: Path, preempted: list[str]
 ) -> None:
     reward = write_reward(tmp_path)
@@ -99,7 +99,7 @@ def test_the_buffer_and_the_head_are_those_of_the_trainers_pass(
     assert [steps[n]["drafter/decoded_samples"] for n in range(1, 5)] == [12] * 4
 
 
-def test_what_is_handed_over_is_bounded_and_the_rest_is_the_trainers(
+def test_decoded_features_stay_within_their_byte_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reward = write_reward(tmp_path)
@@ -125,7 +125,7 @@ def test_what_is_handed_over_is_bounded_and_the_rest_is_the_trainers(
 
 
 @pytest.mark.parametrize("mode", ["interval", "opportunistic"])
-def test_also_of_responses_that_are_carried_over(
+def test_decoded_features_equal_the_trainers_with_carry_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preempted: list[str], mode: str
 ) -> None:
     """Who is carried over depends on the clock: so every row is computed both ways."""
@@ -167,7 +167,7 @@ def test_also_of_responses_that_are_carried_over(
     assert 24 < len(compared) <= 48
 
 
-def test_they_are_asked_for_in_steps_that_are_trained_on_alone(tmp_path: Path) -> None:
+def test_features_are_collected_only_in_steps_that_train_the_head(tmp_path: Path) -> None:
     rare = (f"{TRAIN}.training_interval_steps=3", f"{TRAIN}.lookback_steps=1")
     line = rl_only(
         tmp_path / "run", *SETTINGS, *LEARN, *rare, DECODED, reward=write_reward(tmp_path)

@@ -89,7 +89,7 @@ class Stopped:
         monkeypatch.setattr(draft_phase._DraftPhase, "_completed", completed)
 
 
-def test_a_run_leaves_a_head_metrics_and_checkpoints(policy: Path, finished: Path) -> None:
+def test_run_writes_head_metrics_and_checkpoints(policy: Path, finished: Path) -> None:
     assert steps_of(finished) == [3, 6, 7]
     config = load_config(huggingface_folder(policy / "global_step_2"))
     head = load_draft_head(head_folder(finished), config)
@@ -103,7 +103,7 @@ def test_a_run_leaves_a_head_metrics_and_checkpoints(policy: Path, finished: Pat
     assert measured == [0, 3, 6, 7]
 
 
-def test_the_table_is_printed(
+def test_acceptance_table_is_printed_before_and_after(
     policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(line(policy, tmp_path / "draft")) == 0
@@ -114,7 +114,7 @@ def test_the_table_is_printed(
 
 
 @pytest.mark.parametrize("after", [2, 3, 4])
-def test_a_stopped_training_goes_on_bit_for_bit(
+def test_resumed_training_equals_uninterrupted_training(
     policy: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     folder = tmp_path / "draft"
@@ -127,7 +127,7 @@ def test_a_stopped_training_goes_on_bit_for_bit(
     assert_same_result(whole, resumed)
 
 
-def test_a_killed_training_goes_on_from_its_last_checkpoint(
+def test_killed_training_resumes_from_its_last_checkpoint(
     policy: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Killed(BaseException):
@@ -153,7 +153,7 @@ def test_a_killed_training_goes_on_from_its_last_checkpoint(
     assert resumed["rl metrics"] == whole["rl metrics"]
 
 
-def test_a_finished_training_has_nothing_to_do(
+def test_finished_training_is_not_repeated(
     policy: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(finished, tmp_path / "draft")
@@ -162,7 +162,7 @@ def test_a_finished_training_has_nothing_to_do(
     assert "all 7 steps" in capsys.readouterr().out
 
 
-def test_recorded_rollouts_train_a_head_too(policy: Path, tmp_path: Path) -> None:
+def test_head_is_trained_on_recorded_rollouts(policy: Path, tmp_path: Path) -> None:
     records = records_of(policy / "rollouts")
     assert sorted(records) == ["1.jsonl", "2.jsonl"]
     pattern = policy / "rollouts" / "*.jsonl"
@@ -179,7 +179,7 @@ def test_recorded_rollouts_train_a_head_too(policy: Path, tmp_path: Path) -> Non
     assert state["source"] == {"taken": 18, "count": len(found)}
 
 
-def test_training_goes_on_from_another_head(policy: Path, finished: Path, tmp_path: Path) -> None:
+def test_training_starts_from_a_given_head(policy: Path, finished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "draft"
     assert main(line(policy, folder, f"speculative.eagle.spec_model_path={finished}")) == 0
     last = dict(read_jsonl(finished / "metrics.jsonl"))[7]
@@ -189,7 +189,7 @@ def test_training_goes_on_from_another_head(policy: Path, finished: Path, tmp_pa
     assert {name: first[name] for name in names} == {name: last[name] for name in names}
 
 
-def test_a_policy_with_other_weights_is_noticed(
+def test_resume_refuses_a_policy_with_other_weights(
     policy: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(finished, tmp_path / "draft")
@@ -199,7 +199,7 @@ def test_a_policy_with_other_weights_is_noticed(
     assert "for a policy with other weights" in error_of(capsys)
 
 
-def test_a_checkpoint_of_another_phase_is_refused(
+def test_resume_refuses_a_checkpoint_of_another_phase(
     policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(policy / "global_step_2", tmp_path / "draft" / "global_step_2")
@@ -222,7 +222,7 @@ def test_a_checkpoint_of_another_phase_is_refused(
         (["speculative.draft.rollout_files=[none.jsonl]"], 3, "none.jsonl"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_impossible_settings_are_refused(
     policy: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -234,7 +234,9 @@ def test_what_cannot_be_is_refused(
     assert message in error_of(capsys)
 
 
-def test_random_weights_are_no_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_policy_weights_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "draft"
     assert main(["draft", "--recipe", "tiny", f"trainer.default_local_dir={folder}"]) == 2
     assert "set actor_rollout_ref.model.path=FOLDER" in error_of(capsys)
@@ -249,7 +251,9 @@ def test_random_weights_are_no_policy(tmp_path: Path, capsys: pytest.CaptureFixt
         ('{"status": "failed", "prompt_ids": [1], "response_ids": [2]}', "contain no response"),
     ],
 )
-def test_rollouts_that_cannot_be_read_are_named(tmp_path: Path, text: str, message: str) -> None:
+def test_unreadable_rollout_file_names_line_and_reason(
+    tmp_path: Path, text: str, message: str
+) -> None:
     path = tmp_path / "1.jsonl"
     path.write_text(text + "\n")
     with pytest.raises(DataError, match=message):
@@ -274,7 +278,7 @@ class Counted:
         self.rounds = state["rounds"]
 
 
-def test_the_loop_as_a_library() -> None:
+def test_draft_loop_stopped_and_resumed_gives_the_same_head() -> None:
     decoder = shared_decoder()
     vocab, data = vocab_of(decoder), sequences(decoder, 24)
     settings = DraftLoopSettings(total_steps=5, steps_per_round=2, batch_size=2, seed=0)
@@ -304,7 +308,7 @@ def test_the_loop_as_a_library() -> None:
     assert deterministic({"draft/loss": 1.0, "draft/tokens_per_second": 2.0}) == {"draft/loss": 1.0}
 
 
-def test_a_head_is_exported_for_other_engines(
+def test_head_is_exported_for_vllm_and_sglang(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     head = DraftHead(sizes("llama"))
@@ -329,7 +333,7 @@ def test_a_head_is_exported_for_other_engines(
     assert tensors["fc.weight"].dtype == torch.bfloat16
 
 
-def test_export_finds_the_head_of_a_run(
+def test_export_finds_the_head_in_a_run_folder(
     policy: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"

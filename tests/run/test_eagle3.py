@@ -68,7 +68,9 @@ def finished(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_leaves_a_head_that_is_known_by_its_files(trained: Path, finished: Path) -> None:
+def test_saved_eagle3_head_loads_with_its_layers_and_vocabulary(
+    trained: Path, finished: Path
+) -> None:
     config = load_config(huggingface_folder(trained / "global_step_2"))
     head = load_draft_head(head_folder(finished), config)
     assert isinstance(head, Eagle3Head)
@@ -80,7 +82,7 @@ def test_a_run_leaves_a_head_that_is_known_by_its_files(trained: Path, finished:
     assert lines[7]["draft/loss"] < lines[1]["draft/loss"]
 
 
-def test_a_stopped_training_goes_on_bit_for_bit(
+def test_resumed_training_equals_uninterrupted_training(
     trained: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "draft"
@@ -91,7 +93,7 @@ def test_a_stopped_training_goes_on_bit_for_bit(
     assert_same_result(result_of(finished), result_of(folder))
 
 
-def test_a_training_of_another_head_does_not_go_on(
+def test_resume_refuses_another_head_architecture(
     trained: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "draft"
@@ -105,7 +107,7 @@ def test_a_training_of_another_head_does_not_go_on(
         (folder / "config.yaml").unlink(missing_ok=True)
 
 
-def test_training_goes_on_from_a_head_as_what_it_is(
+def test_training_from_a_given_head_keeps_its_architecture(
     trained: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = f"{EAGLE}.spec_model_path={finished}"
@@ -124,7 +126,9 @@ def test_training_goes_on_from_a_head_as_what_it_is(
         assert "spec_model_path=null" in said
 
 
-def test_the_draft_vocabulary_of_recorded_rollouts(trained: Path, tmp_path: Path) -> None:
+def test_draft_vocabulary_has_the_most_frequent_recorded_tokens(
+    trained: Path, tmp_path: Path
+) -> None:
     pattern = trained / "rollouts" / "*.jsonl"
     given = f"speculative.draft.rollout_files=[{pattern}]"
     assert main(line(trained, tmp_path / "draft", *THIRD, VOCABULARY, given)) == 0
@@ -137,7 +141,7 @@ def test_the_draft_vocabulary_of_recorded_rollouts(trained: Path, tmp_path: Path
     assert all(n <= least for t, n in counts.items() if t not in (head.tokens or ()))
 
 
-def test_the_most_frequent_tokens() -> None:
+def test_most_frequent_returns_sorted_token_ids() -> None:
     assert most_frequent([[3, 1, 3], [5, 5, 1, 3]], 2, 8) == [1, 3]
     # Of those that are never there the lowest.
     assert most_frequent([[6]], 3, 8) == [0, 1, 6]
@@ -159,7 +163,7 @@ def test_the_most_frequent_tokens() -> None:
         (THIRD[1:], 2, "aux_hidden_state_layer_ids has no effect with"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_impossible_settings_are_refused(
     trained: Path,
     tmp_path: Path,
     settings: tuple[str, ...],
@@ -171,7 +175,7 @@ def test_what_cannot_be_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_a_head_of_a_qwen3_policy_is_exported_for_both_engines(
+def test_head_of_a_qwen3_policy_is_exported_for_vllm_and_sglang(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for layout in ("vllm", "sglang"):
@@ -201,7 +205,7 @@ def same_rl(one: Path, other: Path) -> None:
         assert (one / name).read_bytes() == (other / name).read_bytes()
 
 
-def test_it_learns_and_changes_neither_rollouts_nor_weights(
+def test_cotraining_changes_neither_rollouts_nor_policy_weights(
     learned: tuple[Path, Path], tmp_path: Path
 ) -> None:
     folder, reward = learned
@@ -217,7 +221,7 @@ def test_it_learns_and_changes_neither_rollouts_nor_weights(
     assert {tuple(one["features"].shape[1:]) for one in kept} == {(4 * 32,)}
 
 
-def test_a_resumed_run_has_the_same_head(learned: tuple[Path, Path], tmp_path: Path) -> None:
+def test_resumed_run_has_the_same_head(learned: tuple[Path, Path], tmp_path: Path) -> None:
     folder, reward = learned
     again = tmp_path / "run"
     shutil.copytree(folder, again)
@@ -227,9 +231,7 @@ def test_a_resumed_run_has_the_same_head(learned: tuple[Path, Path], tmp_path: P
     assert_same_result(result_of(again), result_of(folder))
 
 
-def test_features_of_the_engines_decoding_make_the_same_head(
-    learned: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_decoded_features_give_the_same_head(learned: tuple[Path, Path], tmp_path: Path) -> None:
     folder, reward = learned
     assert main(rl_only(tmp_path / "run", *RL, *CROWDED, DECODED, reward=reward)) == 0
     for step in (2, 4):
@@ -242,7 +244,7 @@ def test_features_of_the_engines_decoding_make_the_same_head(
     assert steps[4]["drafter/decoded_samples"] > 0
 
 
-def test_a_process_beside_the_run_changes_nothing_either(
+def test_opportunistic_training_changes_neither_rollouts_nor_policy_weights(
     learned: tuple[Path, Path], tmp_path: Path
 ) -> None:
     folder, reward = learned
@@ -253,7 +255,7 @@ def test_a_process_beside_the_run_changes_nothing_either(
     assert isinstance(load_draft_head(draft_folder(tmp_path / "run" / "global_step_4")), Eagle3Head)
 
 
-def test_a_new_head_in_rl_has_no_responses_to_count(
+def test_new_head_in_rl_cannot_have_a_draft_vocabulary(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(rl_only(tmp_path / "run", *RL, VOCABULARY)) == 2

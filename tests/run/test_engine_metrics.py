@@ -9,7 +9,7 @@ from slipstream.metrics.names import check_names
 from slipstream.run.engine_metrics import speculation_metrics, time_metrics
 
 
-def test_metrics_are_differences_of_counters() -> None:
+def test_speculation_metrics_are_differences_of_counters() -> None:
     before = EngineStats(
         decode_seconds=1.0,
         draft_seconds=0.5,
@@ -64,7 +64,7 @@ def test_metrics_are_differences_of_counters() -> None:
     assert EngineStats().accept_length == 1
 
 
-def test_time_of_generation_by_what_the_engine_did() -> None:
+def test_generation_time_is_split_by_activity() -> None:
     before = EngineStats(prefill_seconds=1.0, decode_seconds=2.0, draft_seconds=1.0)
     now = EngineStats(
         prefill_seconds=1.5, decode_seconds=6.0, draft_seconds=3.0, propose_seconds=0.75
@@ -85,6 +85,6 @@ def test_time_of_generation_by_what_the_engine_did() -> None:
     assert time_metrics(EngineStats(), EngineStats(generated_tokens=5)) == {}
 
 
-def test_an_engine_that_nobody_drafts_for_says_nothing_of_drafts() -> None:
+def test_engine_without_drafts_has_no_speculation_metrics() -> None:
     now = EngineStats(decode_seconds=1.0, decode_steps=4, batch_tokens=(4, 0, 0, 0, 0))
     assert speculation_metrics(EngineStats(), now) == {}

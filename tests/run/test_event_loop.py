@@ -26,13 +26,13 @@ async def group_with(error: BaseException) -> None:
         tasks.start_soon(group)
 
 
-def test_ctrl_c_in_a_task_is_raised_and_reported_nowhere(caplog: pytest.LogCaptureFixture) -> None:
+def test_ctrl_c_in_a_task_is_raised_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR), pytest.raises(KeyboardInterrupt):
         run_async(group_with, KeyboardInterrupt())
     assert caplog.records == []
 
 
-def test_other_failures_in_the_background_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_background_errors_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def leave(error: BaseException) -> int:
         loop = asyncio.get_running_loop()
         loop.call_exception_handler({"message": "left behind", "exception": error})
@@ -42,7 +42,7 @@ def test_other_failures_in_the_background_are_reported(caplog: pytest.LogCapture
     assert [record.message.splitlines()[0] for record in caplog.records] == ["left behind"]
 
 
-def test_ctrl_c_in_a_callback_of_the_loop_is_not_lost(
+def test_ctrl_c_in_an_event_loop_callback_is_raised(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ended: list[str] = []
@@ -64,7 +64,7 @@ def test_ctrl_c_in_a_callback_of_the_loop_is_not_lost(
     assert caplog.records == []
 
 
-def test_a_third_ctrl_c_does_not_wait_for_tasks(capfd: pytest.CaptureFixture[str]) -> None:
+def test_third_ctrl_c_does_not_wait_for_tasks(capfd: pytest.CaptureFixture[str]) -> None:
     async def work() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)

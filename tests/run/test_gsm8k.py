@@ -112,7 +112,9 @@ def write_model(folder: Path, *, layers: int = 2) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_the_recipe_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gsm8k_recipe_of_getting_started_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     write_data(Path("downloads/gsm8k"))
     write_model(Path(MODEL))
@@ -193,7 +195,7 @@ def tried(script: str, environment: dict[str, str], *more: str) -> list[str]:
     return lines
 
 
-def test_the_script_of_a_large_model_tries_a_step(large: dict[str, str]) -> None:
+def test_grpo_7b_script_runs_a_dry_run(large: dict[str, str]) -> None:
     lines = tried("grpo_7B.sh", large, "trainer.n_gpus_per_node=0", "data.train_batch_size=8")
     assert "an RL step 8 prompts x 8 responses = 64 samples" in lines
     assert "updates of a step 2 of 4 prompts = 32 samples" in lines
@@ -206,7 +208,7 @@ exec "$@"
 """Of a job whose other machine is this one, too."""
 
 
-def test_the_script_for_several_machines_tries_a_step_on_each(large: dict[str, str]) -> None:
+def test_multi_node_script_runs_a_dry_run_on_two_nodes(large: dict[str, str]) -> None:
     srun = Path("srun")
     srun.write_text(SRUN)
     srun.chmod(0o755)
@@ -233,7 +235,7 @@ def test_the_script_for_several_machines_tries_a_step_on_each(large: dict[str, s
     assert "Ray runtime started" in Path("ray-others.log").read_text()
 
 
-def test_the_script_of_a_draft_head_trains_one(large: dict[str, str]) -> None:
+def test_eagle_train_script_trains_a_head(large: dict[str, str]) -> None:
     shutil.rmtree(MODEL)
     # An EAGLE-3 head sees three layers.
     write_model(Path(MODEL), layers=8)
@@ -250,7 +252,7 @@ def test_the_script_of_a_draft_head_trains_one(large: dict[str, str]) -> None:
     assert list(dict(read_jsonl(Path("head/metrics.jsonl")))) == [0, 1, 2, 3]
 
 
-def test_the_script_that_measures_drafting_does(
+def test_bench_sd_script_writes_results_and_plot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -76,7 +76,7 @@ STATEFUL = (
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "mixtral"])
-def test_a_run_goes_on_bit_for_bit(kind: str, reward: Path, tmp_path: Path) -> None:
+def test_resumed_run_equals_uninterrupted_run(kind: str, reward: Path, tmp_path: Path) -> None:
     start = checkpoint(tmp_path / "start", kind)
 
     def run(name: str, *overrides: str) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def test_a_run_goes_on_bit_for_bit(kind: str, reward: Path, tmp_path: Path) -> N
     assert not all(torch.equal(first[name], last[name]) for name in first)
 
 
-def test_recorded_log_probs_are_those_of_transformers(reward: Path, tmp_path: Path) -> None:
+def test_recorded_log_probs_equal_those_of_transformers(reward: Path, tmp_path: Path) -> None:
     start = checkpoint(tmp_path / "start")
     line = rl_only(tmp_path / "run", *of(start), "trainer.total_training_steps=1", reward=reward)
     assert main(line) == 0
@@ -141,7 +141,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings_of_the_algorithm_reach_it(reward: Path, tmp_path: Path, name: str) -> None:
+def test_algorithm_settings_train_an_hf_policy(reward: Path, tmp_path: Path, name: str) -> None:
     start = checkpoint(tmp_path / "start")
     line = rl_only(tmp_path / "run", *of(start, *SETTINGS[name]), reward=reward)
     assert main(line) == 0
@@ -156,7 +156,7 @@ def test_settings_of_the_algorithm_reach_it(reward: Path, tmp_path: Path, name: 
     assert {tensor.dtype for tensor in written.values()} == {torch.float32}
 
 
-def test_eval_and_export_read_it(
+def test_eval_and_export_accept_an_hf_policy(
     reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start = checkpoint(tmp_path / "start", "gemma2")
@@ -175,7 +175,7 @@ def test_eval_and_export_read_it(
     assert (out / "tokenizer.json").exists()
 
 
-def test_a_reference_of_another_architecture(reward: Path, tmp_path: Path) -> None:
+def test_reference_may_have_another_architecture(reward: Path, tmp_path: Path) -> None:
     """The policy is the decoder's, in the embedded engine."""
     other = checkpoint(tmp_path / "other")
     line = rl_only(
@@ -192,7 +192,7 @@ def test_a_reference_of_another_architecture(reward: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("key", ["sliding_window", "attention_bias"])
-def test_transformers_computes_what_the_decoder_cannot(
+def test_hf_policy_trains_architectures_that_the_decoder_lacks(
     key: str, reward: Path, tmp_path: Path
 ) -> None:
     """A Mistral with a window that is shorter than its sequences, a Llama with biases."""
@@ -228,7 +228,7 @@ def test_transformers_computes_what_the_decoder_cannot(
         ),
     ],
 )
-def test_what_it_cannot_do_is_refused(
+def test_unsupported_settings_are_refused_for_hf_policies(
     overrides: Sequence[str],
     parts: Sequence[str],
     tmp_path: Path,

@@ -27,7 +27,9 @@ def latest_step(root: Path) -> int:
     return CheckpointManager(root, keep=None).steps()[-1]
 
 
-def test_interrupted_in_each_phase_it_goes_on_bit_for_bit(whole: Whole, tmp_path: Path) -> None:
+def test_run_interrupted_in_each_phase_equals_uninterrupted_run(
+    whole: Whole, tmp_path: Path
+) -> None:
     run, output = tmp_path / "run", tmp_path / "output.txt"
     # Checkpoints come from the interruption alone.
     line = [*line_of(run, whole.reward), "sft.save_freq=-1", "trainer.save_freq=-1"]

@@ -11,7 +11,7 @@ from tests.run.killing import kill_until_done, line_of
 KILLS = 5
 
 
-def test_a_killed_run_ends_as_the_uninterrupted_one(whole: Whole, tmp_path: Path) -> None:
+def test_killed_run_equals_uninterrupted_run(whole: Whole, tmp_path: Path) -> None:
     line = line_of(tmp_path / "run", whole.reward)
     kills = kill_until_done(line, tmp_path / "run", tmp_path / "output.txt", KILLS, seed=3)
     assert len(kills) >= 3

@@ -39,7 +39,7 @@ def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")
-def test_trackers_have_what_the_file_has(
+def test_trackers_have_the_metrics_of_the_metrics_file(
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
@@ -102,7 +102,7 @@ def test_trackers_have_what_the_file_has(
     assert [row[0] for row in table["data"]] == [0, 0, 2, 2, 3, 3]
 
 
-def test_a_logger_that_cannot_work_is_refused_before_anything_begins(
+def test_logger_without_credentials_is_refused_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("WANDB_MODE")
@@ -111,7 +111,7 @@ def test_a_logger_that_cannot_work_is_refused_before_anything_begins(
     assert not (tmp_path / "run").exists()
 
 
-def test_starting_over_moves_what_trackers_wrote(tmp_path: Path) -> None:
+def test_starting_over_moves_the_files_of_trackers(tmp_path: Path) -> None:
     for name in ("wandb", "mlflow", "trackio"):
         (tmp_path / name).mkdir()
         (tmp_path / name / RUN_FILE).write_text("{}")

@@ -54,7 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, reward: Path) -> Path:
     return folder
 
 
-def test_rollout_and_trainer_agree_to_the_last_bit(run: Path) -> None:
+def test_rollout_and_trainer_log_probs_are_bitwise_equal(run: Path) -> None:
     metrics = metrics_of(run)
     assert sum(m.get("actor/grad_norm", 0.0) > 0 for m in metrics.values()) >= 3
     for step in range(1, 5):
@@ -65,7 +65,7 @@ def test_rollout_and_trainer_agree_to_the_last_bit(run: Path) -> None:
     assert metrics[4]["actor/kl_loss"] > 0.0
 
 
-def test_a_checkpoint_has_the_merged_model_and_the_adapter(run: Path) -> None:
+def test_checkpoint_contains_the_merged_model_and_the_adapter(run: Path) -> None:
     checkpoint = run / "global_step_4"
     base = load_checkpoint(huggingface_folder(run / "sft" / "global_step_2"))
     before = {name: p.detach().clone() for name, p in base.named_parameters()}
@@ -82,9 +82,7 @@ def test_a_checkpoint_has_the_merged_model_and_the_adapter(run: Path) -> None:
     assert adapter_folder(run / "sft" / "global_step_2").is_dir()
 
 
-def test_a_run_that_goes_on_ends_as_one_that_was_not_stopped(
-    run: Path, reward: Path, tmp_path: Path
-) -> None:
+def test_resumed_run_equals_uninterrupted_run(run: Path, reward: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert main(tiny(folder, *LORA, "trainer.total_training_steps=2", reward=reward)) == 0
     assert main(tiny(folder, *LORA, reward=reward)) == 0
@@ -93,7 +91,7 @@ def test_a_run_that_goes_on_ends_as_one_that_was_not_stopped(
     assert_same_result(one, other)
 
 
-def test_without_the_weights_that_rl_started_from_it_cannot_go_on(
+def test_resume_refuses_a_run_whose_base_weights_are_missing(
     run: Path, reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(run, tmp_path / "run")
@@ -103,7 +101,7 @@ def test_without_the_weights_that_rl_started_from_it_cannot_go_on(
     assert "has no checkpoint any more" in capsys.readouterr().err
 
 
-def test_an_adapter_of_ones_own_goes_on_training(
+def test_given_adapter_is_trained_further(
     run: Path, reward: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     references: list[Any] = []
@@ -146,7 +144,7 @@ def test_an_adapter_of_ones_own_goes_on_training(
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in tensors.items())
 
 
-def test_an_adapters_alpha_is_its_own(
+def test_lora_alpha_must_equal_that_of_the_given_adapter(
     run: Path, reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = rl_only(
@@ -161,7 +159,7 @@ def test_an_adapters_alpha_is_its_own(
     assert f"lora_adapter_path={run} has 16; set {MODEL}.lora_alpha=16" in capsys.readouterr().err
 
 
-def test_names_that_match_no_layer_end_the_run_with_those_that_exist(
+def test_target_modules_without_a_match_list_the_layers(
     reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = rl_only(

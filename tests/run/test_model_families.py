@@ -50,9 +50,7 @@ def save(folder: Path, window: int) -> Path:
     return folder
 
 
-def test_a_mistral_with_scaled_frequencies_trains_and_is_exported(
-    reward: Path, tmp_path: Path
-) -> None:
+def test_mistral_with_yarn_scaling_trains_and_is_exported(reward: Path, tmp_path: Path) -> None:
     start = save(tmp_path / "start", 160)
     overrides = [
         f"{MODEL}.path={start}",
@@ -89,7 +87,7 @@ def test_a_mistral_with_scaled_frequencies_trains_and_is_exported(
         ("reference", [], "ref: prompt and response may have 48 tokens, but the model has slidi"),
     ],
 )
-def test_windows_shorter_than_a_sequence_are_refused(
+def test_sliding_window_shorter_than_a_sequence_is_refused(
     phase: str,
     overrides: list[str],
     message: str,

@@ -103,7 +103,7 @@ def run(folder: Path, *settings: str, reward: Path) -> dict[int, dict[str, float
     return dict(read_jsonl(folder / "metrics.jsonl"))
 
 
-def test_requests_under_way_go_on_with_it_and_the_policy_is_the_same(
+def test_head_published_during_a_rollout_changes_neither_rollouts_nor_policy_weights(
     tmp_path: Path, published: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reward = write_reward(tmp_path)
@@ -129,9 +129,7 @@ def test_requests_under_way_go_on_with_it_and_the_policy_is_the_same(
         assert (tmp_path / "on" / name).read_bytes() == (tmp_path / "off" / name).read_bytes()
 
 
-def test_running_requests_are_not_given_one_after_the_other(
-    tmp_path: Path, published: list[int]
-) -> None:
+def test_heads_are_published_in_rollouts_at_intervals(tmp_path: Path, published: list[int]) -> None:
     steps = run(tmp_path / "run", *LEARN, OPPORTUNISTIC, reward=write_reward(tmp_path))
     assert steps[4]["drafter/publishes_in_rollouts"] == 1
     assert len(published) == 1 + 3
@@ -177,7 +175,9 @@ def training(
     return made
 
 
-def test_errors_of_either_side_come_as_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_publishing_and_of_the_rollout_keep_their_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(opportunistic, "_POLL_SECONDS", 0.0)
 
     async def refuse() -> None:
@@ -199,7 +199,9 @@ def test_errors_of_either_side_come_as_themselves(monkeypatch: pytest.MonkeyPatc
         compute.close()
 
 
-def test_what_is_stuck_is_not_waited_for_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stuck_worker_and_engine_are_reported_and_not_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(opportunistic, "_POLL_SECONDS", 0.0)
     monkeypatch.setattr(opportunistic, "_PUBLISH_SECONDS", 0.0)
     monkeypatch.setattr(opportunistic, "_TIMEOUT_SECONDS", 0.01)
@@ -229,7 +231,7 @@ def test_what_is_stuck_is_not_waited_for_and_said(monkeypatch: pytest.MonkeyPatc
     assert "has not loaded a draft head" in said[1]
 
 
-def test_a_head_on_its_way_gets_there_although_the_rollout_ends(
+def test_publishing_completes_after_the_rollout_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(opportunistic, "_POLL_SECONDS", 0.0)

@@ -74,7 +74,7 @@ def own(folder: Path, code: Path, *overrides: str) -> list[str]:
     )
 
 
-def test_a_class_of_ones_own_with_a_curriculum_and_a_reward_of_its_fields(
+def test_custom_dataset_with_curriculum_and_field_reward_resumes_exactly(
     tmp_path: Path, code: Path
 ) -> None:
     assert main(own(tmp_path / "whole", code, "trainer.total_training_steps=4")) == 0
@@ -90,13 +90,15 @@ def test_a_class_of_ones_own_with_a_curriculum_and_a_reward_of_its_fields(
     assert_same_result(result_of(tmp_path / "parts"), result_of(tmp_path / "whole"))
 
 
-def test_epochs_of_a_class_give_the_number_of_steps(tmp_path: Path, code: Path) -> None:
+def test_total_epochs_of_a_custom_dataset_set_the_number_of_steps(
+    tmp_path: Path, code: Path
+) -> None:
     epochs = ("trainer.total_training_steps=null", "trainer.total_epochs=2")
     assert main(own(tmp_path / "run", code, *epochs)) == 0
     assert sorted(metrics_of(tmp_path / "run")) == [1, 2, 3, 4, 5]
 
 
-def test_generated_rows_are_drawn_and_survive_a_resume(tmp_path: Path, code: Path) -> None:
+def test_generated_rows_are_used_and_restored_by_a_resume(tmp_path: Path, code: Path) -> None:
     files = tmp_path / "rows.jsonl"
     files.write_text("\n".join(json.dumps({"prompt": f"{i} + 1 ="}) for i in range(2)))
 
@@ -138,7 +140,7 @@ def test_generated_rows_are_drawn_and_survive_a_resume(tmp_path: Path, code: Pat
         (("data.mixture_weights=[1]", "data.train_files=x"), "both decide what is drawn"),
     ],
 )
-def test_bad_classes_are_refused_before_anything_is_trained(
+def test_invalid_custom_classes_are_refused_before_training(
     tmp_path: Path,
     code: Path,
     overrides: tuple[str, ...],
@@ -150,7 +152,7 @@ def test_bad_classes_are_refused_before_anything_is_trained(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_groups_that_a_filter_rejects_teach_the_curriculum(tmp_path: Path, code: Path) -> None:
+def test_filtered_groups_update_the_curriculum(tmp_path: Path, code: Path) -> None:
     (tmp_path / "judge.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    if extra_info['state'] < 3:\n"
@@ -201,7 +203,7 @@ def one(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def test_what_a_class_raises_in_a_run_is_one_line(
+def test_error_of_a_custom_dataset_is_one_line(
     tmp_path: Path, code: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code.write_text(CODE + BROKEN)
@@ -219,7 +221,7 @@ def test_what_a_class_raises_in_a_run_is_one_line(
     assert "Traceback" not in error
 
 
-def test_long_items_are_left_out_of_validation_too(tmp_path: Path, code: Path) -> None:
+def test_overlong_items_are_filtered_from_validation(tmp_path: Path, code: Path) -> None:
     long = (
         "\nclass Long(Sums):\n"
         "    def __getitem__(self, index):\n"

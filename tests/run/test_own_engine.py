@@ -54,7 +54,7 @@ def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Line:
     return of
 
 
-def test_a_registered_engine_is_selected_by_name(line: Line, tmp_path: Path) -> None:
+def test_registered_engine_is_selected_by_name(line: Line, tmp_path: Path) -> None:
     assert main(line("mine")) == 0
     made = sys.modules["engine_of_mine"].made
     assert [type(engine).__name__ for engine in made] == ["HFEngine"]
@@ -84,7 +84,7 @@ def test_a_registered_engine_is_selected_by_name(line: Line, tmp_path: Path) -> 
     ],
     ids=["drafts", "support replay", "one thread", "its own check"],
 )
-def test_rules_hold_for_an_engine_that_is_registered_late(
+def test_capability_rules_apply_to_a_registered_engine(
     line: Line, overrides: list[str], messages: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(line("mine", *overrides)) == 2
@@ -93,7 +93,7 @@ def test_rules_hold_for_an_engine_that_is_registered_late(
         assert message in error
 
 
-def test_a_module_that_does_not_register_the_engine_is_refused(
+def test_engine_name_that_the_module_does_not_register_is_refused(
     line: Line, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(line("mime")) == 2
@@ -101,7 +101,7 @@ def test_a_module_that_does_not_register_the_engine_is_refused(
     assert f"{ROLLOUT}.name=mime is not known; did you mean mine?" in error
 
 
-def test_an_engine_with_other_capabilities_than_it_registered_is_refused(
+def test_engine_whose_capabilities_differ_from_its_registration_is_refused(
     line: Line, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(line("liar")) == 2

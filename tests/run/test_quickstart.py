@@ -16,7 +16,7 @@ from slipstream.run import quickstart
 from slipstream.run.folder import locked
 
 
-def test_it_trains_compares_and_sums_up(
+def test_quickstart_runs_all_stages_and_writes_a_summary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(quickstart, "PROBLEMS", 12)
@@ -64,7 +64,7 @@ def test_it_trains_compares_and_sums_up(
     assert (output / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_speculation_changes_neither_rewards_nor_weights(
+def test_speculation_changes_neither_rollouts_nor_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quickstart, "PROBLEMS", 4)
@@ -96,7 +96,7 @@ def test_speculation_changes_neither_rewards_nor_weights(
     assert max(metrics.get("spec/on_fraction", 0.0) for metrics in steps) > 0
 
 
-def test_without_a_head_to_begin_with_it_learns_in_rl(
+def test_cold_start_trains_a_new_head_in_rl(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(quickstart, "PROBLEMS", 4)
@@ -119,7 +119,7 @@ def test_without_a_head_to_begin_with_it_learns_in_rl(
         quickstart.main(output, **given, cold_start=True, speculation=False)
 
 
-def test_what_became_of_the_head_is_read_from_the_metrics() -> None:
+def test_drafts_summary_is_computed_from_the_metrics() -> None:
     def step(accepted: float, by_head: float, **more: float) -> dict[str, float]:
         names = ("spec/on_fraction", "spec/accept_length", "spec/head_fraction")
         return dict(zip(names, (0.5, accepted, by_head), strict=True)) | more
@@ -150,7 +150,7 @@ def test_what_became_of_the_head_is_read_from_the_metrics() -> None:
     assert quickstart.drafts_summary(lucky)["drafts"]["head_from_step"] == 1
 
 
-def test_two_of_them_do_not_share_a_folder(tmp_path: Path) -> None:
+def test_folder_in_use_is_refused(tmp_path: Path) -> None:
     with locked(tmp_path), pytest.raises(CheckpointError, match="another run is using"):
         quickstart.main(tmp_path, seed=1, recipe="tiny", sft_control=False, bf16=False)
 
@@ -164,7 +164,7 @@ def test_two_of_them_do_not_share_a_folder(tmp_path: Path) -> None:
         (False, True, 100.0, "quickstart_small", "float32"),
     ],
 )
-def test_the_recipe_is_chosen_by_what_the_cpu_does(
+def test_recipe_and_dtype_follow_the_measured_cpu_speed(
     monkeypatch: pytest.MonkeyPatch, units: bool, asked: bool, rate: float, recipe: str, dtype: str
 ) -> None:
     measured: list[torch.dtype] = []

@@ -65,7 +65,7 @@ def error_of(capsys: pytest.CaptureFixture[str]) -> str:
     return error
 
 
-def test_a_finished_run_has_nothing_left_to_do(
+def test_finished_run_is_not_repeated(
     copy: Path, finished: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = result_of(copy)
@@ -74,13 +74,13 @@ def test_a_finished_run_has_nothing_left_to_do(
     assert "RL has already done all 3 steps" in capsys.readouterr().out
 
 
-def test_the_last_checkpoints_are_kept(finished: tuple[Path, Path]) -> None:
+def test_only_the_last_two_checkpoints_are_kept(finished: tuple[Path, Path]) -> None:
     assert steps_of(finished[0]) == [2, 3]
     assert (finished[0] / TRACKER).read_text() == "3"
     assert steps_of(finished[0] / "sft") == [1, 2]
 
 
-def test_more_steps_go_on_where_fewer_ended(
+def test_run_extended_by_a_step_equals_a_longer_run(
     copy: Path, finished: tuple[Path, Path], tmp_path: Path
 ) -> None:
     assert again(copy, finished, "trainer.total_training_steps=4") == 0
@@ -96,7 +96,7 @@ def test_more_steps_go_on_where_fewer_ended(
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_resume_path_goes_back_to_a_step(
+def test_resume_path_repeats_the_steps_after_that_checkpoint(
     copy: Path, finished: tuple[Path, Path], tmp_path: Path, elsewhere: bool
 ) -> None:
     before = result_of(copy)
@@ -111,7 +111,9 @@ def test_resume_path_goes_back_to_a_step(
     assert not elsewhere or not (target / "sft").exists()
 
 
-def test_resume_path_of_sft_goes_on_with_sft(copy: Path, finished: tuple[Path, Path]) -> None:
+def test_resume_path_to_an_sft_checkpoint_repeats_sft_and_rl(
+    copy: Path, finished: tuple[Path, Path]
+) -> None:
     before = result_of(copy)
     step = f"trainer.resume_from_path={copy}/sft/global_step_1"
     assert again(copy, finished, "trainer.resume_mode=resume_path", step) == 0
@@ -131,7 +133,7 @@ def test_resume_path_of_sft_goes_on_with_sft(copy: Path, finished: tuple[Path, P
         ("sft+rl", "rollouts", "is not a global_step_N folder"),
     ],
 )
-def test_a_path_that_this_run_cannot_go_on_from_is_refused(
+def test_resume_path_that_does_not_fit_the_mode_is_refused(
     copy: Path,
     finished: tuple[Path, Path],
     capsys: pytest.CaptureFixture[str],
@@ -144,7 +146,7 @@ def test_a_path_that_this_run_cannot_go_on_from_is_refused(
     assert message in error_of(capsys)
 
 
-def test_starting_over_keeps_the_earlier_run_aside(
+def test_starting_over_moves_the_earlier_run_to_previous_1(
     copy: Path, finished: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = result_of(copy)
@@ -154,7 +156,7 @@ def test_starting_over_keeps_the_earlier_run_aside(
     assert "starting over" in capsys.readouterr().out
 
 
-def test_other_settings_are_refused_with_the_difference(
+def test_resume_with_other_settings_is_refused_with_the_difference(
     copy: Path, finished: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = result_of(copy)
@@ -167,7 +169,7 @@ def test_other_settings_are_refused_with_the_difference(
     assert again(copy, finished, "actor_rollout_ref.rollout.max_num_seqs=2") == 0
 
 
-def test_settings_of_another_version_are_refused(
+def test_resume_with_an_unreadable_config_file_is_refused(
     copy: Path, finished: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with (copy / "config.yaml").open("a", encoding="utf-8") as file:
@@ -176,7 +178,7 @@ def test_settings_of_another_version_are_refused(
     assert "cannot be read" in error_of(capsys)
 
 
-def test_a_folder_in_use_is_refused(
+def test_folder_in_use_is_refused(
     copy: Path, finished: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with (copy / ".lock").open("w") as file:
@@ -186,7 +188,7 @@ def test_a_folder_in_use_is_refused(
     assert again(copy, finished) == 0
 
 
-def test_another_thread_count_is_said(
+def test_resume_with_another_thread_count_prints_a_note(
     copy: Path, finished: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ["trainer.total_training_steps=4", "trainer.num_threads=2"]
@@ -199,7 +201,7 @@ def test_another_thread_count_is_said(
     assert "trainer.num_threads=1 avoids it" in said
 
 
-def test_another_order_of_sums_is_said(
+def test_resume_on_a_cpu_with_other_bf16_products_prints_a_note(
     copy: Path,
     finished: tuple[Path, Path],
     capsys: pytest.CaptureFixture[str],
@@ -232,7 +234,7 @@ def damage(path: Path, kind: str) -> None:
         ("data.json", "missing", "is missing"),
     ],
 )
-def test_a_damaged_checkpoint_is_named_and_another_one_can_be_taken(
+def test_damaged_checkpoint_is_refused_with_file_and_remedy(
     copy: Path,
     finished: tuple[Path, Path],
     capsys: pytest.CaptureFixture[str],
@@ -248,7 +250,7 @@ def test_a_damaged_checkpoint_is_named_and_another_one_can_be_taken(
     assert "trainer.resume_mode=resume_path" in error
 
 
-def test_a_checkpoint_of_a_newer_format_is_refused(
+def test_checkpoint_of_a_newer_format_is_refused(
     copy: Path, finished: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = copy / "global_step_3" / MANIFEST
@@ -258,7 +260,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused(
     assert "newer version of slipstream (format_version 99" in error_of(capsys)
 
 
-def test_a_lost_tracker_is_no_lost_run(copy: Path, finished: tuple[Path, Path]) -> None:
+def test_resume_works_without_the_tracker_file(copy: Path, finished: tuple[Path, Path]) -> None:
     (copy / TRACKER).unlink()
     assert again(copy, finished, "trainer.total_training_steps=4") == 0
     assert steps_of(copy) == [3, 4]
@@ -266,7 +268,7 @@ def test_a_lost_tracker_is_no_lost_run(copy: Path, finished: tuple[Path, Path]) 
 
 
 @pytest.mark.parametrize("inner", ["actor/huggingface", "."])
-def test_rl_starts_from_the_checkpoint_of_an_sft_run(
+def test_rl_from_an_sft_checkpoint_equals_a_run_of_both_phases(
     copy: Path, finished: tuple[Path, Path], tmp_path: Path, inner: str
 ) -> None:
     start = copy / "sft" / "global_step_2" / inner
@@ -282,7 +284,7 @@ def test_rl_starts_from_the_checkpoint_of_an_sft_run(
     assert all((ours[name] == theirs[name]).all() for name in theirs)
 
 
-def test_a_run_resumed_in_rl_does_not_need_its_sft_any_more(
+def test_run_resumed_in_rl_does_not_need_its_sft_folder(
     copy: Path, finished: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(copy / "sft")
@@ -291,7 +293,7 @@ def test_a_run_resumed_in_rl_does_not_need_its_sft_any_more(
     assert steps_of(copy) == [3, 4]
 
 
-def test_a_penalty_that_begins_with_a_resumed_run_has_its_own_coefficient(
+def test_kl_penalty_added_on_resume_starts_with_its_configured_coefficient(
     copy: Path, finished: tuple[Path, Path], tmp_path: Path
 ) -> None:
     overrides = [
@@ -304,7 +306,7 @@ def test_a_penalty_that_begins_with_a_resumed_run_has_its_own_coefficient(
     assert metrics_of(tmp_path / "new")[3]["actor/reward_kl_penalty_coeff"] == 0.25
 
 
-def test_a_reference_policy_must_still_be_there(
+def test_resume_with_kl_loss_needs_the_reference_policy(
     finished: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kl = "actor_rollout_ref.actor.use_kl_loss=true"
@@ -330,7 +332,7 @@ def test_a_reference_policy_must_still_be_there(
         assert metrics_of(tmp_path / name)[3] == expected
 
 
-def test_rl_goes_on_from_the_sft_in_its_folder(
+def test_rl_starts_from_the_sft_result_in_its_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     both, apart, reward = tmp_path / "both", tmp_path / "apart", write_reward(tmp_path)
@@ -346,7 +348,9 @@ def test_rl_goes_on_from_the_sft_in_its_folder(
     assert all(torch.equal(expected[name], w) for name, w in policy(apart, 2).items())
 
 
-def test_a_longer_schedule_is_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_with_a_longer_schedule_prints_a_note(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     line = [*rl_only(tmp_path / "run"), f"{ACTOR}.optim.lr_scheduler_type=cosine"]
     assert main([*line, "trainer.total_training_steps=1"]) == 0
     assert "learning-rate schedule" not in capsys.readouterr().out

@@ -94,7 +94,9 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("function", "manager"), FUNCTIONS)
-def test_every_signature_trains_alike(first: Path, function: str, manager: str) -> None:
+def test_every_reward_signature_gives_the_same_run(
+    first: Path, function: str, manager: str
+) -> None:
     other = run(first.parent, f"{function}-{manager}", function, manager)
     assert_same_result(result_of(other), result_of(first))
     scores = {row["score"] for rows in records_of(other / "rollouts").values() for row in rows}

@@ -36,7 +36,7 @@ def generated(ids: list[int], drafted: list[int], reason: StopReason) -> Generat
     )
 
 
-def test_what_was_drafted_is_known_over_two_attempts_and_behind_a_tool() -> None:
+def test_token_record_marks_drafted_tokens_across_attempts_and_tool_output() -> None:
     sample = Sample(segments=[Segment.given("prompt", [1, 2])])
     extend_sample(sample, generated([3, 4, 5], [1, 2], StopReason.ABORT))
     extend_sample(sample, generated([6, 7], [0], StopReason.EOS))
@@ -54,14 +54,14 @@ def test_what_was_drafted_is_known_over_two_attempts_and_behind_a_tool() -> None
     assert other.segments[1] == sample.segments[1]
 
 
-def test_pieces_of_a_text_are_its_tokens() -> None:
+def test_pieces_are_the_texts_of_the_tokens() -> None:
     tokenizer = build_tokenizer()
     ids = tokenizer("1 2 + 3 = 4", add_special_tokens=False).input_ids
     assert pieces(ids, tokenizer) == ["1", " 2", " +", " 3", " =", " 4"]
     assert pieces([], tokenizer) == []
 
 
-def test_of_a_character_cut_in_two_the_last_token_has_all() -> None:
+def test_piece_of_a_split_character_belongs_to_its_last_token() -> None:
     # Bytes as tokens, as byte-level tokenizers have for rare characters.
     vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab, []))
@@ -72,7 +72,7 @@ def test_of_a_character_cut_in_two_the_last_token_has_all() -> None:
     assert pieces(ids, tokenizer) == ["a", "", "é", "b", "", "", "€"]
 
 
-def test_the_first_samples_of_a_few_groups_are_kept(tmp_path: Path) -> None:
+def test_token_dump_has_the_first_sample_of_a_few_groups(tmp_path: Path) -> None:
     groups = []
     for index in range(9):
         samples = [
@@ -92,7 +92,7 @@ def test_the_first_samples_of_a_few_groups_are_kept(tmp_path: Path) -> None:
     assert len((tmp_path / "tokens" / "8.jsonl").read_text().splitlines()) == 1
 
 
-def test_bytes_that_are_no_text_are_not_waited_for() -> None:
+def test_pieces_of_invalid_bytes_decode_only_a_few_tokens_at_a_time() -> None:
     vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab, []))
     backend.decoder = decoders.ByteLevel()

@@ -119,7 +119,7 @@ def run(
 
 
 @pytest.mark.parametrize("limit", [1, 7, 64])
-def test_the_batch_limit_changes_nothing(
+def test_batch_limit_does_not_change_results(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     reward: Path,
@@ -131,7 +131,7 @@ def test_the_batch_limit_changes_nothing(
     assert_same_result(result, usual)
 
 
-def test_the_order_of_arrival_changes_nothing(
+def test_order_of_arrival_does_not_change_results(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reward: Path, usual: dict[str, Any]
 ) -> None:
     result, _ = run(
@@ -144,7 +144,7 @@ def test_the_order_of_arrival_changes_nothing(
     assert_same_result(result, usual)
 
 
-def test_preemption_changes_nothing(
+def test_preemption_does_not_change_results(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reward: Path, usual: dict[str, Any]
 ) -> None:
     # A slot takes 2 layers x (keys, values) x 16 x 4 bytes = 256 bytes, and slots come by 64: eight
@@ -160,7 +160,7 @@ def test_preemption_changes_nothing(
     assert_same_result(result, usual)
 
 
-def test_prefill_in_pieces_and_kept_prefixes_change_nothing(
+def test_chunked_prefill_and_prefix_caching_do_not_change_results(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reward: Path, usual: dict[str, Any]
 ) -> None:
     settings = [
@@ -174,7 +174,7 @@ def test_prefill_in_pieces_and_kept_prefixes_change_nothing(
 
 
 @pytest.mark.parametrize("tune", ["PREDEFINED", "COST"])
-def test_drafts_change_nothing(
+def test_drafts_do_not_change_results(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     reward: Path,

@@ -64,7 +64,9 @@ def start_stuck(folder: Path, stuck: str, seconds: float) -> tuple[BaseProcess, 
         ("disk", "checkpoint: writing it to disk was not done after 0.7 s"),
     ],
 )
-def test_a_stuck_part_ends_the_run_and_is_named(tmp_path: Path, stuck: str, message: str) -> None:
+def test_part_that_hangs_ends_the_run_and_is_named(
+    tmp_path: Path, stuck: str, message: str
+) -> None:
     process, output = start_stuck(tmp_path, stuck, 0.7)
     assert finish(process, output, timeout=60) == 8
     text = output.read_text(encoding="utf-8")
@@ -72,7 +74,7 @@ def test_a_stuck_part_ends_the_run_and_is_named(tmp_path: Path, stuck: str, mess
     assert "Traceback" not in text
 
 
-def test_a_second_ctrl_c_ends_even_what_cannot_be_cancelled(tmp_path: Path) -> None:
+def test_second_ctrl_c_ends_a_run_that_cannot_be_cancelled(tmp_path: Path) -> None:
     process, output = start_stuck(tmp_path, "trainer", 1000)
     assert process.pid is not None
     while not (tmp_path / "ready").exists() and process.is_alive():
@@ -94,7 +96,9 @@ def _backtrack(output: str) -> None:
         re.match(r"(a+)+$", "a" * 60 + "b")
 
 
-def test_a_call_that_keeps_the_interpreter_ends_the_process_and_is_shown(tmp_path: Path) -> None:
+def test_call_that_blocks_the_interpreter_ends_the_process_with_its_traceback(
+    tmp_path: Path,
+) -> None:
     output = tmp_path / "output.txt"
     process = multiprocessing.get_context("spawn").Process(target=_backtrack, args=(str(output),))
     process.start()
@@ -105,6 +109,6 @@ def test_a_call_that_keeps_the_interpreter_ends_the_process_and_is_shown(tmp_pat
     assert "_backtrack" in text
 
 
-def test_an_interpreter_that_works_is_left_alone() -> None:
+def test_interpreter_that_runs_is_not_ended() -> None:
     with frozen_interpreter_ends(0.3):
         time.sleep(0.9)

@@ -22,7 +22,7 @@ DRAFTS = (
 )
 
 
-def test_a_run_leaves_what_its_report_needs(tmp_path: Path) -> None:
+def test_run_folder_has_the_data_of_its_report(tmp_path: Path) -> None:
     assert main(tiny(tmp_path / "run", *DRAFTS)) == 0
     run = read_run(tmp_path / "run")
     assert (run.state, run.notes) == ("finished", [])
@@ -56,7 +56,7 @@ def test_a_run_leaves_what_its_report_needs(tmp_path: Path) -> None:
     assert shown["runs"][0]["plans"] is not None
 
 
-def test_a_run_that_goes_on_has_two_processes(tmp_path: Path) -> None:
+def test_timeline_of_a_resumed_run_has_two_processes(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert main(rl_only(folder, "trainer.total_training_steps=1")) == 0
     assert main(rl_only(folder, "trainer.total_training_steps=2")) == 0
@@ -70,7 +70,7 @@ def test_a_run_that_goes_on_has_two_processes(tmp_path: Path) -> None:
     assert len(processes) == 1
 
 
-def test_how_a_run_failed_is_written_down(tmp_path: Path) -> None:
+def test_timeline_records_the_error_of_a_failed_run(tmp_path: Path) -> None:
     assert main(rl_only(tmp_path / "run", "data.max_prompt_length=1")) != 0
     processes, _ = read_timeline(tmp_path / "run" / "events.jsonl")
     assert [process.status is not None and "Error" in process.status for process in processes] == [

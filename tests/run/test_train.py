@@ -77,7 +77,7 @@ def scalars(folder: Path) -> dict[int, dict[str, float]]:
     return shown
 
 
-def test_every_metric_is_in_the_table_and_every_log_says_the_same(run: Path) -> None:
+def test_metrics_are_documented_and_equal_in_all_loggers(run: Path) -> None:
     for root, first in ((run / "sft", 1), (run, 0)):
         lines = dict(read_jsonl(root / "metrics.jsonl"))
         assert sorted(lines) == list(range(first, 3))
@@ -108,7 +108,7 @@ def test_every_metric_is_in_the_table_and_every_log_says_the_same(run: Path) -> 
         assert name in last
 
 
-def test_models_are_made_and_used_on_one_thread(
+def test_models_are_created_and_used_on_one_thread(
     tmp_path: Path, reward: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A second thread would get a second team of OpenMP threads, and both would be slow.
@@ -133,7 +133,7 @@ def test_models_are_made_and_used_on_one_thread(
     assert len(set.union(*seen.values())) == 1
 
 
-def test_rollouts_and_validations_are_recorded_sample_by_sample(run: Path) -> None:
+def test_rollouts_and_validations_are_recorded_per_sample(run: Path) -> None:
     rollouts = records_of(run / "rollouts")
     assert list(rollouts) == ["1.jsonl", "2.jsonl"]
     for step, records in enumerate(rollouts.values(), start=1):
@@ -153,7 +153,7 @@ def test_rollouts_and_validations_are_recorded_sample_by_sample(run: Path) -> No
     assert [r["group"] for r in validations["0.jsonl"]] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_eval_measures_a_run_as_the_run_did(
+def test_eval_gives_the_validation_results_of_the_run(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written = dict(read_jsonl(run / "metrics.jsonl"))
@@ -169,7 +169,7 @@ def test_eval_measures_a_run_as_the_run_did(
         assert [r["response_ids"] for r in responses] == [r["response_ids"] for r in recorded]
 
 
-def test_eval_takes_other_settings_and_fewer_problems(
+def test_eval_accepts_other_settings_and_fewer_problems(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = ["eval", "--checkpoint", str(run), "--problems", "3", f"{ROLLOUT}.val_kwargs.n=1"]
@@ -178,7 +178,7 @@ def test_eval_takes_other_settings_and_fewer_problems(
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_an_export_loads_in_transformers_with_the_same_logits(
+def test_exported_model_has_the_same_logits_in_transformers(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -207,7 +207,7 @@ def test_an_export_loads_in_transformers_with_the_same_logits(
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "copy").dtype == model.dtype
 
 
-def test_the_picture_is_drawn_and_the_end_says_where_things_are(
+def test_picture_is_drawn_and_the_last_lines_name_the_results(
     reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -233,7 +233,7 @@ def test_the_picture_is_drawn_and_the_end_says_where_things_are(
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
-def test_the_hf_engine_trains_other_families_too(reward: Path, tmp_path: Path, family: str) -> None:
+def test_hf_engine_trains_other_model_families(reward: Path, tmp_path: Path, family: str) -> None:
     line = tiny(
         tmp_path / "run",
         f"{ROLLOUT}.name=hf",
@@ -249,7 +249,7 @@ def test_the_hf_engine_trains_other_families_too(reward: Path, tmp_path: Path, f
     assert metrics["training/rollout_probs_diff_max"] < 1e-4
 
 
-def test_both_engines_make_the_same_rollouts(reward: Path, tmp_path: Path) -> None:
+def test_embedded_and_hf_engine_give_the_same_rollouts(reward: Path, tmp_path: Path) -> None:
     steps = "trainer.total_training_steps=1"
     for name in ("embedded", "hf"):
         line = rl_only(tmp_path / name, steps, f"{ROLLOUT}.name={name}", reward=reward)
@@ -287,7 +287,7 @@ ALGORITHMS = {
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_settings_of_the_algorithm_reach_it(reward: Path, tmp_path: Path, name: str) -> None:
+def test_algorithm_settings_take_effect(reward: Path, tmp_path: Path, name: str) -> None:
     line = rl_only(tmp_path / "run", "trainer.logger=[file]", *ALGORITHMS[name], reward=reward)
     assert main([*line, "trainer.test_freq=9", "data.val_size=1"]) == 0
     metrics = metrics_of(tmp_path / "run")[2]
@@ -305,7 +305,7 @@ def test_settings_of_the_algorithm_reach_it(reward: Path, tmp_path: Path, name: 
         assert checks[name](metrics)
 
 
-def test_micro_batches_do_not_change_what_is_learned(reward: Path, tmp_path: Path) -> None:
+def test_micro_batch_size_does_not_change_the_trained_weights(reward: Path, tmp_path: Path) -> None:
     names = {"whole": [], "small": ALGORITHMS["small micro-batches"]}
     for name, overrides in names.items():
         assert main(rl_only(tmp_path / name, *overrides, reward=reward)) == 0
@@ -314,7 +314,7 @@ def test_micro_batches_do_not_change_what_is_learned(reward: Path, tmp_path: Pat
         assert torch.allclose(value, small[key], atol=1e-5), key
 
 
-def test_validating_only_trains_nothing(
+def test_val_only_validates_without_training(
     run: Path, reward: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = tiny(tmp_path / "new", "trainer.val_only=true", reward=reward)
@@ -363,7 +363,7 @@ def talk_rows(word: str, count: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_sft_and_rl_from_files_with_weights(
+def test_sft_and_rl_draw_from_files_by_mixture_weights(
     run: Path, reward: Path, tmp_path: Path, suffix: str
 ) -> None:
     files = [write_rows(tmp_path / f"{name}.{suffix}", prompt_rows(name, 6)) for name in ("a", "b")]
@@ -403,9 +403,7 @@ def test_sft_and_rl_from_files_with_weights(
     )
 
 
-def test_over_sampling_loses_and_mixes_up_nothing_over_a_restart(
-    reward: Path, tmp_path: Path
-) -> None:
+def test_over_sampling_restores_carried_over_groups_on_resume(reward: Path, tmp_path: Path) -> None:
     def line(steps: int) -> list[str]:
         return rl_only(
             tmp_path / "run",
@@ -451,7 +449,7 @@ def mine(context):
 """
 
 
-def test_a_task_and_a_logger_of_ones_own(
+def test_external_lib_registers_a_task_and_a_logger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tasks, "_TASKS", dict(tasks._TASKS))
@@ -469,7 +467,7 @@ def test_a_task_and_a_logger_of_ones_own(
     assert metrics_of(tmp_path / "run")[1]["rollout/num_prompts"] > 0
 
 
-def test_names_known_without_an_import_are_those_of_the_registries() -> None:
+def test_built_in_names_equal_those_of_the_registries() -> None:
     assert sorted(BUILT_IN_TASKS) == tasks.task_names()
     assert list(BUILT_IN_LOGGERS) == list(loggers.LOGGERS)
 
@@ -484,7 +482,7 @@ def doubled(**given):
 """
 
 
-def test_a_module_of_ones_own_registers_what_the_settings_name(
+def test_external_lib_registers_a_policy_loss(
     tmp_path: Path,
     reward: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -36,7 +36,7 @@ def line(folder: Path, *overrides: str) -> list[str]:
     )
 
 
-def test_each_set_has_its_own_settings(tmp_path: Path) -> None:
+def test_each_validation_set_has_its_own_settings(tmp_path: Path) -> None:
     hard = f"{BY_SOURCE}={{team/hard: {{n: 4, do_sample: true, temperature: 1}}}}"
     assert main(line(tmp_path, hard)) == 0
     metrics = metrics_of(tmp_path / "run")[1]
@@ -53,7 +53,7 @@ def test_each_set_has_its_own_settings(tmp_path: Path) -> None:
     assert len({tuple(tokens) for tokens in hard_ones}) > 1
 
 
-def test_settings_of_others_change_no_response(tmp_path: Path) -> None:
+def test_settings_of_one_set_do_not_change_responses_of_another(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     hard = f"{BY_SOURCE}={{team/hard: {{n: 2, do_sample: true, temperature: 1}}}}"
@@ -80,7 +80,7 @@ def test_settings_of_others_change_no_response(tmp_path: Path) -> None:
         ("{easy: {top_p: 0}}", "by_source.easy.top_p=0 keeps no token"),
     ],
 )
-def test_bad_settings_are_named(
+def test_invalid_by_source_settings_are_refused(
     tmp_path: Path, settings: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(line(tmp_path, f"{BY_SOURCE}={settings}")) in (2, 3)
