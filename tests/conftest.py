@@ -1,5 +1,5 @@
-"""What holds for all tests: one thread, and no verdict that depends on how busy the machine is; and
-the ways to compute."""
+"""Settings and fixtures for all tests: one thread, no time limits of hypothesis, and the ways to
+compute (kernels or torch)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import settings
 if TYPE_CHECKING:
     import torch
 
-# Before torch is imported anywhere, and inherited by the processes that tests start. The tensors of
-# tests are so small that a second thread costs more than it brings; OMP_NUM_THREADS=2 overrides.
+# Set before torch is imported, and inherited by the processes that tests start. Tests have such small
+# tensors that a second thread costs more than it saves; OMP_NUM_THREADS=2 overrides.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("slipstream", deadline=None, print_blob=True)
@@ -21,7 +21,7 @@ settings.load_profile("slipstream")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need a GPU are skipped where there is none."""
+    """Skip tests that need a GPU if there is no GPU."""
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not marked:
         return
@@ -34,20 +34,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's own operations compute, as on a GPU."""
+    """Compute with torch's operations instead of the compiled kernels, as on a GPU."""
     monkeypatch.setattr("slipstream.models.numerics.kernels_supported", lambda: False)
 
 
 @pytest.fixture
 def whole_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys come in whole chunks, as on a GPU, also where this processor adds up parts of them in
-    the same order: recorded steps have the same shapes on all."""
+    """Pad keys to whole chunks, as on a GPU, even if this CPU sums partial chunks in the same
+    order. So recorded steps have the same shapes on all machines."""
     monkeypatch.setattr("slipstream.models.numerics.partial_chunks_are_exact", lambda: False)
 
 
 @pytest.fixture(params=["float32", "bfloat16", "bfloat16-torch"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """What is computed in: by the kernels, and by torch's own operations."""
+    """The dtype to compute in: with the kernels, and for bfloat16 also with torch's operations."""
     import torch
 
     from slipstream.models.numerics import dtype_from_name

@@ -1,4 +1,4 @@
-"""The command line: what it parses, calls, prints and returns. Training itself is faked."""
+"""The command line: parsing, calls, output and exit codes. Training is replaced by fakes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Calls(list[tuple[Any, ...]]):
-    """What the faked loops were called with; `result` is what they return or raise."""
+    """The arguments of calls to the fakes, which return or raise `result`."""
 
     result: int | BaseException = 0
 

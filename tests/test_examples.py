@@ -1,4 +1,4 @@
-"""What stands in examples/ runs, as its README says."""
+"""The programs in examples/ run, and give the results that their README states."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def example(tmp_path: Path) -> Path:
 
 
 def python(folder: Path, *arguments: str) -> str:
-    """What a program prints that runs in an example's folder."""
+    """Run a Python program in the folder of an example and return its output."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
@@ -121,7 +121,7 @@ def from_scratch() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def imitation(from_scratch: ModuleType) -> Decoder:
-    """The policy that both loops start from; no test changes it."""
+    """The policy that both loops start from. Tests must not change it."""
     policy = from_scratch.imitate()
     assert isinstance(policy, Decoder)
     return policy
@@ -129,8 +129,8 @@ def imitation(from_scratch: ModuleType) -> Decoder:
 
 @dataclass
 class LibraryRun:
-    """What the library's RL loop did: the samples of all steps in order, each batch that an
-    optimizer step took, the metrics of each step and the final weights."""
+    """Results of the library's RL loop: the samples of all steps in order, the batch of each
+    optimizer step, the metrics of each step and the final weights."""
 
     samples: list[Sample] = field(default_factory=list)
     batches: list[TrainBatch] = field(default_factory=list)
@@ -140,7 +140,7 @@ class LibraryRun:
 
 
 def run_library(script: ModuleType, policy: Decoder, steps: int) -> LibraryRun:
-    """Run `run_rl_training` with the settings of `script`, with drafts of its own."""
+    """Run `run_rl_training` with the settings of `script` and with history drafts."""
     run, tokenizer = LibraryRun(), script.TASK.tokenizer
     backend = SingleProcessBackend(
         copy.deepcopy(policy),
@@ -212,7 +212,7 @@ def test_grpo_from_scratch_computes_the_same_bits_as_the_library(
     samples, losses = from_scratch.train(policy, from_scratch.NUM_DRAFTS, steps)
     library = run_library(from_scratch, imitation, steps)
 
-    # Both use drafts, not the same ones, and sample the same tokens.
+    # Both loops use drafts, but different ones, and sample the same tokens.
     assert library.accept_length > 1.3
     tokens = sum(len(s.log_probs) for s in samples)
     assert tokens > 1.3 * sum(s.forward_passes for s in samples)
@@ -232,7 +232,7 @@ def test_grpo_from_scratch_computes_the_same_bits_as_the_library(
             assert row.tokens == s.tokens
             assert row.advantages is not None
             assert row.advantages[start:] == [s.advantage] * len(s.log_probs)
-            # The library computes the old policy's log-probs again: they are the rollout's.
+            # The library recomputes the old log-probs; they equal those of the rollout.
             assert row.old_log_probs is not None
             assert row.old_log_probs[start:] == s.log_probs
 

@@ -1,4 +1,4 @@
-"""A launch line with every override of VERL's usual configuration block, on a tiny model."""
+"""A launch line with every override of VERL's usual configuration block, for a tiny model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.run.helpers import metrics_of, records_of
 
 ROOT = Path(__file__).parent.parent
 
-# Sizes are a tiny model's; every key is of the block.
+# Every key is in VERL's block; sizes are those of a tiny model.
 INFERENCE = (
     "actor_rollout_ref.rollout.mode=async",
     "actor_rollout_ref.rollout.n=5",
@@ -75,7 +75,7 @@ REFUSED = {
     "actor_rollout_ref.rollout.tools=[search]": "set it to false or null",
     "actor_rollout_ref.rollout.interactions=[chat]": "set it to false or null",
 }
-"""What is not in this version, and what the message says to set."""
+"""Overrides that this version does not support, and the remedy in the message."""
 
 REWARD = """
 import torch
@@ -99,7 +99,7 @@ def is_correct(response, ground_truth):
 
 
 def line(folder: Path) -> list[str]:
-    """The block with files, a reward function and a model of this test's."""
+    """Write files and a reward function to `folder`, and return the launch line with them."""
     rows = [
         {
             "data_source": "sums",

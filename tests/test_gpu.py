@@ -1,7 +1,7 @@
-"""What only a GPU can show, from one operation to a whole run: `pytest -m gpu tests`.
+"""Tests that need a GPU, from one operation to a whole run: `pytest -m gpu tests`.
 
-Bits are promised on CPUs alone: a GPU's libraries add up in other orders for other numbers of rows.
-So what is computed there is compared within rounding, and tokens for the most part.
+Equal bits are promised on CPUs only: on GPUs, the order of sums depends on the number of rows. So
+values are compared within rounding, and most tokens must be equal.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ DEVICE = torch.device("cuda")
 
 
 def requests() -> list[GenerateRequest]:
-    """Of all kinds: greedy, cut and tempered laws among them."""
+    """Requests with all kinds of sampling: greedy, truncated, and with a temperature."""
     return mixed_requests(12)
 
 
 def long_requests() -> list[GenerateRequest]:
-    """Steps of one shape come often enough to be recorded."""
+    """Requests so long that steps of the same shape are recorded as CUDA graphs."""
     return [
         make_request(str(i), [5 + i, 9], max_tokens=150, temperature=i % 2, ignore_eos=True)
         for i in range(4)
@@ -58,7 +58,7 @@ def long_requests() -> list[GenerateRequest]:
 
 
 def agreement(a: Sequence[Generation], b: Sequence[Generation]) -> float:
-    """The share of responses that are the same, token for token."""
+    """The share of responses whose tokens are all equal."""
     theirs = {g.request_id: g.token_ids for g in b}
     return sum(g.token_ids == theirs[g.request_id] for g in a) / len(a)
 

@@ -1,4 +1,4 @@
-"""Notebooks in examples/ run from top to bottom, as somebody who opens them would run them."""
+"""The notebooks in examples/ run from top to bottom."""
 
 from __future__ import annotations
 

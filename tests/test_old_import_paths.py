@@ -1,4 +1,4 @@
-"""Old import paths of the documented API work, and warn with the new path."""
+"""Old import paths of the documented API work, and a warning names the new path."""
 
 from __future__ import annotations
 

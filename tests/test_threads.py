@@ -52,7 +52,7 @@ def test_cancelled_arrival_does_not_cancel_the_work(caplog: pytest.LogCaptureFix
 
         anyio.run(main)
         assert not queued.done()
-        # The loop that waited has ended: waking it is nobody's failure.
+        # The waiting event loop has ended; that it cannot be woken must not be logged as an error.
         release.set()
         assert queued.result(60) == "still done"
         assert running.result(60)
@@ -73,7 +73,7 @@ def test_finished_work_does_not_wait_for_the_event_loop() -> None:
 
         async def start() -> None:
             thread.start()
-            # The event loop is busy until the thread has gone on.
+            # The event loop is busy until the thread has continued.
             assert went_on.wait(60)
 
         async with anyio.create_task_group() as tasks:
@@ -146,7 +146,7 @@ def test_threads_end_after_the_idle_timeout() -> None:
         thread.join(60)
         assert not thread.is_alive()
     assert threads._idle == []
-    # And another one begins.
+    # New work starts a new thread.
     assert _ident(threads)
 
 

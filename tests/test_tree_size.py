@@ -1,4 +1,4 @@
-"""The number of a draft tree's candidates, held to a tree that is grown node by node."""
+"""`candidate_count` equals the number of nodes of a tree that is grown node by node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHAPES = [(levels, topk) for levels in range(1, 6) for topk in range(1, 9)]
 
 
 def grown(levels: int, topk: int) -> list[int]:
-    """Candidates of each level: each of the `topk` nodes that are followed has `topk` of them."""
+    """Candidates per level: each of at most `topk` expanded nodes has `topk` candidates."""
     followed, sizes = 1, []
     for _ in range(levels):
         candidates = sum(topk for _ in range(followed))
@@ -28,7 +28,7 @@ def test_candidate_count_equals_a_tree_grown_node_by_node(levels: int, topk: int
     sizes = grown(levels, topk)
     assert candidate_count(levels, topk) == sum(sizes)
     assert tree._candidates(levels, topk) == sum(sizes)
-    # So many come before a level.
+    # The count of `level` levels is the number of candidates before that level.
     assert [candidate_count(level, topk) for level in range(levels)] == [
         sum(sizes[:level]) for level in range(levels)
     ]
@@ -47,7 +47,7 @@ def test_candidate_count_of_examples() -> None:
 @pytest.mark.parametrize(("levels", "topk"), SHAPES)
 def test_parents_are_numbered_by_candidate_counts(levels: int, topk: int) -> None:
     sizes = grown(levels, topk)
-    # Of each level but the last, all candidates in reverse, as far as they are followed.
+    # For each level but the last, the expanded candidates: the last `topk` in reverse order.
     followed = [torch.arange(size).flip(0)[None, :topk] for size in sizes[:-1]]
     wanted = [-1] * topk
     for level, places in enumerate(followed):

@@ -1,4 +1,4 @@
-"""What a user's file or module defines, by name."""
+"""`load_named` loads an object by name from a file or module of a user."""
 
 from __future__ import annotations
 

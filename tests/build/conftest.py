@@ -1,4 +1,4 @@
-"""Runs in these tests draw no pictures."""
+"""Runs in these tests draw no plots."""
 
 from tests.run.conftest import quick_picture
 

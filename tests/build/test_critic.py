@@ -1,4 +1,4 @@
-"""What the options of `critic` become."""
+"""The critic that the options of `critic` give."""
 
 from __future__ import annotations
 

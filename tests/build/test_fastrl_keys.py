@@ -1,7 +1,7 @@
-"""Every key of FastRL's `speculative.*`: what it changes in a run's parts, or why it is refused.
+"""Every key of FastRL's `speculative.*` changes the parts of a run, or is refused with a reason.
 
-The keys are those of mit-han-lab/fastrl at bce3df7, with the ones that its code reads although its
-settings do not list them, and the numbers that it has written into its code.
+The keys are those of mit-han-lab/fastrl at bce3df7. They include keys that its code reads without
+listing them in its settings, and constants in its code that are settings here.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ train.max_seq_len train.max_epochs train.checkpoint_path train.min_workers_for_t
 train.collect_hidden_states_from_sgl
 train.optim.lr train.optim.lr_warmup_steps train.optim.min_lr_ratio train.optim.warmup_style
 """
-"""As in its settings."""
+"""The keys that FastRL's settings list."""
 
 UNLISTED = """
 train.buffer_max_samples train.data_buffer_max_size train.enable_step_barrier
 train.ulysses_sequence_parallel_size train.optim.weight_decay train.optim.total_training_steps
 train.vloss_weight train.ploss_weight train.data_augment_std
 """
-"""Read, or passed on, by its code alone."""
+"""Keys that FastRL's code reads or passes on, but its settings do not list."""
 
 OF_ITS_CODE = {
     "a window of 512 tokens": "train.max_seq_len",
@@ -77,15 +77,15 @@ OF_ITS_CODE = {
     "a window of 300 steps": "eagle.mab_window_size",
     "10 checks before a switch": "eagle.hysteresis",
 }
-"""Numbers that its code has, and the setting that each is here."""
+"""Constants in FastRL's code, and the setting of each here."""
 
 OURS = {"eagle.exploration"}
-"""What `COST` has in the place of an epsilon."""
+"""The setting of `COST` that takes the place of an epsilon."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a run would be made of."""
+    """The parts of a run that the settings give."""
 
     speculation: Speculation | None
     selector: StrategySelector
@@ -156,7 +156,7 @@ LINEAR = "train.optim.lr_scheduler_type=linear"
 
 Seen = Callable[[Parts], object]
 EFFECTS: dict[str, tuple[str, Seen, object, object]] = {
-    # Key: what is set, what to look at, what it is without that, and with it.
+    # Key: the override, the observed value, and its results without and with the override.
     "enable": (
         "enable=false train.enable_drafter_training=false",
         lambda m: m.speculation is None,
@@ -407,7 +407,7 @@ def test_unsupported_key_is_refused_with_reason_and_remedy(key: str) -> None:
         switched = " train.enable_drafter_training=false" if remedy == "enable=false" else ""
         load(f"{override} {remedy}{switched}")
     else:
-        # Its value that asks for nothing.
+        # The neutral value of the key is accepted.
         load(f"{key}={remedy.removeprefix('set it to ') if 'set it' in remedy else 'null'}")
 
 
@@ -464,7 +464,7 @@ def test_plans_that_a_bandit_cannot_use_are_refused(given: str, message: str) ->
     ],
 )
 def test_plans_deeper_than_the_context_are_refused(given: str, refused: int, allowed: int) -> None:
-    """A prompt of one token and one that was sampled come before the first draft."""
+    """At least one prompt token and one sampled token come before the first draft."""
     config, policy = load(f"{given} eagle.spec_model_path=null"), shared_decoder().config
     key = "mab_configs: 12_2_8" if "mab" in given else f"{given.split()[0].split('.')[1]}"
     with pytest.raises(ConfigError, match=f"{key}: a context of {refused} tokens .*never has room"):
@@ -518,7 +518,7 @@ def test_setting_made_ineffective_by_another_is_refused(
 def test_checks_create_neither_selectors_nor_heads(
     algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks are functions of the settings alone."""
+    """Checks depend only on the settings."""
 
     def made(*_: object, **__: object) -> None:
         raise AssertionError("a check has made something")

@@ -1,4 +1,4 @@
-"""What options become when the parts of a run are made."""
+"""Token budgets, the KV cache and sandboxes that the options give."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_token_budget_below_one_padded_sequence_is_refused(
         recipe="tiny",
         hardware=CPU,
     )
-    # Sequences in a row have none.
+    # Packed sequences have no padding.
     check_budgets(config, model, "sft+rl")
     monkeypatch.setattr("slipstream.build.limits.supports_varlen", lambda *_: False)
     with pytest.raises(ConfigError, match=rf"^{key}\..*=50 cannot hold .* of 50 .* takes 64 with"):
@@ -53,7 +53,7 @@ def test_token_budget_below_one_padded_sequence_is_refused(
     [
         ([], False),
         ([f"{ROLLOUT}.free_cache_engine=true"], True),
-        # Kept prefixes need what the store leaves of the budget.
+        # Cached prefixes use the rest of the budget.
         ([f"{ROLLOUT}.enable_prefix_caching=true"], True),
         ([f"{ROLLOUT}.enable_prefix_caching=true", f"{ROLLOUT}.free_cache_engine=false"], False),
     ],
@@ -72,7 +72,7 @@ def test_sandbox_and_its_limits_follow_the_settings() -> None:
 
     isolated = sandbox("reward_model.sandbox.run_timeout_s=3", "reward_model.sandbox.files_mb=5")
     assert isinstance(isolated, BubblewrapSandbox)
-    # What the deadline of a scoring call leaves: 30 s without a run and two seconds.
+    # The deadline of a scoring call, 30 s, minus one run of 3 s and two seconds.
     wanted = ProgramLimits(run_timeout_s=3.0, total_timeout_s=25.0, files_mb=5)
     assert isolated._limits == wanted
     bare = sandbox("reward_model.sandbox.run_untrusted_code_without_isolation=true")

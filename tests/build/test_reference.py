@@ -1,4 +1,4 @@
-"""Which models may be a reference, or a teacher."""
+"""Which models can be a reference policy or a teacher."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def test_reference_that_does_not_fit_the_policy_is_refused(
     save("wider", wider, own)
     save("bare", wider, None)
     assert make("same") is not None
-    # One tokenizer, embeddings padded differently; which the whole vocabulary cannot have.
+    # The tokenizer is the same, and embeddings are padded differently. Losses over the whole
+    # vocabulary need equal sizes.
     assert make("wider") is not None
     with pytest.raises(CheckpointError, match="the reference's vocabulary has"):
         make("wider", "actor_rollout_ref.actor.kl_loss_type=full")

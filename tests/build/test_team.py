@@ -62,8 +62,8 @@ def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def apart(a: Path, b: Path, step: int) -> float:
-    """How far apart the weights of two runs are after a step, over the way that one has gone since
-    its first checkpoint."""
+    """The relative difference of the weight changes of two runs, from the first checkpoint of run
+    `a` to `step`."""
     start, first, second = policy(a, 1), policy(a, step), policy(b, step)
     assert first.keys() == second.keys() == start.keys()
     went = {name: weight - start[name] for name, weight in first.items()}
@@ -95,7 +95,7 @@ def test_two_processes_give_the_results_of_one(tmp_path: Path, reward: Path, sha
             small = 1e-6 if name == "actor/kl_loss" else 1e-4
             assert theirs == pytest.approx(ours, rel=0.1, abs=small)
             assert name != "actor/kl_loss" or ours > 10 * small
-    # The other processes' beginning and end are parts of the time, too.
+    # Start and end of the other processes are accounted for, too.
     ledger = ledger_of(read_run(two))
     assert ledger is not None
     assert ledger.parts["end of other processes"] > 0
@@ -123,7 +123,7 @@ def test_unreachable_ray_cluster_is_named(
 
 
 def test_sigterm_ends_a_run_with_a_checkpoint(tmp_path: Path, reward: Path) -> None:
-    """Ray has a handler of its own, which ends the process at once."""
+    """Ray installs a signal handler that would end the process at once."""
     run, output = tmp_path / "run", tmp_path / "output.txt"
     more = "trainer.nnodes=2", "trainer.total_training_steps=1000", "trainer.save_freq=-1"
     process = start(rl_only(run, *more, reward=reward), output)

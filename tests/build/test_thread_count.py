@@ -1,4 +1,4 @@
-"""How many threads a run computes with."""
+"""The number of threads that a run computes with."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_measured_thread_count_is_kept_for_the_run(
     assert json.loads((tmp_path / "threads.json").read_text())["num_threads"] == 2
     assert chosen(6) == 2
     assert len(asked) == 4
-    # On another machine it is asked again.
+    # On a machine with another number of cores, it is measured again.
     assert chosen(1) == 1
     assert asked[4:] == [1]
 

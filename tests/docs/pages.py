@@ -1,4 +1,4 @@
-"""What documentation is made of: its files, and the commands that stand in them."""
+"""The files of the documentation, and the commands in them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 LOG = DOCS / "log"
-"""Dated measurements: their commands are not checked against today's program."""
+"""Dated measurements; their commands are not checked against the current program."""
 PROGRAMS = r"(?:slipstream|python -m (?:pdb .*-m )?slipstream\.\w+|make)\s"
 VARIABLES = r"(?:[A-Z_]+=\S+ )+"
-"""Of the environment, before a command."""
+"""Environment variables before a command."""
 PLACE = re.compile(r"<|key=value|\.\.\.|\b[A-Z]{2,}\b(?!=)|=[A-Z]+\b")
-"""What the reader is to fill in."""
+"""Placeholders that the reader must replace."""
 
 
 def markdown() -> list[Path]:
-    """All Markdown of the repository that people read: docs/, and the files beside the code."""
+    """All Markdown pages for readers: docs/, examples/, and those next to the code."""
     beside = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/README.md")]
     examples = (ROOT / "examples").rglob("*.md")
     pages = [path for path in DOCS.rglob("*.md") if "_build" not in path.parts]
@@ -29,7 +29,7 @@ def markdown() -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A command as a page shows it; `words` as a shell would split it, without comments."""
+    """A command on a page. `words` are the words of a shell, without comments."""
 
     page: Path
     line: int
@@ -37,13 +37,13 @@ class Shown:
 
 
 def commands(page: Path) -> Iterator[Shown]:
-    """The commands of a page's code blocks."""
+    """Yield the commands in the code blocks of a page."""
     return commands_in(page.read_text(encoding="utf-8"), page)
 
 
 def sentences(page: Path) -> Iterator[Shown]:
-    """The whole commands that stand in a page's sentences: with settings or flags, and with nothing
-    that is left to the reader."""
+    """Yield the complete commands in the sentences of a page: with settings or flags, and without
+    placeholders."""
     text = re.sub(r"```.*?```", blank, page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for found in re.finditer(r"`([^`]+)`", text):
         command = " ".join(found[1].split())
@@ -53,12 +53,12 @@ def sentences(page: Path) -> Iterator[Shown]:
 
 
 def blank(block: re.Match[str]) -> str:
-    """As many lines without anything."""
+    """Replace a block by the same number of empty lines."""
     return "\n" * block[0].count("\n")
 
 
 def commands_in(text: str, page: Path) -> Iterator[Shown]:
-    """The commands of code blocks, indented or fenced, continuation lines joined."""
+    """Yield the commands in indented or fenced code blocks, with continuation lines joined."""
     number, lines = 0, text.splitlines()
     fenced = False
     while number < len(lines):
@@ -71,7 +71,7 @@ def commands_in(text: str, page: Path) -> Iterator[Shown]:
         while text.endswith("\\"):
             text = text[:-1] + " " + lines[number].strip()
             number += 1
-        # As CONTRIBUTING has them: what follows two spaces is said of the command.
+        # In CONTRIBUTING.md, two spaces separate a command from its description.
         said = re.split(r"\s{2,}(?=[.a-z])", text.strip(), maxsplit=1)
         shown = said[0] if said[0].startswith("make ") else text
         yield Shown(page, begun, tuple(shlex.split(shown, comments=True)))

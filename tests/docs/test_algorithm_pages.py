@@ -1,4 +1,4 @@
-"""Every algorithm that ships has a page, and what it says of keys and metrics is so."""
+"""Every built-in algorithm has a page, and its keys, defaults and metrics are correct."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARTS = ["Formula", "When to use it", "Keys", "Metrics to watch", "Command"]
 
 
 def shipped(names: tuple[str, ...], module: str) -> list[str]:
-    """Names whose functions are this package's: other tests register some of their own."""
+    """Names of built-in functions, without those that other tests have registered."""
     lookup = get_adv_estimator_fn if module == "advantages" else get_policy_loss_fn
     functions: dict[str, AdvantageFn | PolicyLossFn] = {name: lookup(name) for name in names}
     return [n for n, f in functions.items() if f.__module__.startswith("slipstream.algorithms.")]
@@ -65,7 +65,7 @@ def test_page_has_all_sections_with_correct_keys_and_metrics(page: Path) -> None
 
 
 def _same(name: str, row: str) -> bool:
-    """Whether a name with placeholders is one of a row's, which may hold alternatives."""
+    """Whether a name with placeholders matches a row of the table, which may list alternatives."""
     pattern = re.sub(r"\\\{([^}]*)\\\}", lambda m: f"(?:{m[1].replace(',', '|')})", re.escape(row))
     return re.fullmatch(pattern, name) is not None
 

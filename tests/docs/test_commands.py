@@ -1,5 +1,5 @@
-"""Every command that the documentation shows works: run where it is quick, else parsed by the real
-parsers and, where it has settings, loaded and validated as a run would."""
+"""Every command in the documentation works. Quick commands are run. The others are parsed by the
+real parsers, and their settings are loaded and validated as in a run."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from tests.docs.pages import LOG, ROOT, Shown, commands, commands_in, markdown, 
 from tests.report.run_folders import make_run
 
 SHOWN = [shown for page in markdown() for shown in commands(page)]
-# The log gives commands as they were run on their day.
+# The log has commands of earlier versions.
 SHOWN += [shown for page in markdown() if LOG not in page.parents for shown in sentences(page)]
 SHOWN += [
     shown
     for command in cli.COMMANDS
     for shown in commands_in(indent(command.examples, "  "), ROOT / "slipstream" / command.name)
 ]
-"""Those of the Markdown files, and those of `slipstream COMMAND --help`."""
+"""The commands in Markdown files, and those of `slipstream COMMAND --help`."""
 
 ELIDED = {
     "data.train_files=...": ["data.train_files=train.parquet", "actor_rollout_ref.model.path=m"],
     "...": ["--recipe", "tiny"],
 }
-"""What a page leaves out, and what stands for it here."""
+"""Elided arguments on pages, and their replacements here."""
 
 PARSED = {
     "train": "trains: its settings are loaded and validated, and its mode is found",
@@ -49,12 +49,12 @@ PARSED = {
     "quickstart": "trains for minutes",
     "watch": "serves until Ctrl-C",
     "bench": "measures for minutes",
-    "doctor": "looks at all of this machine: tests/preflight/test_doctor.py has it do so",
+    "doctor": "looks at all of this machine: tests/preflight/test_doctor.py runs it",
 }
-"""Commands that are only parsed, and why; `ON_TINY` says which of them run nevertheless."""
+"""Commands that are only parsed, and why. Those on the run `ON_TINY` are also run."""
 
 ON_TINY = "runs/tiny"
-"""The run that the tiny recipe makes: what the documentation shows of it is done with it."""
+"""The run of the tiny recipe. Commands on it in the documentation are run."""
 
 ROWS = [
     {
@@ -84,7 +84,7 @@ DUMP = {
 
 
 def shown_function(page: str, name: str) -> str:
-    """The source of a function that a page shows."""
+    """The source of a function on a page."""
     text = (ROOT / "docs" / page).read_text()
     found = re.search(rf"^    def {name}\(.*\n(?:        .*\n)+", text, flags=re.MULTILINE)
     assert found is not None, f"{page} shows no {name}"
@@ -93,7 +93,7 @@ def shown_function(page: str, name: str) -> str:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all that commands of the documentation name: files, runs, data sets."""
+    """A folder with all files, runs and data sets that commands of the documentation name."""
     folder = tmp_path_factory.mktemp("documented")
     for name in ("train", "test"):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), folder / f"{name}.parquet")
@@ -133,7 +133,7 @@ def here(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Stopped(list[tuple[Any, ...]]):
-    """What would have been computed: the calls that parsing and validation ended in."""
+    """The arguments of calls that would have trained, measured or served."""
 
 
 COMPOSE = sources._compose
@@ -146,7 +146,8 @@ def composed(recipe: Path) -> Any:
 
 @pytest.fixture(autouse=True)
 def recipes_are_composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the time of loading settings is Hydra's, and most commands name the same recipe."""
+    """Cache composed recipes: Hydra needs half of the time to load settings, and most commands
+    name the same recipe."""
 
     def once(path: Path, groups: Sequence[Any]) -> Any:
         shared = not groups and path.parent == sources.RECIPES
@@ -157,7 +158,7 @@ def recipes_are_composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch) -> Stopped:
-    """Nothing is trained, measured or served; each such call is kept."""
+    """Replace functions that train, measure or serve by a fake that records its arguments."""
     calls = Stopped()
 
     def keep(*arguments: Any, **more: Any) -> int:
@@ -180,15 +181,14 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Stopped:
 
 
 def filled(words: Sequence[str]) -> list[str]:
-    """With something in the places that a page leaves to the reader, and for a machine that need
-    not have the GPUs."""
+    """Replace elided arguments, and run settings for GPUs on a CPU."""
     placed = any(word.startswith("trainer.n_gpus_per_node=") for word in words)
     more = ["trainer.device=cpu"] if placed else []
     return [part for word in words for part in ELIDED.get(word, [word])] + more
 
 
 def call(words: Sequence[str]) -> int:
-    """The exit status of a command line, in this process; that of `--help` is 0, too."""
+    """Run a command line in this process and return its exit status, also if it exits."""
     given = list(words)
     if given[0] == "slipstream":
         program, arguments = cli.main, given[1:]
@@ -207,7 +207,7 @@ def call(words: Sequence[str]) -> int:
 
 
 def kind(words: Sequence[str]) -> str:
-    """The sub-command; that of a launcher is `train`, and `make` is one by itself."""
+    """The sub-command: `train` for launchers, and `make` for make."""
     for program in ("slipstream", "slipstream.cli"):
         if program in words:
             return words[words.index(program) + 1]
@@ -219,7 +219,7 @@ def place(shown: Shown) -> str:
 
 
 def of(*kinds: str) -> list[Shown]:
-    """The shown commands of some kinds, each once."""
+    """The shown commands of the given kinds, without duplicates."""
     unique = {shown.words: shown for shown in SHOWN if kind(shown.words) in kinds}
     return list(unique.values())
 
@@ -286,7 +286,7 @@ def test_make_targets_exist_and_their_commands_parse(
         assert call(line.split()) == 0, line
 
 
-# These start another program; tests/run/test_gsm8k.py has them try a step.
+# These start another program; tests/run/test_gsm8k.py runs their dry runs.
 TRIED = {"grpo_7B.sh", "grpo_32B_multi_nodes.sh"}
 
 
@@ -300,7 +300,7 @@ def test_commands_of_example_scripts_are_validated(
     program, told = tmp_path / "slipstream", tmp_path / "told"
     program.write_text(f'#!/bin/sh\nprintf "%s\\0" "$@" >"{told}"\n')
     program.chmod(0o755)
-    # A flag or a setting of the user's comes last.
+    # Arguments of the user come last.
     more = "--rounds=3" if name == "bench_sd.sh" else "trainer.seed=3"
     own = ("RUN", "MODEL", "TRAIN", "VAL", "OUT")
     environment = {name: value for name, value in os.environ.items() if name not in own}

@@ -1,4 +1,4 @@
-"""What the guides for users of FastRL and TRL say of keys is so."""
+"""Keys and defaults in the guides for users of FastRL and TRL are correct."""
 
 from __future__ import annotations
 

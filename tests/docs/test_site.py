@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds without a warning, and no link in it leads nowhere."""
+"""The documentation site builds without warnings, and all of its links have targets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytest.importorskip("furo", reason="pip install 'slipstream-rl[docs]'")
 
 
 class Links(HTMLParser):
-    """What a page of the site links to and shows, and what in it can be linked to."""
+    """The link targets, images and anchors of a page of the site."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Links(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("site")
-    # As `make docs` does, in a process of its own: libraries warn each other in this one.
+    # As in `make docs`, in another process: imports in this one cause warnings.
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q",
          "-d", str(out / "doctrees"), str(DOCS), str(out / "html")],
@@ -93,7 +93,7 @@ def test_formulas_are_mathml_without_scripts(site: Path) -> None:
 
 @pytest.mark.parametrize("page", markdown(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_of_markdown_files_have_targets(page: Path) -> None:
-    """As GitHub follows them: relative to the file, with its rule for the anchors of headings."""
+    """Links are resolved as on GitHub: relative to the file, with its anchors for headings."""
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)\s]+)\)", _without_code(text)):
         parts = urlsplit(target)
@@ -106,7 +106,7 @@ def test_links_of_markdown_files_have_targets(page: Path) -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """What GitHub calls the headings of a page."""
+    """The anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", _without_code(text, spans=False), flags=re.MULTILINE)
     plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}

@@ -1,4 +1,4 @@
-"""Runs that several tests compare with, made once."""
+"""Fixtures: a reference run, made once, and runs without plots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.run.killing import line_of
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """An uninterrupted SFT and RL run with everything that has a state."""
+    """An uninterrupted SFT and RL run in which every part with a state is used."""
 
     folder: Path
     reward: Path
@@ -33,6 +33,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 @pytest.fixture(autouse=True)
 def quick_picture(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Drawing takes longer than a tiny run; it is left to the tests about it."""
+    """Draw no plots, which takes longer than a tiny run, except in tests with `picture` in their
+    name."""
     if "picture" not in request.node.name:
         monkeypatch.setattr("slipstream.run.train.plot_run", lambda logs, path: path)

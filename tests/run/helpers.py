@@ -1,4 +1,4 @@
-"""Tiny runs through the command line, in this process or in children that may be killed."""
+"""Helpers for tiny runs through the command line, in this process or in child processes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def write_reward(folder: Path, source: str = REWARD) -> Path:
-    """A reward function that differs between the responses of an untrained model."""
+    """Write a reward function whose scores differ between responses of an untrained model."""
     path = folder / "reward.py"
     path.write_text(source, encoding="utf-8")
     return path
 
 
 def tiny(folder: Path, *overrides: str, reward: Path | None = None) -> list[str]:
-    """`slipstream train` of the tiny recipe into `folder`, on one thread."""
+    """Arguments that train the tiny recipe into `folder` on one thread."""
     line = [
         "train",
         "--recipe",
@@ -53,7 +53,7 @@ def tiny(folder: Path, *overrides: str, reward: Path | None = None) -> list[str]
 
 
 def rl_only(folder: Path, *overrides: str, reward: Path | None = None) -> list[str]:
-    """`tiny` without its SFT."""
+    """Like `tiny`, but without SFT."""
     return tiny(
         folder,
         "sft.total_training_steps=0",
@@ -75,7 +75,7 @@ def steps_of(root: Path) -> list[int]:
 
 
 def metrics_of(root: Path) -> dict[int, dict[str, float]]:
-    """What equal runs must agree on, by step; each step once."""
+    """The metrics in which equal runs agree, by step. Fails if a step is logged twice."""
     lines = read_jsonl(root / "metrics.jsonl")
     assert len({step for step, _ in lines}) == len(lines), "a step is logged twice"
     return {step: deterministic(metrics) for step, metrics in lines}
@@ -90,14 +90,14 @@ def records_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def result_of(folder: Path) -> dict[str, Any]:
-    """Everything that an interrupted run and an uninterrupted one must agree on, bit for bit."""
+    """Everything in which a resumed run and an uninterrupted one must be equal, bit for bit."""
     result: dict[str, Any] = {}
     for phase, root in (("sft", folder / "sft"), ("rl", folder)):
         if not root.is_dir() or (latest := CheckpointManager(root, keep=None).latest()) is None:
             continue
         result[f"{phase} checkpoint"] = latest.name
         for path in sorted(latest.rglob("*")):
-            # state.json holds the folder's name, the manifest counts saves.
+            # state.json contains the name of the folder, and the manifest counts saves.
             if path.is_file() and path.name not in ("state.json", "manifest.json"):
                 result[f"{phase} {path.relative_to(latest)}"] = _content(path)
         state = json.loads((latest / "state.json").read_text(encoding="utf-8"))
@@ -110,11 +110,11 @@ def result_of(folder: Path) -> dict[str, Any]:
 
 
 def _content(path: Path) -> Any:
-    """The bytes of a file; of safetensors, whose header has no fixed order of metadata, what the
-    header says and the bytes of the tensors."""
+    """The bytes of a file. For safetensors, whose header has no fixed order, the parsed header and
+    the bytes of the tensors."""
     raw = path.read_bytes()
     if path.name == ADAPTER_CONFIG:
-        # It names the folder that RL started from, which is in the run's.
+        # It names the folder that RL started from, which is inside the run folder.
         return {k: v for k, v in json.loads(raw).items() if k != "base_model_name_or_path"}
     if path.suffix != ".safetensors":
         return raw
@@ -123,7 +123,7 @@ def _content(path: Path) -> Any:
 
 
 def without_validation(result: dict[str, Any], step: int) -> dict[str, Any]:
-    """`result_of` a run as if it had not validated after RL step `step`."""
+    """Remove the validation after RL step `step` from a result of `result_of`."""
     metrics = result["rl metrics"][step]
     kept = {name: value for name, value in metrics.items() if not name.startswith("val-")}
     validation = {n: v for n, v in result["validation"].items() if n != f"{step}.jsonl"}
@@ -138,7 +138,7 @@ def assert_same_result(left: dict[str, Any], right: dict[str, Any]) -> None:
 
 
 def start(line: Sequence[str], output: Path) -> BaseProcess:
-    """The command line in a process of its own, forked from a server that has imported torch."""
+    """Start the command line in a child process, forked from a server that has imported torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.run.preload"])
     process = context.Process(target=_child, args=(list(line), str(output)))
@@ -147,7 +147,7 @@ def start(line: Sequence[str], output: Path) -> BaseProcess:
 
 
 def finish(process: BaseProcess, output: Path, *, timeout: float = 120.0) -> int:
-    """The exit code; fails with the output where the process does not end."""
+    """Wait for the process and return its exit code; fail with its output if it does not end."""
     process.join(timeout)
     if process.exitcode is None:
         process.kill()
@@ -167,7 +167,7 @@ def _child(line: list[str], output: str) -> None:
 
 @contextlib.contextmanager
 def environment(**values: str) -> Iterator[None]:
-    """Environment variables that children inherit."""
+    """Set environment variables that child processes inherit."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

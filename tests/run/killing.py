@@ -1,6 +1,7 @@
-"""Kills a run again and again, and compares what it ends with to an uninterrupted one.
+"""Kills a run repeatedly, and compares its final result with that of an uninterrupted run.
 
-`python -m tests.run.killing --kills 20` prints where it was killed and whether all is equal.
+`python -m tests.run.killing --kills 20` prints where the run was killed, and fails if any result
+differs.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ STATEFUL = (
     "trainer.save_freq=1",
     "trainer.test_freq=3",
     "data.train_batch_size=4",
-    # Everything with a state of its own: mini-batch order, stale engine weights, a steered
-    # coefficient, optimizer moments and a schedule.
+    # Every part with a state: mini-batch order, stale engine weights, an adaptive coefficient,
+    # optimizer moments and a learning-rate schedule.
     "trainer.sync_every=2",
     f"{ACTOR}.ppo_mini_batch_size=2",
     f"{ACTOR}.shuffle=true",
@@ -50,7 +51,7 @@ STATEFUL = (
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Where a run was when it was killed."""
+    """The position of a run when it was killed."""
 
     phase: str
     step: int
@@ -67,13 +68,13 @@ def line_of(folder: Path, reward: Path) -> list[str]:
 def kill_until_done(
     line: list[str], folder: Path, output: Path, kills: int, seed: int
 ) -> list[Kill]:
-    """Run `line` with `kills` SIGKILLs spread over its steps, every second one during a save, then
-    let it end. Returns the kills that met a living process."""
+    """Run `line` with `kills` SIGKILLs spread over its steps, every second one during a save. Then
+    let it finish. Returns the kills that hit a running process."""
     rng = random.Random(seed)
     targets = sorted(rng.uniform(0, 2 * STEPS) for _ in range(kills))
     done: list[Kill] = []
     for number, target in enumerate(targets):
-        # What earlier kills left behind is no save under way.
+        # Folders left by earlier kills are not saves in progress.
         left = _saving(folder)
         process = start(line, output)
         during_save = number % 2 == 1
@@ -99,7 +100,7 @@ def _stop(process: BaseProcess) -> None:
 
 
 def _steps(folder: Path) -> tuple[int, int]:
-    """Logged steps of SFT and of RL."""
+    """The numbers of logged steps of SFT and of RL."""
     counts = []
     for path in (folder / "sft" / "metrics.jsonl", folder / "metrics.jsonl"):
         lines = path.read_bytes().splitlines() if path.exists() else []
@@ -108,7 +109,7 @@ def _steps(folder: Path) -> tuple[int, int]:
 
 
 def _saving(folder: Path) -> set[Path]:
-    """Checkpoints that are being written, or were when their process was killed."""
+    """Checkpoints that are being written, or whose process was killed while writing them."""
     return {path for root in (folder, folder / "sft") for path in root.glob(".saving.*")}
 
 

@@ -1,4 +1,4 @@
-"""Runs with other algorithms than GRPO, through the command line."""
+"""Runs with algorithms other than GRPO, through the command line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, reward: Path) -> Path:
-    """SFT, and RL with a critic."""
+    """The folder of a run with SFT and with RL that trains a critic."""
     folder = tmp_path_factory.mktemp("run") / "run"
     assert main(tiny(folder, *GAE, reward=reward)) == 0
     return folder
@@ -62,7 +62,7 @@ def test_resumed_run_with_critic_equals_uninterrupted_run(
     folder = tmp_path / "run"
     assert main(tiny(folder, *GAE, "trainer.total_training_steps=2", reward=reward)) == 0
     assert main(tiny(folder, *GAE, reward=reward)) == 0
-    # Step 2 was the last one, and so validated, in the shorter run.
+    # Step 2 was the last one of the shorter run, which therefore validated after it.
     one, other = without_validation(result_of(folder), 2), without_validation(result_of(run), 2)
     assert_same_result(one, other)
     one_critic, other_critic = (
@@ -96,7 +96,7 @@ def test_full_kl_is_zero_in_step_1_and_positive_in_step_2(
     metrics = metrics_of(tmp_path / "run")
     assert metrics[1]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
     assert metrics[2]["actor/kl_loss"] > 1e-5
-    # The reward's is taken before the update, and is the same at its start.
+    # The penalty in the reward is computed before the update, so it is zero in step 1, too.
     assert metrics[1]["actor/reward_kl_penalty"] == pytest.approx(0.0, abs=1e-6)
     assert metrics[2]["actor/reward_kl_penalty"] > 1e-5
 
@@ -151,7 +151,8 @@ def test_support_replay_keeps_ratios_at_one_with_truncated_sampling(
         if step == 0:
             continue
         assert metrics["rollout_corr/outside_support"] == 0
-        # Of the old policy all ratios are 1; over the whole vocabulary they could not be compared.
+        # The policy is the old one, so all ratios are 1. Log-probs over the whole vocabulary would
+        # give other ratios.
         assert metrics["rollout_corr/kl"] == pytest.approx(0.0, abs=1e-6)
         assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(1.0, abs=1e-5)
         assert metrics["rollout_corr/training_ppl"] < 5

@@ -1,4 +1,4 @@
-"""Checkpoints that are finished while the run goes on: order, errors, deadlines."""
+"""Checkpoints that are written in the background: order, errors, deadlines."""
 
 from __future__ import annotations
 

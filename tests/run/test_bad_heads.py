@@ -1,4 +1,4 @@
-"""Draft heads that a run cannot use, or that are worse than none: what is said, and the remedy."""
+"""Draft heads that a run cannot use, or that do not help: the messages and remedies."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory, reward: Path) -> Path:
-    """Of a run with co-training; tests damage copies of it."""
+    """The checkpoint of a run with co-training; tests damage copies of it."""
     folder = tmp_path_factory.mktemp("learned") / "run"
     assert main(rl_only(folder, *LEARN, reward=reward)) == 0
     return folder / "global_step_2"
@@ -176,7 +176,7 @@ def test_drafting_turns_off_with_one_message_when_the_head_becomes_useless(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It drafts until training spoils it, though not so that it is held back: the run goes on."""
+    """The head drafts until training spoils it. It is not held back, and the run continues."""
     train_on = DraftTrainer._train_on
 
     def spoil(self: DraftTrainer, *arguments: Any) -> Any:

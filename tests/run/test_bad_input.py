@@ -1,4 +1,4 @@
-"""What goes wrong for users: one line that says what, and a remedy, and an exit code."""
+"""Errors of users end with one line that names problem and remedy, and with an exit code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder; tests damage copies of it."""
+    """A Hugging Face model folder; tests damage copies of it."""
     folder = tmp_path_factory.mktemp("model")
     steps = "trainer.total_training_steps=1"
     assert main(rl_only(folder, steps, *FAST)) == 0
@@ -204,7 +204,7 @@ def test_context_too_small_for_prompt_and_response_is_refused(
 def test_kv_cache_budget_too_small_for_one_request_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # A row of 64 slots, in each 2 layers x (keys, values) x 16 x 4 bytes.
+    # A request has 64 slots of 2 layers x (keys, values) x 16 x 4 bytes = 256 bytes each.
     line = rl_only(tmp_path / "a", f"{ROLLOUT}.kv_cache_bytes=16383")
     parts = ["kv_cache_bytes=16383 is too small", "48 tokens take 16384 bytes; raise it"]
     refused(line, 2, capsys, *parts)
@@ -430,7 +430,7 @@ def test_rollout_dump_that_cannot_be_written_names_step_and_path(tmp_path: Path)
     ("settings", "parts"),
     [
         (["buffer_bytes=1000"], ["speculative.train.buffer_bytes=1000", "max_seq_len"]),
-        # After steps 4 and 8.
+        # The head is trained after steps 4 and 8.
         (
             ["optim.lr_scheduler_type=linear", "optim.lr_warmup_steps=6"],
             ["9 RL steps train the draft head 6 times", "=constant"],
@@ -479,7 +479,7 @@ def test_opportunistic_cotraining_needs_a_free_core(
         reward=reward,
     )
     refused(line, 2, capsys, "uses 1 threads on 1 cores; give it more cores", "=interval")
-    # Where there are some they can be left, or lent.
+    # With two cores, the run can leave one free, or lend one.
     monkeypatch.setattr("slipstream.build.cotraining.usable_cores", lambda: 2)
     parts = ("uses 2 threads on 2 cores", "rollout.one_thread_below=4", "lower trainer.num_threads")
     refused([*line, "trainer.num_threads=2"], 2, capsys, *parts)

@@ -1,4 +1,4 @@
-"""What a person reads: which steps get a line, in which words."""
+"""The console output of a run: which steps are printed, and their format."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_short_phase_prints_one_line_per_step() -> None:
     ("total", "seconds", "steps"),
     [
         (500, 0.1, [1, *range(20, 501, 20)]),
-        # Every fourth step would be 24 seconds of silence.
+        # Printing every fourth step would leave 24 seconds without output.
         (100, 6.0, [1, *range(3, 100, 2), 100]),
         (100, 30.0, [*range(1, 101)]),
     ],

@@ -1,4 +1,4 @@
-"""A draft head that learns in RL: the policy knows nothing of it, a resumed run has the same."""
+"""Co-training of a draft head in RL: it does not change the policy, and it resumes exactly."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A run with co-training, and its reward function."""
+    """The folder of a run with co-training, and its reward function."""
     root = tmp_path_factory.mktemp("learned")
     reward = write_reward(root)
     assert main(rl_only(root / "run", *SETTINGS, *LEARN, reward=reward)) == 0
@@ -85,7 +85,7 @@ def test_cotraining_metrics_are_logged(learned: tuple[Path, Path]) -> None:
     ]
     assert steps[2].keys() >= {"drafter/loss", "drafter/accept_length/after", "timing_s/drafter"}
     assert "drafter/loss" not in steps[3]
-    # The head of step 2 has learned from responses of policy 1; the engines have policy 2 then.
+    # The head of step 2 was trained on responses of policy version 1. The engines have version 2.
     if steps[2]["drafter/publishes"]:
         assert [steps[n].get("drafter/staleness_versions") for n in (1, 2, 3)] == [None, 1, 2]
         again = steps[4]["drafter/publishes"] > 1
@@ -94,7 +94,7 @@ def test_cotraining_metrics_are_logged(learned: tuple[Path, Path]) -> None:
 
 
 def test_cotraining_continues_past_the_steps_of_slipstream_draft(tmp_path: Path) -> None:
-    """The course of the learning rate is not that of `slipstream draft`."""
+    """The learning-rate schedule of `slipstream draft` does not apply to co-training."""
     steps = (
         "speculative.draft.total_training_steps=1",
         "speculative.draft.optim.lr_warmup_steps=0",
@@ -127,7 +127,7 @@ def test_resumed_run_has_the_same_head(learned: tuple[Path, Path], tmp_path: Pat
 
 
 OPPORTUNISTIC = f"{TRAIN}.mode=opportunistic"
-"""After `LEARN`: whenever a core is idle, whatever the step."""
+"""Added to `LEARN`, the head is trained whenever a core is idle."""
 
 KILLED = """
 import os, signal, sys
@@ -168,7 +168,7 @@ sys.exit(main(sys.argv[3:]))
 @pytest.mark.parametrize(
     ("where", "number", "mode"),
     [
-        # The second slice's second step: a checkpoint lies before it.
+        # The second step of the second slice, after a checkpoint.
         ("in a slice", 5, "interval"),
         ("in a slice", 2, "interval"),
         ("before the engine has it", 2, "interval"),
@@ -189,7 +189,7 @@ def test_run_killed_during_cotraining_equals_uninterrupted_run(
     assert not (tmp_path / "run" / "global_step_4").exists()
     assert main(line) == 0
     if mode == "interval":
-        # The head's own numbers, too.
+        # Includes the metrics of the head.
         assert_same_result(result_of(tmp_path / "run"), result_of(folder))
     ours, theirs = policy(tmp_path / "run", 4), policy(folder, 4)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -209,7 +209,7 @@ save, train, begun, saves = interval.save_draft_head, DraftTrainer._train_on, th
 def saved(head, folder):
     saves.append(folder)
     if len(saves) == 3:
-        # Until the head learns in step 4: training has gone on meanwhile.
+        # Wait until the head is trained in step 4: RL has continued during the save.
         assert begun.wait(60)
         save(head, folder)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -243,7 +243,7 @@ def test_run_killed_during_a_background_save_resumes_from_the_previous_checkpoin
     assert [step for step, _ in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3]
     assert main(line) == 0
     assert_same_result(result_of(run), result_of(folder))
-    # The half one is gone, and so are the heads that are not kept.
+    # The incomplete checkpoint is gone, and so are the heads of checkpoints that are not kept.
     assert list(run.glob("*global_step_*/draft")) == [run / "global_step_4" / "draft"]
 
 
@@ -298,7 +298,7 @@ def test_opportunistic_training_changes_neither_rollouts_nor_policy_weights(
     steps = dict(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
     assert steps[4]["drafter/restarts"] == 0
     assert steps[4]["rollout/idle_core_seconds"] >= 0
-    # A checkpoint has the head in use: a process goes on from it, and so does the other mode.
+    # A checkpoint has the head in use. Both modes of co-training resume from it.
     state = load_tree(cotraining_file(tmp_path / "run" / "global_step_4"))
     assert state.keys() == {"used", "version", "trained_to"}
     more = "trainer.total_training_steps=5"
@@ -338,8 +338,8 @@ def test_opportunistic_training_on_all_cores_uses_the_core_lent_by_the_engine(
     for step in range(1, 5):
         name = f"rollouts/{step}.jsonl"
         assert (folder / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
-    # In every rollout after the first, at whose end it begins, and in the validation; and at last,
-    # to let it end.
+    # A core is lent in every rollout after the first, in the validation, and at the end of the run,
+    # so that the process can end. Training starts at the end of the first rollout.
     assert told[::2] == [True] * len(told[::2])
     assert told[1::2] == [False] * len(told[1::2])
     assert len(told) >= 7
@@ -355,7 +355,7 @@ def test_killed_training_process_is_restarted(
         pids.append(self.pid)
         if len(pids) == 2:
             os.kill(self.pid, signal.SIGKILL)
-            # Until it is dead: the run may end before that is seen.
+            # Wait until it is dead: otherwise the run may end before it notices.
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
 
     monkeypatch.setattr(DraftWorker, "learn", learn_and_die)
@@ -398,10 +398,10 @@ sys.exit(main(sys.argv[1:]))
 def test_killed_run_leaves_no_stopped_training_process(
     learned: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Though orphans are adopted within the session, where nothing else wakes them."""
+    """Orphans are adopted within the session, where no other process would continue them."""
     few = ("trainer.num_threads=2", "actor_rollout_ref.rollout.one_thread_below=2")
     line = rl_only(tmp_path / "run", *SETTINGS, *LEARN, OPPORTUNISTIC, *few, reward=learned[1])
-    # No pipe: a process that is left behind would keep it open.
+    # No pipe: a process left behind would keep it open.
     with adopting_orphans(), (tmp_path / "output.txt").open("w+") as output:
         done = subprocess.run(
             [sys.executable, "-c", KILLED_WHILE_STOPPED, *line],
@@ -427,9 +427,9 @@ sys.exit(status)
 
 
 def test_main_thread_starts_no_openmp_team(tmp_path: Path) -> None:
-    """Two teams of threads on the same cores take turns at waiting for each other: everything is
-    half as fast again, for the rest of the run. With a head large enough that torch would share out
-    what is done to it, loaded from a folder, trained, published."""
+    """Two OpenMP teams on the same cores wait for each other, which slows down the rest of the run
+    by half. The head is so large that torch would use several threads to load, train and publish
+    it."""
     reward = write_reward(tmp_path)
     sizes = [f"actor_rollout_ref.model.init.{n}=256" for n in ("hidden_size", "intermediate_size")]
     left = {}

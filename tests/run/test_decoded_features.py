@@ -1,4 +1,4 @@
-"""Features from the engine's decoding: the head learns the same from them, to the bit."""
+"""Features from the engine's decoding give the same head as those of the trainer, bit for bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.run.test_cotraining import LEARN, SETTINGS, TRAIN
 
 DECODED = f"{TRAIN}.collect_hidden_states_from_engine=true"
 ROLLOUT = "actor_rollout_ref.rollout"
-# Few responses at once, and prompts that are taken over.
+# A small KV cache, so that few requests run at once, and prefix caching.
 CROWDED = (f"{ROLLOUT}.kv_cache_bytes=60000", f"{ROLLOUT}.enable_prefix_caching=true")
 
 
@@ -45,7 +45,7 @@ def assert_same_tree(left: Any, right: Any, where: str = "state") -> None:
 
 
 def differing(line: dict[str, Any]) -> dict[str, Any]:
-    """Of a run's results, those that may tell the two ways to collect apart."""
+    """The results of a run without the metric that differs between the two ways to collect."""
     return {
         name: {step: {k: v for k, v in m.items() if k != "drafter/decoded_samples"}
                for step, m in value.items()}
@@ -57,7 +57,7 @@ def differing(line: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def preempted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every seventh step somebody loses its row: the names of those."""
+    """Preempt a request in every seventh step; returns the ids of preempted requests."""
     names: list[str] = []
     steps = itertools.count(1)
     make_room = Scheduler.make_room
@@ -95,7 +95,7 @@ def test_buffer_and_head_equal_those_from_the_trainers_features(
         differing(result_of(tmp_path / "ours")), differing(result_of(tmp_path / "theirs"))
     )
     steps = dict(read_jsonl(tmp_path / "ours" / "metrics.jsonl"))
-    # Two responses to each of six prompts; none of them is too short.
+    # Two responses to each of six prompts; none is too short to train on.
     assert [steps[n]["drafter/decoded_samples"] for n in range(1, 5)] == [12] * 4
 
 
@@ -104,7 +104,7 @@ def test_decoded_features_stay_within_their_byte_limit(
 ) -> None:
     reward = write_reward(tmp_path)
     assert main(rl_only(tmp_path / "theirs", *SETTINGS, *LEARN, reward=reward)) == 0
-    # Five responses or so.
+    # Enough for about five responses.
     monkeypatch.setattr(build_cotraining, "DecodedFeatures", lambda nbytes: DecodedFeatures(40000))
     most = [0]
     receive = DecodedFeatures.receive
@@ -128,7 +128,7 @@ def test_decoded_features_stay_within_their_byte_limit(
 def test_decoded_features_equal_the_trainers_with_carry_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preempted: list[str], mode: str
 ) -> None:
-    """Who is carried over depends on the clock: so every row is computed both ways."""
+    """Timing decides which responses are carried over, so every row is computed in both ways."""
     decoded: dict[Any, torch.Tensor] = {}
     compared: list[int] = []
     take, receive = DecodedFeatures.take, RowCollector.receive
@@ -163,7 +163,8 @@ def test_decoded_features_equal_the_trainers_with_carry_over(
     assert sum(steps[n]["rollout/num_carried_over"] for n in range(1, 5)) > 0
     assert preempted
     assert decoded == {}
-    # Surplus and carried groups have members that ended in a step before: those are the trainer's.
+    # Surplus and carried groups have samples that ended in an earlier step. Their features come
+    # from the trainer.
     assert 24 < len(compared) <= 48
 
 

@@ -1,4 +1,4 @@
-"""`slipstream draft`: what it leaves behind, that it resumes bit for bit, and what it refuses."""
+"""`slipstream draft`: its files, exact resume, and settings that it refuses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder, with recorded rollouts."""
+    """The folder of a run with recorded rollouts."""
     folder = tmp_path_factory.mktemp("policy") / "run"
     assert main(tiny(folder, "data.val_size=2", "trainer.val_before_train=false")) == 0
     return folder
@@ -75,7 +75,7 @@ def error_of(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 class Stopped:
-    """Ends a training as the first Ctrl-C would, after so many steps."""
+    """Stops a training after the given number of steps, like a first Ctrl-C."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
         original = draft_phase._DraftPhase._completed
@@ -261,7 +261,7 @@ def test_unreadable_rollout_file_names_line_and_reason(
 
 
 class Counted:
-    """A source whose rounds are known."""
+    """A source of sequences that counts its rounds."""
 
     def __init__(self, data: list[DraftSequence]) -> None:
         self._data = data
@@ -341,14 +341,14 @@ def test_export_finds_the_head_in_a_run_folder(
     export = ["export", "--checkpoint", str(run), "--output", str(tmp_path / "out")]
     assert main([*export, "--draft", "sglang"]) == 4
     assert f"train one with `slipstream draft --checkpoint {run}`" in error_of(capsys)
-    # A policy's own folder is that of no head either.
+    # The folder of a policy contains no head.
     model = ["export", "--checkpoint", str(policy_folder(run)), *export[3:]]
     assert main([*model, "--draft", "sglang"]) == 4
     assert "has no draft head" in error_of(capsys)
     shutil.copytree(finished, run / "draft")
     assert _head_source(run) == run / "draft" / "global_step_7" / "draft"
     assert _head_source(run / "draft") == run / "draft" / "global_step_7" / "draft"
-    # No engine has a class for a Qwen3 head, and nothing is left behind.
+    # No engine has a class for a Qwen3 head. No files are left behind.
     assert main([*export, "--draft", "sglang"]) == 2
     assert "no class for EAGLE heads of the family qwen3" in error_of(capsys)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

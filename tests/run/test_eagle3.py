@@ -1,5 +1,5 @@
-"""EAGLE-3 heads through the command line: trained for a policy that stands still and while one
-learns, to the same bits after a stop, and what is refused."""
+"""EAGLE-3 heads through the command line: training for a fixed policy, co-training, exact resume,
+and settings that are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RL = (*SETTINGS, LAYERS, *LEARN, *THIRD)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder of a policy of four layers, with recorded rollouts."""
+    """The folder of a run of a policy with four layers, with recorded rollouts."""
     folder = tmp_path_factory.mktemp("policy") / "run"
     assert main(tiny(folder, LAYERS, "data.val_size=2", "trainer.val_before_train=false")) == 0
     return folder
@@ -98,7 +98,7 @@ def test_resume_refuses_another_head_architecture(
 ) -> None:
     folder = tmp_path / "draft"
     shutil.copytree(finished, folder)
-    # With it, other settings are seen before.
+    # With this file, the run would be refused earlier, for its other settings.
     (folder / "config.yaml").unlink()
     for other in ((), THIRD, (*THIRD, f"{EAGLE}.draft_vocab_size=13")):
         more = "speculative.draft.total_training_steps=9"
@@ -143,7 +143,7 @@ def test_draft_vocabulary_has_the_most_frequent_recorded_tokens(
 
 def test_most_frequent_returns_sorted_token_ids() -> None:
     assert most_frequent([[3, 1, 3], [5, 5, 1, 3]], 2, 8) == [1, 3]
-    # Of those that are never there the lowest.
+    # Tokens that never occur are added from the lowest id on.
     assert most_frequent([[6]], 3, 8) == [0, 1, 6]
 
 
@@ -190,7 +190,7 @@ def test_head_of_a_qwen3_policy_is_exported_for_vllm_and_sglang(
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A run with co-training from no head at all, and its reward function."""
+    """The folder of a run that co-trains a new head, and its reward function."""
     root = tmp_path_factory.mktemp("learned")
     reward = write_reward(root)
     assert main(rl_only(root / "run", *RL, reward=reward)) == 0
@@ -216,7 +216,7 @@ def test_cotraining_changes_neither_rollouts_nor_policy_weights(
     assert "drafter/feature_loss" not in steps[4]
     head = load_draft_head(draft_folder(folder / "global_step_4"))
     assert isinstance(head, Eagle3Head)
-    # Three auxiliary layers and the final hidden states.
+    # Features have three auxiliary layers and the final hidden states.
     kept = load_tree(cotraining_file(folder / "global_step_4"))["collector"]["buffer"]["kept"]
     assert {tuple(one["features"].shape[1:]) for one in kept} == {(4 * 32,)}
 

@@ -1,4 +1,4 @@
-"""Speculation's metrics from counters."""
+"""Metrics of speculation and of generation time, computed from the counters of an engine."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_generation_time_is_split_by_activity() -> None:
     check_names(times)
     plain = time_metrics(before, EngineStats(decode_seconds=2.5, draft_seconds=1.0))
     assert plain.keys() == {"timing_s/gen/prefill", "timing_s/gen/decode"}
-    # Of an engine that does not measure itself.
+    # An engine that measures no times has no such metrics.
     assert time_metrics(EngineStats(), EngineStats(generated_tokens=5)) == {}
 
 

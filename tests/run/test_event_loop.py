@@ -1,4 +1,4 @@
-"""A coroutine of a loop, run from the command line."""
+"""`run_async`: Ctrl-C and background errors in the coroutine of a loop."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The recipe of docs/getting_started.md, and the scripts of examples/ for large models: a Qwen2.5
-on GSM8K, from folders as the Hub has them."""
+"""The GSM8K recipe of docs/getting_started.md and the scripts of examples/ for large models, run
+with a tiny Qwen2.5 and data in the folder layout of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ QUESTIONS = [
 
 
 def write_data(folder: Path) -> None:
-    """As the data set's repository lies there: configurations in folders, splits in parts."""
+    """Write data in the layout of the Hub: a folder per configuration, each split in parts."""
     for config in ("main", "socratic"):
         (folder / config).mkdir(parents=True)
         for split in ("train", "test"):
@@ -149,8 +149,8 @@ def test_gsm8k_recipe_of_getting_started_trains(
 
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """A folder with the files of the scripts for large models, which is gone to, and the
-    environment that they are to have."""
+    """Change to a folder with the files that the scripts for large models need; returns the
+    environment variables for them."""
     monkeypatch.chdir(tmp_path)
     write_data(Path("downloads/gsm8k"))
     write_model(Path(MODEL))
@@ -166,7 +166,7 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def run_script(name: str, environment: dict[str, str], *more: str) -> str:
-    """What a script of examples/ prints."""
+    """Run a script of examples/ and return its output."""
     done = subprocess.run(
         ["bash", ROOT / "examples" / name, *more],
         env=environment,
@@ -180,8 +180,8 @@ def run_script(name: str, environment: dict[str, str], *more: str) -> str:
 
 
 def tried(script: str, environment: dict[str, str], *more: str) -> list[str]:
-    """What a script says that only tries, of all but the GPUs, and the head, which is of the large
-    model."""
+    """Run a script with `--dry-run` on a CPU and without its draft head, which belongs to the large
+    model. Returns the printed lines."""
     said = run_script(
         script,
         environment,
@@ -205,7 +205,7 @@ SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do echo "$1" >> srun.log; shift; done
 exec "$@"
 """
-"""Of a job whose other machine is this one, too."""
+"""A fake `srun`: the second node of the job is this machine, too."""
 
 
 def test_multi_node_script_runs_a_dry_run_on_two_nodes(large: dict[str, str]) -> None:
@@ -231,13 +231,13 @@ def test_multi_node_script_runs_a_dry_run_on_two_nodes(large: dict[str, str]) ->
     assert "an RL step 8 prompts x 8 responses = 64 samples" in lines
     assert "processes 2, which share samples and weights" in lines
     assert "updates of a step 1 of 8 prompts = 64 samples" in lines
-    # Each of Ray's machines has room for one process.
+    # Each Ray node has room for one process.
     assert "Ray runtime started" in Path("ray-others.log").read_text()
 
 
 def test_eagle_train_script_trains_a_head(large: dict[str, str]) -> None:
     shutil.rmtree(MODEL)
-    # An EAGLE-3 head sees three layers.
+    # An EAGLE-3 head needs three auxiliary layers.
     write_model(Path(MODEL), layers=8)
     run_script(
         "eagle_train.sh",

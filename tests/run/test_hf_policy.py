@@ -1,4 +1,4 @@
-"""Policies that transformers computes, in whole runs: SFT, RL, resume, eval, export, refusals."""
+"""Whole runs with HF policies: SFT, RL, resume, eval, export, refused settings."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def checkpoint(folder: Path, kind: str = "gpt2") -> Path:
-    """A policy that writes the task's tokens."""
+    """Save an HF policy with the vocabulary of the task."""
     tokenizer = build_tokenizer()
     more = {"n_positions": 256} if kind == "gpt2" else {}
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -68,7 +68,7 @@ def of(model: Path, *overrides: str, rollout: str = "hf") -> list[str]:
 STATEFUL = (
     "sft.save_freq=1",
     "trainer.save_freq=1",
-    # A run that goes on at step 3 has engines with the weights of step 2.
+    # The engines of a run resumed at step 3 have the weights of step 2.
     "trainer.sync_every=2",
     f"{ACTOR}.use_kl_loss=true",
     f"{ACTOR}.optim.lr=0.01",
@@ -83,7 +83,7 @@ def test_resumed_run_equals_uninterrupted_run(kind: str, reward: Path, tmp_path:
         line = tiny(tmp_path / name, *of(start, *STATEFUL), *overrides, reward=reward)
         assert main(line) == 0
         result = result_of(tmp_path / name)
-        # Not every part of a run is its end, where it validates.
+        # Runs validate at their end, and the partial runs end earlier.
         del result["validation"]
         for phase in ("sft metrics", "rl metrics"):
             for metrics in result[phase].values():
@@ -104,7 +104,7 @@ def test_resumed_run_equals_uninterrupted_run(kind: str, reward: Path, tmp_path:
     for step in (1, 2, 3):
         metrics = whole["rl metrics"][step]
         check_names(metrics)
-    # Of step 2 on its engine has older weights.
+    # From step 2 on, the engine has older weights than the trainer.
     assert whole["rl metrics"][1]["training/rollout_probs_diff_max"] < 1e-4
     assert whole["rl metrics"][3]["actor/kl_loss"] > 0
     first, last = policy(tmp_path / "whole", 1), policy(tmp_path / "whole", 3)
@@ -148,7 +148,7 @@ def test_algorithm_settings_train_an_hf_policy(reward: Path, tmp_path: Path, nam
     by_step = metrics_of(tmp_path / "run")
     metrics = by_step[2]
     check_names(metrics)
-    # Of a step whose rewards are all the same it is zero.
+    # The gradient is zero in a step whose rewards are all equal.
     assert by_step[1]["actor/grad_norm"] + metrics["actor/grad_norm"] > 0
     if name == "KL over the vocabulary":
         assert metrics["actor/kl_loss"] > 0
@@ -176,7 +176,7 @@ def test_eval_and_export_accept_an_hf_policy(
 
 
 def test_reference_may_have_another_architecture(reward: Path, tmp_path: Path) -> None:
-    """The policy is the decoder's, in the embedded engine."""
+    """The policy itself runs in the embedded engine, with Slipstream's decoder."""
     other = checkpoint(tmp_path / "other")
     line = rl_only(
         tmp_path / "run",
@@ -195,7 +195,7 @@ def test_reference_may_have_another_architecture(reward: Path, tmp_path: Path) -
 def test_hf_policy_trains_architectures_that_the_decoder_lacks(
     key: str, reward: Path, tmp_path: Path
 ) -> None:
-    """A Mistral with a window that is shorter than its sequences, a Llama with biases."""
+    """A Mistral whose sliding window is shorter than its sequences, and a Llama with biases."""
     start = tmp_path / "start"
     _ = save(start, 24) if key == "sliding_window" else checkpoint(start, "llama")
     wanted = getattr(load_theirs(start).config, key)

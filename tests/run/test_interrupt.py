@@ -1,4 +1,4 @@
-"""Ctrl-C: once ends after the step with a checkpoint, twice at once, and never corrupts."""
+"""Ctrl-C: the first ends the run after its step with a checkpoint, the second ends it at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_run_interrupted_in_each_phase_equals_uninterrupted_run(
     whole: Whole, tmp_path: Path
 ) -> None:
     run, output = tmp_path / "run", tmp_path / "output.txt"
-    # Checkpoints come from the interruption alone.
+    # Only the interruption saves checkpoints.
     line = [*line_of(run, whole.reward), "sft.save_freq=-1", "trainer.save_freq=-1"]
     process = start(line, output)
     interrupt_after(process, run / "sft" / "metrics.jsonl", 2)

@@ -1,4 +1,4 @@
-"""A run that is killed goes on to the very same end."""
+"""A run that is killed repeatedly has the same final result as an uninterrupted run."""
 
 from __future__ import annotations
 

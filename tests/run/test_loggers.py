@@ -1,4 +1,4 @@
-"""Whole runs with every tracker, by the real libraries and without a network."""
+"""Whole runs with every tracker, with the real libraries and without a network."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS = ("sft.total_training_steps=1", "trainer.log_val_generations=2", "data
 
 @pytest.fixture(autouse=True)
 def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Without an account, and offline."""
+    """The wandb library, offline and without a user account."""
     without_user_account(tmp_path, monkeypatch)
     monkeypatch.setenv("WANDB_MODE", "offline")
     import wandb
@@ -55,7 +55,7 @@ def test_trackers_have_the_metrics_of_the_metrics_file(
     for said in ("wandb: offline; to send", "mlflow: mlflow ui --backend", "trackio: trackio show"):
         assert output.count(said) == 2, "once a phase"
     assert not [line for line in output.splitlines() if line.startswith(("*", "wandb: Run"))]
-    # Resumed, one step more.
+    # Resume for one more step.
     more = (loggers, "trainer.total_training_steps=3")
     assert main(tiny(folder, *SETTINGS, *more, reward=reward)) == 0
     wandb.teardown()  # as at the end of a process: its service has written everything
@@ -82,7 +82,7 @@ def test_trackers_have_the_metrics_of_the_metrics_file(
     scores = {s: m["critic/score/mean"] for s, m in logged if "critic/score/mean" in m}
     assert scores == rewards
 
-    # Step 2 was the last one, and so validated, of the first run.
+    # Step 2 was the last one of the first run, which therefore validated after it.
     tables = {step: m["val/generations"]["_value"] for step, m in logged if "val/generations" in m}
     assert sorted(tables) == [0, 2, 3]
     recorded = records_of(folder / "validation")["2.jsonl"]

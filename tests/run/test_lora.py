@@ -1,4 +1,4 @@
-"""Runs that train an adapter, through the command line."""
+"""Runs that train a LoRA adapter, through the command line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, reward: Path) -> Path:
-    """SFT and RL, each with an adapter."""
+    """The folder of a run with an adapter in both SFT and RL."""
     folder = tmp_path_factory.mktemp("run") / "run"
     assert main(tiny(folder, *LORA, reward=reward)) == 0
     return folder
@@ -60,7 +60,7 @@ def test_rollout_and_trainer_log_probs_are_bitwise_equal(run: Path) -> None:
     for step in range(1, 5):
         assert metrics[step]["training/rollout_log_probs_bitwise_equal"] == 1.0
         assert metrics[step]["training/rollout_probs_diff_max"] == 0.0
-    # The base weights are what RL starts from, and the adapter leaves them.
+    # The base weights are the start of RL, so the KL is zero until the adapter is trained.
     assert metrics[1]["actor/kl_loss"] == 0.0
     assert metrics[4]["actor/kl_loss"] > 0.0
 
@@ -86,7 +86,7 @@ def test_resumed_run_equals_uninterrupted_run(run: Path, reward: Path, tmp_path:
     folder = tmp_path / "run"
     assert main(tiny(folder, *LORA, "trainer.total_training_steps=2", reward=reward)) == 0
     assert main(tiny(folder, *LORA, reward=reward)) == 0
-    # Step 2 was the last one, and so validated, in the shorter run.
+    # Step 2 was the last one of the shorter run, which therefore validated after it.
     one, other = without_validation(result_of(folder), 2), without_validation(result_of(run), 2)
     assert_same_result(one, other)
 
@@ -117,7 +117,7 @@ def test_given_adapter_is_trained_further(
         tmp_path / "run",
         f"{MODEL}.init=null",
         f"{MODEL}.path={huggingface_folder(run / 'sft' / 'global_step_2')}",
-        # The newest checkpoint's, which is `adapter`.
+        # A run folder stands for its newest checkpoint, whose adapter is `adapter`.
         f"{MODEL}.lora_adapter_path={run}",
         f"{MODEL}.lora_alpha=16",
         f"{ACTOR}.use_kl_loss=true",

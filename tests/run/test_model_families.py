@@ -1,4 +1,4 @@
-"""Checkpoints of the decoder's families in whole runs: scaled frequencies, windows, export."""
+"""Whole runs with model families of the decoder: RoPE scaling, sliding windows, export."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.run.helpers import metrics_of, rl_only, tiny, write_reward
 
 MODEL = "actor_rollout_ref.model"
 LONGEST = 48
-"""Of the tiny recipe: 16 tokens of prompt, 32 of response."""
+"""Tokens of the longest sequence in the tiny recipe: 16 of the prompt, 32 of the response."""
 YARN = YarnScaling(factor=8.0, original_max_position_embeddings=16)
 
 

@@ -1,4 +1,4 @@
-"""Heads that arrive while responses are generated: drafted with at once, and the policy as ever."""
+"""Heads published during a rollout are used at once, and do not change the policy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.run.test_cotraining import LEARN, OPPORTUNISTIC, SETTINGS
 
 
 class QuickWorker:
-    """Has a new head, of responses of policy `step - 1`, whenever it is asked."""
+    """A fake worker with a new head at every request, trained on responses of policy `step - 1`."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
@@ -72,18 +72,18 @@ class QuickWorker:
         return True
 
     def stop(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no training is in progress."""
 
     def set_running(self, running: bool) -> None:
-        """Nor does anything stand still."""
+        """Do nothing: there is no process to stop or continue."""
 
     def close(self) -> None:
-        """Nor is there a process."""
+        """Do nothing: there is no process."""
 
 
 @pytest.fixture
 def published(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many responses were under way at each publication of a head."""
+    """The number of running requests at each publication of a head."""
     running: list[int] = []
     update = EmbeddedEngine.update_drafter
 
@@ -109,16 +109,16 @@ def test_head_published_during_a_rollout_changes_neither_rollouts_nor_policy_wei
     reward = write_reward(tmp_path)
     monkeypatch.setattr(opportunistic, "_PUBLISH_SECONDS", 0.0)
     steps = run(tmp_path / "on", *LEARN, OPPORTUNISTIC, reward=reward)
-    # One after each step but the first, before which there is nothing to learn; the others in
-    # rollouts.
+    # Three heads are published between steps: none before step 1, which has no earlier responses.
+    # All others are published during rollouts.
     assert steps[4]["drafter/publishes_in_rollouts"] == len(published) - 3 > 0
     assert sum(count > 0 for count in published) > 0
     assert steps[1]["rollout/used_idle_core_seconds"] == 0
     assert steps[1].get("drafter/staleness_versions") is None
     for n in (2, 3, 4):
-        # What it had done before the rollout is not counted.
+        # Work before the rollout is not counted.
         assert 0 < steps[n]["rollout/used_idle_core_seconds"] < steps[n]["drafter/cpu_seconds"]
-        # The worker has seen the step before, whose responses are of policy n - 2; now it is n.
+        # The worker was trained on the previous step, sampled by policy n - 2. The policy is n now.
         assert steps[n]["drafter/staleness_versions"] == 2
     assert steps[4]["drafter/cpu_seconds"] == 0.5 * steps[4]["drafter/version"]
     run(tmp_path / "off", reward=reward)
@@ -207,7 +207,7 @@ def test_stuck_worker_and_engine_are_reported_and_not_awaited(
     monkeypatch.setattr(opportunistic, "_TIMEOUT_SECONDS", 0.01)
     monkeypatch.setattr(QuickWorker, "wait_until_ready", lambda self, seconds: False)
     results = QuickWorker.results
-    # One head: it is the same that is tried again.
+    # There is one head, and publishing it is tried again.
     monkeypatch.setattr(QuickWorker, "results", lambda self: [] if self._version else results(self))
     said, again, asked = list[str](), anyio.Event(), list[int]()
 

@@ -1,4 +1,4 @@
-"""An engine that a user's module registers: selected by name, and held to its capabilities."""
+"""An engine that a user's module registers: selection by name, and rules on its capabilities."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Line = Callable[..., list[str]]
 
 @pytest.fixture
 def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Line:
-    """A command line of RL that selects an engine of the module."""
+    """Returns a function that makes the arguments of an RL run with an engine of the module."""
     monkeypatch.setattr(engines, "_ENGINES", dict(engines._ENGINES))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "engine_of_mine", raising=False)

@@ -1,4 +1,4 @@
-"""The quickstart at toy size: every stage runs, and the summary says what happened."""
+"""The quickstart with a tiny model: every stage runs, and the summary has its results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_quickstart_runs_all_stages_and_writes_a_summary(
     assert summary["tokens_identical"] is True
     assert summary["accept_length"] >= 1
     together, few = summary["rollout_comparison"]
-    # As many as in a step of RL.
+    # The number of responses in an RL step.
     assert (together["responses"], together["at_once"]) == (64, 4)
     assert (few["responses"], few["at_once"]) == (16, 4)
     assert 0 < few["tokens"] < together["tokens"]
@@ -68,7 +68,7 @@ def test_speculation_changes_neither_rollouts_nor_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quickstart, "PROBLEMS", 4)
-    # Not by measured speed: in so short a run a fast engine may well never draft.
+    # Not COST: in such a short run, the cost model may never choose to draft.
     always = [*quickstart.SPECULATION, "speculative.eagle.tune_algorithm=PREDEFINED"]
     monkeypatch.setattr(quickstart, "SPECULATION", always)
     results = []
@@ -134,7 +134,7 @@ def test_drafts_summary_is_computed_from_the_metrics() -> None:
     ]
     found = quickstart.drafts_summary(history)["drafts"]
     assert (found["accept_length_first"], found["accept_length_last"]) == (1.0, 3.0)
-    # A step without drafts says nothing.
+    # Steps without drafts are not counted.
     assert found["steps"] == 4
     assert (found["head_from_step"], found["head_share_last"]) == (3, 0.8)
     assert (found["versions"], found["seconds"]) == (2, 3.0)
@@ -145,7 +145,8 @@ def test_drafts_summary_is_computed_from_the_metrics() -> None:
     assert "; 37 of 39 steps had no drafts" in quickstart._of_drafts(found, 39)
     none = quickstart.drafts_summary(rested[2:])["drafts"]
     assert quickstart._of_drafts(none, 37).startswith("drafts in RL: none in 37 steps;")
-    # One step in which history is lucky, among twenty, two of which are looked at together.
+    # In one of twenty steps most accepted drafts come from history. The summary averages over two
+    # steps.
     lucky = [(n, step(2.0, 0.4 if n == 12 else 0.9)) for n in range(1, 21)]
     assert quickstart.drafts_summary(lucky)["drafts"]["head_from_step"] == 1
 

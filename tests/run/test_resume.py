@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whose folder it is."""
+"""Resuming: which checkpoint a run continues from, and which folders it refuses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A complete run and its reward function; tests work on copies of the folder."""
+    """The folder of a complete run and its reward function; tests use copies of the folder."""
     root = tmp_path_factory.mktemp("finished")
     reward = write_reward(root)
     assert main(tiny(root / "run", *SETTINGS, reward=reward)) == 0
@@ -86,7 +86,7 @@ def test_run_extended_by_a_step_equals_a_longer_run(
     assert again(copy, finished, "trainer.total_training_steps=4") == 0
     assert again(tmp_path / "whole", finished, "trainer.total_training_steps=4") == 0
     one, other = result_of(copy), result_of(tmp_path / "whole")
-    # Step 3 was the last one, and so validated, in the shorter run.
+    # Step 3 was the last one of the shorter run, which therefore validated after it.
     for result in (one, other):
         for name in list(result["rl metrics"][3]):
             if name.startswith("val-"):
@@ -165,7 +165,7 @@ def test_resume_with_other_settings_is_refused_with_the_difference(
     assert "actor_rollout_ref.actor.optim.lr: 0.0001 -> 0.0005" in error
     assert "trainer.resume_mode=disable" in error
     assert_same_result(result_of(copy), before)
-    # What changes no bit may change.
+    # Settings that do not change results may differ.
     assert again(copy, finished, "actor_rollout_ref.rollout.max_num_seqs=2") == 0
 
 
@@ -278,7 +278,7 @@ def test_rl_from_an_sft_checkpoint_equals_a_run_of_both_phases(
         f"actor_rollout_ref.model.path={start}",
     ]
     assert again(tmp_path / "rl", finished, *overrides) == 0
-    # As in the run that did both: rollouts depend on weights, prompts and seed alone.
+    # Rollouts depend only on weights, prompts and seed, so they equal those of the whole run.
     assert records_of(tmp_path / "rl" / "rollouts") == records_of(copy / "rollouts")
     ours, theirs = policy(tmp_path / "rl", 3), policy(copy, 3)
     assert all((ours[name] == theirs[name]).all() for name in theirs)
@@ -342,7 +342,7 @@ def test_rl_starts_from_the_sft_result_in_its_folder(
     line = [*tiny(apart, *settings, reward=reward), "trainer.mode=rl"]
     assert main([*line, "trainer.total_training_steps=1"]) == 0
     assert "RL starts from the SFT in this folder" in capsys.readouterr().out
-    # Again with a checkpoint of its own: the reference is still the SFT's result.
+    # Resume from the RL checkpoint: the reference is still the result of SFT.
     assert main([*line, "trainer.total_training_steps=2"]) == 0
     expected = policy(both, 2)
     assert all(torch.equal(expected[name], w) for name, w in policy(apart, 2).items())

@@ -1,4 +1,4 @@
-"""One reward in every signature that functions have: whole runs come out the same, bit for bit."""
+"""One reward written in every supported signature gives equal runs, bit for bit."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run(root: Path, folder: str, function: str, manager: str) -> Path:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run with VERL's function of one response."""
+    """The folder of a run whose reward function has VERL's signature for one response."""
     root = tmp_path_factory.mktemp("signatures")
     (root / "mine.py").write_text(CODE)
     rows = [

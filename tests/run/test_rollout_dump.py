@@ -1,4 +1,4 @@
-"""What of rollouts is written down."""
+"""The token records of rollouts: pieces of text, drafted tokens, which samples are kept."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_token_record_marks_drafted_tokens_across_attempts_and_tool_output() -> 
     assert (record["drafted"], record["masked"]) == ("011100", "000001")
     assert record["log_probs"] == [-0.25] * 5 + [0.0]
     assert "".join(record["pieces"]) == tokenizer.decode([3, 4, 5, 6, 7, 8])
-    # Who drafted is no part of what was generated.
+    # Equality of segments ignores which tokens were drafted.
     other = Sample(segments=[Segment.given("prompt", [1, 2])])
     extend_sample(other, generated([3, 4, 5, 6, 7], [], StopReason.EOS))
     assert other.segments[1] == sample.segments[1]
@@ -62,7 +62,7 @@ def test_pieces_are_the_texts_of_the_tokens() -> None:
 
 
 def test_piece_of_a_split_character_belongs_to_its_last_token() -> None:
-    # Bytes as tokens, as byte-level tokenizers have for rare characters.
+    # Each byte is a token, as for rare characters in byte-level tokenizers.
     vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -111,5 +111,5 @@ def test_pieces_of_invalid_bytes_decode_only_a_few_tokens_at_a_time() -> None:
     found = pieces([lead] * 50, tokenizer)
     assert len(found) == 50
     assert set("".join(found)) == {"\N{REPLACEMENT CHARACTER}"}
-    # A text is not decoded from its beginning again and again.
+    # No text is decoded from its beginning for each token.
     assert longest <= 8

@@ -1,4 +1,4 @@
-"""One seed, one result: whatever the engine's batch limit, memory, and order of arrival."""
+"""Results depend on the seed, and not on batch limit, memory or order of requests."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ SETTINGS = (
     "data.max_response_length=72",
 )
 REQUESTS = 8
-"""Of an RL step."""
+"""Requests of an RL step."""
 
 
 class Shuffled:
-    """An engine that requests reach in another order than that of their prompts."""
+    """An engine whose requests arrive in random order."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
@@ -88,7 +88,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory, reward: Path) -> dict[str, A
     assert main(rl_only(folder, *SETTINGS, reward=reward)) == 0
     metrics = metrics_of(folder)
     assert sorted(metrics) == [1, 2]
-    # Otherwise nothing is trained and equality says little.
+    # Without gradients, nothing would be trained, and equality would show little.
     assert all(m["actor/grad_norm"] > 0 for m in metrics.values())
     for m in metrics.values():
         assert m["training/rollout_log_probs_bitwise_equal"] == 1.0
@@ -147,8 +147,8 @@ def test_order_of_arrival_does_not_change_results(
 def test_preemption_does_not_change_results(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reward: Path, usual: dict[str, Any]
 ) -> None:
-    # A slot takes 2 layers x (keys, values) x 16 x 4 bytes = 256 bytes, and slots come by 64: eight
-    # rows fit until the first of them is longer than that, then four.
+    # A slot needs 2 layers x (keys, values) x 16 x 4 bytes = 256 bytes, and slots are allocated by
+    # 64. Eight requests fit until one is longer than 64 tokens, then four.
     result, stats = run(
         monkeypatch,
         tmp_path / "run",
@@ -193,7 +193,7 @@ def test_drafts_do_not_change_results(
     trace = (tmp_path / "run" / "speculation.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in trace]
     assert sum("plan" in event for event in events) == stats.decode_steps
-    # By measured cost, so short a run of so fast a model may well never draft.
+    # With COST, such a short run of a tiny model may never draft.
     if tune == "PREDEFINED":
         assert stats.draft_tokens > stats.accepted_tokens > 0
     assert_same_result(result, usual)

@@ -1,4 +1,4 @@
-"""Threads that never return: the process ends nevertheless, with the reason."""
+"""A process ends with the reason even if one of its threads never returns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.run.helpers import finish, rl_only
 
 
 def _child(line: list[str], output: str, stuck: str, ready: str) -> None:
-    """The command line with one part that hangs in a thread."""
+    """Run the command line with one part that hangs in a thread."""
     with open(output, "a", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -92,7 +92,7 @@ def _backtrack(output: str) -> None:
     from slipstream.deadlines import frozen_interpreter_ends
 
     with frozen_interpreter_ends(0.5):
-        # Never gives up the interpreter: no timer of Python's can fire.
+        # Never releases the interpreter, so no Python timer can fire.
         re.match(r"(a+)+$", "a" * 60 + "b")
 
 

@@ -1,4 +1,4 @@
-"""A real run can be drawn, and its time adds up."""
+"""The timeline of a real run: its report has all data, and its times add up."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def test_run_folder_has_the_data_of_its_report(tmp_path: Path) -> None:
     run = read_run(tmp_path / "run")
     assert (run.state, run.notes) == ("finished", [])
     (process,) = run.processes
-    # Set-up is in several pieces.
+    # Set-up has several spans.
     names = [name for name, _ in groupby(span.name for span in process.spans)]
     assert names == ["setup", "sft", "setup", "rl"]
     assert {"cpu", "cores", "torch", "slipstream", "threads"} <= run.environment.keys()
     for record in run.steps:
         parts = [value for name, value in record.data.items() if name.startswith("timing_s/gen/")]
         assert sum(parts) == pytest.approx(record.data["timing_s/gen"])
-        # Prefill, plain steps and waiting; with drafts, making and checking them.
+        # Prefill, plain decoding and waiting. With drafts also drafting and verification.
         assert len(parts) == (5 if "spec/plan" in record.data else 3)
-        # What others leave is not less than nothing: none of them is counted twice.
+        # The remainders are not negative, so no time is counted twice.
         assert record.data["timing_s/gen/wait"] >= 0
         assert record.data["timing_s/other"] >= 0
     assert any("spec/plan" in record.data for record in run.steps)
@@ -47,8 +47,8 @@ def test_run_folder_has_the_data_of_its_report(tmp_path: Path) -> None:
     assert "1" in drafted
     ledger = ledger_of(run)
     assert ledger is not None
-    # Every second is measured once: nothing overlaps, and no part is forgotten (a fiftieth of this
-    # one second is between them; a busy machine may stand still there, too).
+    # Spans do not overlap and cover nearly all of the time. About 2 % of this run of one second is
+    # between spans; more on a busy machine.
     assert ledger.parts[REST] >= 0
     assert ledger.unexplained < 0.2
     shown = payload([run])
@@ -63,7 +63,7 @@ def test_timeline_of_a_resumed_run_has_two_processes(tmp_path: Path) -> None:
     run = read_run(folder)
     assert [process.status for process in run.processes] == ["finished", "finished"]
     assert [record.step for record in run.steps] == [1, 2]
-    # Started over, the record begins anew.
+    # If the run starts over, so does its timeline.
     again = rl_only(folder, "trainer.total_training_steps=1", "trainer.resume_mode=disable")
     assert main(again) == 0
     processes, _ = read_timeline(folder / "events.jsonl")

@@ -1,4 +1,4 @@
-"""Whole runs through the command line: data, engines, logs, what they leave behind."""
+"""Whole runs through the command line: data, engines, logs and files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, reward: Path) -> Path:
-    """SFT and RL with every logger."""
+    """The folder of a run of SFT and RL with all loggers that need no account."""
     folder = tmp_path_factory.mktemp("run") / "run"
     line = tiny(
         folder,
@@ -65,7 +65,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, reward: Path) -> Path:
 
 
 def scalars(folder: Path) -> dict[int, dict[str, float]]:
-    """What TensorBoard shows, by step."""
+    """The metrics that TensorBoard shows, by step."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
     shown: dict[int, dict[str, float]] = {}
@@ -111,7 +111,7 @@ def test_metrics_are_documented_and_equal_in_all_loggers(run: Path) -> None:
 def test_models_are_created_and_used_on_one_thread(
     tmp_path: Path, reward: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A second thread would get a second team of OpenMP threads, and both would be slow.
+    # A second thread would start a second OpenMP team, and both would be slow.
     seen: dict[str, set[int]] = {}
 
     def watch(owner: type, name: str) -> None:
@@ -201,7 +201,7 @@ def test_exported_model_has_the_same_logits_in_transformers(
         assert torch.equal(model(ids).logits, own(ids).logits)
     assert not list(output.parent.glob(".*"))
     assert main(line) == 4, "a second export does not write over the first"
-    # A bf16 folder stays one.
+    # The dtype of an exported folder is kept by default.
     copy = ["export", "--checkpoint", str(output), "--output", str(tmp_path / "copy")]
     assert main(copy) == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "copy").dtype == model.dtype
@@ -220,7 +220,7 @@ def test_picture_is_drawn_and_the_last_lines_name_the_results(
     for name, total in (("SFT", 2), ("RL", 2)):
         steps = [line for line in lines if re.match(rf"{name} \d+/{total} ", line)]
         assert len(steps) == 2, "one line a step, not two"
-    # Before RL and after its last step, each with two responses.
+    # Validations before RL and after its last step, each with two responses.
     shown = [i for i, line in enumerate(lines) if "held-out problems, countdown" in line]
     assert [lines[i].split(":")[0] for i in shown] == ["before RL", "after RL step 2"]
     for i in shown:
@@ -245,7 +245,7 @@ def test_hf_engine_trains_other_model_families(reward: Path, tmp_path: Path, fam
     metrics = metrics_of(tmp_path / "run")[2]
     check_names(metrics)
     assert metrics["actor/grad_norm"] > 0
-    # Other kernels, the same policy: equal up to rounding.
+    # The engine has other kernels but the same policy: equal up to rounding.
     assert metrics["training/rollout_probs_diff_max"] < 1e-4
 
 

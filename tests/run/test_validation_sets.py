@@ -1,4 +1,4 @@
-"""Several validation sets in one run, each sampled in its own way."""
+"""Several validation sets in one run, each with its own sampling settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BY_SOURCE = f"{ROLLOUT}.val_kwargs.by_source"
 
 def line(folder: Path, *overrides: str) -> list[str]:
     save_tokenizer(build_tokenizer(), folder / "tokenizer")
-    # The two sources take turns, over two files.
+    # The rows alternate between the two data sources, in both files.
     for name in ("one", "two"):
         rows = [
             {"prompt": f"{i} + {len(name)} =", "data_source": ("easy", "team/hard")[i % 2]}
