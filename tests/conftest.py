@@ -12,8 +12,8 @@ from hypothesis import settings
 if TYPE_CHECKING:
     import torch
 
-# Set before torch is imported, and inherited by the processes that tests start. Tests have such small
-# tensors that a second thread costs more than it saves; OMP_NUM_THREADS=2 overrides.
+# Set before torch is imported, and inherited by the processes that tests start. Tensors of tests
+# are so small that a second thread costs more than it saves; OMP_NUM_THREADS=2 overrides.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("slipstream", deadline=None, print_blob=True)

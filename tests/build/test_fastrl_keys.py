@@ -297,7 +297,7 @@ EFFECTS: dict[str, tuple[str, Seen, object, object]] = {
 }
 
 REFUSED: dict[str, tuple[str, str, str]] = {
-    # Key: what is set, why not, and the remedy, which works.
+    # Key: the override, the reason for the refusal, and a remedy that works.
     "eagle.spec_topk": (
         "eagle.spec_topk=4",
         "say how many of their tokens are verified",

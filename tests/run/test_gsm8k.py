@@ -142,7 +142,7 @@ def test_gsm8k_recipe_of_getting_started_trains(
     (responses,) = Path("runs/gsm8k/rollouts").glob("2.jsonl")
     rows = [json.loads(line) for line in responses.read_text().splitlines()]
     assert len(rows) == 4
-    # The question as the model's own template has it.
+    # The prompt is the question in the chat template of the model.
     assert all("<|im_start|>user\nAnn has" in row["input"] for row in rows)
     assert all(row["gts"] in {str(2 * n + 1) for n in range(2, 10)} for row in rows)
 

@@ -33,7 +33,7 @@ SETTINGS = (
     "trainer.total_training_steps=3",
     "trainer.save_freq=1",
     "trainer.max_actor_ckpt_to_keep=2",
-    # A run that goes on at step 3 has engines with the weights of step 2.
+    # The engines of a run resumed at step 3 have the weights of step 2.
     "trainer.sync_every=2",
     "data.val_size=2",
 )
