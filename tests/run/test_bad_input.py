@@ -401,7 +401,7 @@ def test_models_of_another_tokenizer_are_refused_before_sft(
         (
             "algorithm.adv_estimator=gae critic.optim.lr_scheduler_type=cosine "
             "critic.optim.lr_warmup_steps=99",
-            "critic.optim.lr_scheduler_type=cosine has nothing to decay over",
+            "set critic.optim.lr_scheduler_type=constant or more steps",
         ),
     ],
 )

@@ -219,7 +219,7 @@ def test_transformers_computes_what_the_decoder_cannot(
         (["algorithm.adv_estimator=gae"], ["gae: a critic starts from", "critic.model.path"]),
         (
             ["speculative.enable=true", "speculative.spec_strategy=history"],
-            ["takes no drafts", "speculative.enable=false"],
+            ["does not support drafts", "speculative.enable=false"],
         ),
         (["data.max_response_length=300"], ["but the model has max_position_embeddings=256"]),
         (
