@@ -435,7 +435,7 @@ def test_bandits_pick_from_the_shapes_given(name: str, rule: type) -> None:
         ),
         (
             "spec_strategy=history train.enable_drafter_training=false eagle.tune_algorithm=EG",
-            "mab_configs: 8_4_32, 8_4_16, 8_4_8: what was written before is drafted in chains",
+            "mab_configs: 8_4_32, 8_4_16, 8_4_8: history drafts are chains",
         ),
         (
             "eagle.tune_algorithm=EG eagle.mab_configs=['3-1-4']",
