@@ -23,7 +23,7 @@ from slipstream.config.sources import recipe_names
 from slipstream.config.tree import options, show, to_dict
 from slipstream.errors import ConfigError, SlipstreamError
 
-FOREIGN_RECIPES = ("ppo_trainer", "fastrl_trainer")
+VERL_CONFIG_NAMES = ("ppo_trainer", "fastrl_trainer")
 """Config names of VERL and FastRL that correspond to the recipe `default`."""
 
 EXIT_CODES = """\
@@ -135,7 +135,7 @@ def _source(args: argparse.Namespace) -> tuple[str | None, Path | None]:
             )
         folder: Path = args.config_path
         return None, folder / f"{args.config_name.removesuffix('.yaml')}.yaml"
-    if args.config_name in FOREIGN_RECIPES:
+    if args.config_name in VERL_CONFIG_NAMES:
         note(f"--config-name {args.config_name} selects --recipe default")
         return "default", None
     return args.recipe or args.config_name, args.config

@@ -39,10 +39,10 @@ GROUP_RELATIVE = frozenset(
 NEEDS_CRITIC = frozenset({"gae"})
 """Built-in advantage estimators that use the values of a critic."""
 
-TEACHES = "on_policy_distillation"
+DISTILLATION = "on_policy_distillation"
 """The advantage estimator that uses the reference policy as a teacher."""
 
-READ_BY = {
+USED_BY_ESTIMATORS = {
     "gamma": ("gae", "reinforce_plus_plus"),
     "lam": ("gae",),
     "norm_adv_by_std_in_grpo": ("grpo", "grpo_vectorized", "grpo_passk", "gdpo"),
@@ -52,7 +52,7 @@ READ_BY = {
 }
 """Settings of `algorithm` -> the built-in advantage estimators that use them."""
 
-ESTIMATORS = GROUP_RELATIVE | NEEDS_CRITIC | {"remax", "reinforce_plus_plus", TEACHES}
+ESTIMATORS = GROUP_RELATIVE | NEEDS_CRITIC | {"remax", "reinforce_plus_plus", DISTILLATION}
 """Built-in advantage estimators. The rules do not apply to registered ones of the user."""
 
 TOKEN_BASELINES = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
@@ -62,7 +62,7 @@ _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref.path"
 
-OF_ONE_LOSS = {
+USED_BY_LOSS = {
     "clip_cov_ratio": "clip_cov",
     "clip_cov_lb": "clip_cov",
     "clip_cov_ub": "clip_cov",
@@ -122,7 +122,7 @@ def _estimator(config: Config) -> Iterator[str]:
 
 def _advantage_settings(algorithm: AlgorithmSection) -> Iterator[str]:
     name = canonical(algorithm.adv_estimator)
-    for key, users in READ_BY.items():
+    for key, users in USED_BY_ESTIMATORS.items():
         value, default = getattr(algorithm, key), getattr(AlgorithmSection(), key)
         if value != default and name in ESTIMATORS and name not in users:
             yield (
@@ -192,7 +192,7 @@ def _loss(actor: ActorSection) -> Iterator[str]:
             f"log-ratio, but {_ACTOR}.policy_loss.dro_beta is not set; set "
             f"{_ACTOR}.policy_loss.dro_beta=0.1"
         )
-    for name, user in OF_ONE_LOSS.items():
+    for name, user in USED_BY_LOSS.items():
         value, default = getattr(actor.policy_loss, name), getattr(PolicyLossSection(), name)
         if value != default and mode != user:
             yield _unused_by_loss(f"{_ACTOR}.policy_loss.{name}", value, default, mode, user)
@@ -288,17 +288,17 @@ def _reference(config: Config) -> Iterator[str]:
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     path = config.actor_rollout_ref.ref.path
     name = canonical(algorithm.adv_estimator)
-    teaches = name == TEACHES
-    without_teacher = name in ESTIMATORS - {TEACHES}
+    distills = name == DISTILLATION
+    without_teacher = name in ESTIMATORS - {DISTILLATION}
     uses_kl = actor.use_kl_loss or algorithm.use_kl_in_reward
     if path is not None and without_teacher and not uses_kl:
         yield (
             f"{_REF}={path} has no effect without a KL term; set "
             f"{_ACTOR}.use_kl_loss=true or {_REF}=null"
         )
-    if path is None and teaches:
+    if path is None and distills:
         yield (
-            f"algorithm.adv_estimator={TEACHES} needs a teacher, but {_REF} is not set; set "
+            f"algorithm.adv_estimator={DISTILLATION} needs a teacher, but {_REF} is not set; set "
             f"{_REF}=FOLDER to its checkpoint"
         )
 

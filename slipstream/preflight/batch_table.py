@@ -167,7 +167,7 @@ def table_rows(batches: Batches) -> Iterator[tuple[str, str]]:
         several, each = rl.processes > 1, " per process" if rl.processes > 1 else ""
         if several:
             yield "processes", f"{rl.processes:,}; they share samples and weights"
-        yield "concurrent requests", f"at most {rl.in_flight:,} responses{each}"
+        yield "concurrent responses", f"at most {rl.in_flight:,}{each}"
         yield (
             "optimizer steps",
             f"{rl.updates:,} per RL step, each on {rl.mini_prompts:,} prompts = "

@@ -56,7 +56,7 @@ def test_processes_divide_samples_and_requests() -> None:
     assert (found.micro_batches, found.micro_batch_tokens, found.in_flight) == (1, 800, 8)
     lines = dict(table_rows(table(f"{ACTOR}.ppo_max_token_len_per_gpu=1000", "trainer.nnodes=3")))
     assert lines["processes"] == "3; they share samples and weights"
-    assert lines["concurrent requests"] == "at most 8 responses per process"
+    assert lines["concurrent responses"] == "at most 8 per process"
 
 
 def test_updates_with_mini_batches_epochs_and_fixed_micro_batches() -> None:
