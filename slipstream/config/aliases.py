@@ -108,7 +108,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     f"{_ROLLOUT}.update_weights_bucket_megabytes": _ENGINE,
     f"{_ROLLOUT}.engine_kwargs.*": _ENGINE,
     f"{_ROLLOUT}.agent.num_workers": _RAY,
-    f"{_ROLLOUT}.mode": "responses are always generated concurrently, in one batch per step",
+    f"{_ROLLOUT}.mode": "responses are always generated concurrently; training waits for the batch",
     f"{_ROLLOUT}.calculate_log_probs": "rollouts always record log-probs",
     f"{_ROLLOUT}.log_prob_*": _LOG_PROB,
     f"{_REF}.log_prob_*": _LOG_PROB,

@@ -225,8 +225,8 @@ def launch_training(
 ) -> int:
     """Run a command line of another system: Hydra's flags, and overrides with its keys.
 
-    `system_defaults` holds important defaults of that system that differ from ours. A notice lists
-    those that the command line does not set. Returns the exit status.
+    `system_defaults` holds important defaults of that system that differ from ours. If the command
+    line does not set these options, a notice lists both defaults. Returns the exit status.
     """
     command = parser(
         prog,

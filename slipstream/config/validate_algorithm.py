@@ -53,7 +53,7 @@ USED_BY_ESTIMATORS = {
 """Settings of `algorithm` -> the built-in advantage estimators that use them."""
 
 ESTIMATORS = GROUP_RELATIVE | NEEDS_CRITIC | {"remax", "reinforce_plus_plus", DISTILLATION}
-"""Built-in advantage estimators. The rules do not apply to registered ones of the user."""
+"""Built-in advantage estimators. The rules do not apply to estimators that users register."""
 
 TOKEN_BASELINES = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
 """Built-in advantage estimators with one baseline per token."""

@@ -38,7 +38,7 @@ class RlBatches:
     steps: int
     prompts: int
     started: int
-    """Prompts that a rollout starts, including those of over-sampling."""
+    """Prompts that a rollout starts; with over-sampling, more than `prompts`."""
     per_prompt: int
     samples: int
     tokens: int

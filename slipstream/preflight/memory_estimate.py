@@ -132,7 +132,7 @@ def estimate_memory(
 def _process(device: torch.device) -> int:
     """Return the bytes of this process on the run's device.
 
-    On a GPU, return all bytes in use there, including those of other processes.
+    On a GPU, return all bytes in use there, also by other processes.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()

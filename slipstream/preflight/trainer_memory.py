@@ -4,9 +4,9 @@ The peak of an optimizer step can occur at three points: after the forward pass,
 activations exist; at the end of the backward pass, when all gradients exist; and inside the
 optimizer. The memory at each point is linear in L, V, T and L T. If attention stores its scores, it
 is also linear in T S and L T S. Steps of models with one and two layers determine the coefficients.
-All sizes affect which point is the peak, so the peak of a small step does not predict that of a
+Each point is predicted separately, because a small step can have its peak at another point than a
 large step. The memory of logits is computed, because their chunks are not linear in T. Called by
-`memory_estimate`; knows nothing of runs.
+`memory_estimate`. This module does not know runs or options.
 
 Shapes: L layers, V vocabulary size, T tokens of a micro-batch, S tokens of each sequence.
 """
@@ -74,10 +74,10 @@ class Linear:
 class TrainerBytes:
     """Bytes of a trainer at different points of an optimizer step.
 
-    `kept` is what stays between steps: weights and the optimizer's state. The others come in
-    addition to it: `forward` after the forward pass, `gradients` after the backward pass, and
-    `optimizer` at the peak inside the optimizer, including gradients. `layer.of_one_layer` gives
-    the activations of one layer without gradient checkpointing.
+    `kept` counts what stays between steps: weights and the optimizer's state. The other fields
+    count memory in addition to `kept`: `forward` after the forward pass, `gradients` after the
+    backward pass, and `optimizer` at the peak inside the optimizer, including gradients.
+    `layer.of_one_layer` returns the activations of one layer without gradient checkpointing.
     """
 
     kept: Linear
@@ -102,7 +102,7 @@ class TrainerBytes:
 
         Each process also holds `gathered` bytes of weights that it has gathered for computing.
         With `recomputes` (gradient checkpointing), a process holds weights in the compute dtype for
-        one layer at a time, instead of keeping those of all layers until the backward pass.
+        one layer at a time. Without it, all layers' weights stay until the backward pass.
         `whole_optimizer` is for optimizers that are not sharded (Muon). It gives the bytes of all
         weights: these are sharded, and each process has the whole optimizer state and its
         temporary memory.
@@ -182,7 +182,7 @@ def measure_trainer(
         products = 2 * tokens * LENGTH  # the difference of T S between `longer` and `more`
         layer_score = (deep_longer - both - longer + more) / products
         score = (longer - more) / products - layer_score
-        # Bytes per token at length LENGTH, including those of scores.
+        # Bytes per token, including scores, in sequences of LENGTH tokens.
         layer_each = (both - deeper - more + base) / tokens
         each = (more - base) / tokens - layer_each
         layer = deeper - base - layer_each * tokens
