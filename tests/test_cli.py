@@ -94,11 +94,11 @@ def test_config_file_can_be_given_in_three_ways(calls: Calls, tmp_path: Path) ->
     [
         (
             ["train", "--recipe", "tiny", "--config", "a.yaml"],
-            "--recipe and --config each name the settings to start from; give one",
+            "--recipe and --config cannot be combined",
         ),
         (["train", "--config-path", "a"], "add --config-name NAME"),
         (["train", "--config", "nowhere.yaml"], "config file nowhere.yaml does not exist"),
-        (["train"], "no model is named"),
+        (["train"], "set actor_rollout_ref.model.path=FOLDER"),
         (["train", "trainer.sead=1"], "did you mean trainer.seed"),
         (["config", "trainer.sead"], "did you mean trainer.seed"),
     ],
@@ -318,12 +318,12 @@ def test_launchers_call_train_with_notes_about_differing_defaults(
     assert (mode, rest) == ("rl", [])
     assert config.data.train_batch_size == 8
     notes = capsys.readouterr().err.splitlines()
-    assert notes[0] == "note: --config-name ppo_trainer is taken as --recipe default"
+    assert notes[0] == "note: --config-name ppo_trainer selects --recipe default"
     assert notes[1].startswith("note: actor_rollout_ref.rollout.load_format has no")
-    assert "actor_rollout_ref.rollout.n=8 (there 1)" in notes[2]
+    assert "actor_rollout_ref.rollout.n=8 (" in notes[2]
     assert "adv_estimator" not in notes[2]
     assert "train_batch_size" not in notes[2]
-    assert ("speculative.enable=false (there true)" in notes[2]) is (entry is main_fastrl.main)
+    assert ("speculative.enable=false (" in notes[2]) is (entry is main_fastrl.main)
 
 
 def test_main_fastrl_needs_a_draft_head_or_history(

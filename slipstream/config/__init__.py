@@ -1,6 +1,7 @@
-"""The configuration: every option, its sources, and the rules between options. Never torch.
+"""The configuration: all options, where their values come from, and rules between options.
 
-`load_config` is the way in; the dataclass tree is in `schema`.
+`load_config` returns a checked configuration; the dataclass tree is in `schema`. This package does
+not import torch.
 """
 
 from __future__ import annotations

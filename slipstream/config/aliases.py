@@ -1,11 +1,11 @@
-"""Other spellings of our keys, and keys of VERL that have nothing to act on here.
+"""Aliases of our keys, and keys of VERL that Slipstream does not have.
 
 `RENAMED` and `RENAMED_VALUES` map other spellings to ours. `WITHOUT_EFFECT` holds keys that cannot
-change a result (memory, speed, workers that do not exist here): accepted with a notice.
-`ONLY_NEUTRAL` holds keys whose feature is absent: accepted at the value that asks for nothing,
-refused with the remedy otherwise. `REFUSED_VALUES` does the same for values of our own keys. Knows
-keys and values, not the tree they go into. Called by `load` for each assignment, from files and
-command line alike.
+change a result here, such as those for memory, speed or workers. They are accepted with a notice.
+`ONLY_NEUTRAL` holds keys of features that Slipstream does not have. The value that turns the
+feature off is accepted; any other value is an error. `REFUSED_VALUES` holds values of our own keys
+that are an error. This module does not know the tree of options. `load` calls it for each
+assignment, from files and from the command line.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ RENAMED: dict[str, str] = {
 """Another spelling -> ours. A trailing number is an index into a list."""
 
 RENAMED_VALUES: dict[str, dict[Any, Any]] = {
-    # `single` was what one process had to say before there were several.
+    # Older versions of Slipstream called the strategy `single`, without several processes.
     f"{_ACTOR}.strategy": {"fsdp": "fsdp2", "single": "fsdp2"},
     f"{_ACTOR}.policy_loss.loss_mode": {"ppo": "vanilla", "grpo": "vanilla"},
     "algorithm.adv_estimator": {
@@ -77,9 +77,9 @@ RENAMED_VALUES: dict[str, dict[Any, Any]] = {
         "reinforce++_baseline": "reinforce_plus_plus_baseline",
         "reinforce_plus_plus-baseline": "reinforce_plus_plus_baseline",
     },
-    # The first one's values: VERL 0.6.1's use_policy_gradient.
+    # VERL 0.6.1 has use_policy_gradient, true or false, instead of loss_type.
     "algorithm.rollout_correction.loss_type": {True: "reinforce", False: "ppo_clip"},
-    # VERL's files have null where nothing is asked for.
+    # VERL's files write null for the default.
     f"{_MODEL}.exclude_modules": {None: ()},
     f"{_ACTOR}.optim.min_lr_ratio": {None: 0.0},
     "critic.optim.min_lr_ratio": {None: 0.0},
@@ -88,16 +88,16 @@ RENAMED_VALUES: dict[str, dict[Any, Any]] = {
 }
 """Our key -> other names of its values, also inside lists."""
 
-_SLICES = "of several processes each holds a slice of every layer, gathered a layer at a time"
+_SHARDS = "weights are always sharded over all processes, and gathered one layer at a time"
 _RAY = (
-    "Ray comes in for the processes of trainer.nnodes and trainer.n_gpus_per_node alone, with its "
-    "own settings"
+    "Ray only starts the processes of trainer.nnodes and trainer.n_gpus_per_node, with its default "
+    "settings"
 )
-_REWARD_MODEL = "the reward model is computed in this process, beside the policy"
-_CRITIC = "the critic is trained in this process, beside the policy"
-_ENGINE = "it tunes an external serving engine, and the run uses its own"
-_LOG_PROB = "log-probabilities are computed in chunks (actor.log_prob_chunk_tokens)"
-_LOADING = "data is read in the training process"
+_REWARD_MODEL = "the reward model runs in the process of the policy"
+_CRITIC = "the critic is trained in the process of the policy"
+_ENGINE = "it tunes an external serving engine, but the run uses a built-in engine"
+_LOG_PROB = "log-probs are computed in chunks (actor.log_prob_chunk_tokens)"
+_LOADING = "the training process reads the data itself"
 
 WITHOUT_EFFECT: dict[str, str] = {
     f"{_ROLLOUT}.enable_chunked_prefill": _ENGINE,
@@ -108,13 +108,14 @@ WITHOUT_EFFECT: dict[str, str] = {
     f"{_ROLLOUT}.update_weights_bucket_megabytes": _ENGINE,
     f"{_ROLLOUT}.engine_kwargs.*": _ENGINE,
     f"{_ROLLOUT}.agent.num_workers": _RAY,
-    f"{_ROLLOUT}.mode": "responses are generated at the same time, and trained on batch by batch",
-    f"{_ROLLOUT}.calculate_log_probs": "rollouts always record log-probabilities",
+    f"{_ROLLOUT}.mode": "responses are always generated concurrently; training waits for the batch",
+    f"{_ROLLOUT}.calculate_log_probs": "rollouts always record log-probs",
     f"{_ROLLOUT}.log_prob_*": _LOG_PROB,
     f"{_REF}.log_prob_*": _LOG_PROB,
-    f"{_REF}.strategy": "the reference policy runs where the actor runs",
-    f"{_REF}.ulysses_sequence_parallel_size": "the reference policy runs where the actor runs",
-    "actor_rollout_ref.hybrid_engine": "training and rollout share the process",
+    f"{_REF}.strategy": "the reference policy runs in the processes of the actor",
+    f"{_REF}.ulysses_sequence_parallel_size": "the reference policy runs in the processes of the "
+    "actor",
+    "actor_rollout_ref.hybrid_engine": "training and rollout always share a process",
     f"{_MODEL}.use_remove_padding": "sequences are always packed without padding",
     f"{_MODEL}.use_shm": _LOADING,
     f"{_MODEL}.use_liger": "the built-in decoder has its own kernels",
@@ -123,20 +124,20 @@ WITHOUT_EFFECT: dict[str, str] = {
     f"{_ACTOR}.use_torch_compile": "training is not compiled",
     f"{_ACTOR}.entropy_from_logits_with_chunking": _LOG_PROB,
     f"{_ACTOR}.entropy_checkpointing": _LOG_PROB,
-    f"{_ACTOR}.data_loader_seed": "order comes from trainer.seed",
+    f"{_ACTOR}.data_loader_seed": "trainer.seed determines the order of the data",
     f"{_ACTOR}.freeze_vision_tower": "the model has no vision tower",
-    f"{_ACTOR}.optim.num_cycles": "cosine is a half period here, num_cycles 0.5",
-    f"{_ACTOR}.optim.optimizer_impl": "the optimizer is picked by name",
-    f"{_ACTOR}.fsdp_config.forward_prefetch": _SLICES,
-    f"{_ACTOR}.fsdp_config.fsdp_size": _SLICES,
-    f"{_ACTOR}.fsdp_config.reshard_after_forward": _SLICES,
-    f"{_ACTOR}.fsdp_config.use_orig_params": _SLICES,
-    f"{_ACTOR}.fsdp_config.wrap_policy.*": _SLICES,
-    f"{_REF}.fsdp_config.forward_prefetch": _SLICES,
-    f"{_REF}.fsdp_config.fsdp_size": _SLICES,
-    f"{_REF}.fsdp_config.reshard_after_forward": _SLICES,
-    f"{_REF}.fsdp_config.use_orig_params": _SLICES,
-    f"{_REF}.fsdp_config.wrap_policy.*": _SLICES,
+    f"{_ACTOR}.optim.num_cycles": "the cosine schedule always has half a period (num_cycles=0.5)",
+    f"{_ACTOR}.optim.optimizer_impl": f"{_ACTOR}.optim.optimizer selects the optimizer",
+    f"{_ACTOR}.fsdp_config.forward_prefetch": _SHARDS,
+    f"{_ACTOR}.fsdp_config.fsdp_size": _SHARDS,
+    f"{_ACTOR}.fsdp_config.reshard_after_forward": _SHARDS,
+    f"{_ACTOR}.fsdp_config.use_orig_params": _SHARDS,
+    f"{_ACTOR}.fsdp_config.wrap_policy.*": _SHARDS,
+    f"{_REF}.fsdp_config.forward_prefetch": _SHARDS,
+    f"{_REF}.fsdp_config.fsdp_size": _SHARDS,
+    f"{_REF}.fsdp_config.reshard_after_forward": _SHARDS,
+    f"{_REF}.fsdp_config.use_orig_params": _SHARDS,
+    f"{_REF}.fsdp_config.wrap_policy.*": _SHARDS,
     "data.dataloader_num_workers": _LOADING,
     "data.filter_overlong_prompts_workers": _LOADING,
     "data.use_shm": _LOADING,
@@ -147,10 +148,10 @@ WITHOUT_EFFECT: dict[str, str] = {
     "data.image_key": "the model reads text only",
     "data.video_key": "the model reads text only",
     "data.image_patch_size": "the model reads text only",
-    "data.validation_shuffle": "the order of validation changes no result",
-    "reward_model.reward_format": "the column data.reward_fn_key picks the reward function",
-    "reward_model.launch_reward_fn_async": "rewards are always computed while rollouts go on",
-    "reward_model.use_reward_loop": "rewards are always computed while rollouts go on",
+    "data.validation_shuffle": "the order of validation prompts does not change the result",
+    "reward_model.reward_format": "the column data.reward_fn_key selects the reward function",
+    "reward_model.launch_reward_fn_async": "rewards are always computed during the rollout",
+    "reward_model.use_reward_loop": "rewards are always computed during the rollout",
     "reward_model.enable_resource_pool": _RAY,
     "reward_model.n_gpus_per_node": _RAY,
     "reward_model.nnodes": _RAY,
@@ -158,23 +159,23 @@ WITHOUT_EFFECT: dict[str, str] = {
     "reward_model.use_dynamic_bsz": _REWARD_MODEL,
     "reward_model.forward_max_token_len_per_gpu": _REWARD_MODEL,
     "reward_model.ulysses_sequence_parallel_size": _REWARD_MODEL,
-    "reward_model.model.input_tokenizer": "the policy's tokenizer is known",
+    "reward_model.model.input_tokenizer": "it is always the policy's tokenizer",
     "reward_model.model.use_*": _REWARD_MODEL,
     "reward_model.model.fsdp_config.*": _REWARD_MODEL,
-    "reward_model.model.external_lib": f"{_MODEL}.external_lib is imported",
+    "reward_model.model.external_lib": f"only {_MODEL}.external_lib is imported",
     "reward_model.model.trust_remote_code": "code from checkpoints is never run",
     "reward_model.profiler.*": _REWARD_MODEL,
-    f"{_ACTOR}.calculate_sum_pi_squared": "it is computed for the estimators that need it",
+    f"{_ACTOR}.calculate_sum_pi_squared": "it is always computed for the estimators that need it",
     f"{_ACTOR}.calculate_entropy": "the entropy is always computed",
     "critic.strategy": _CRITIC,
-    "critic.rollout_n": "the critic sees the responses of the rollout",
+    "critic.rollout_n": f"the critic trains on the {_ROLLOUT}.n responses of the rollout",
     "critic.load_weight": _CRITIC,
-    "critic.data_loader_seed": "order comes from trainer.seed",
+    "critic.data_loader_seed": "trainer.seed determines the order of the data",
     "critic.nccl_timeout": _CRITIC,
     "critic.forward_*": _CRITIC,
     "critic.ppo_infer_*": _CRITIC,
     "critic.ulysses_sequence_parallel_size": _CRITIC,
-    "critic.checkpoint.*": "critic and policy are in one checkpoint",
+    "critic.checkpoint.*": "critic and policy share a checkpoint",
     "critic.profiler.*": _CRITIC,
     "critic.engine.*": _CRITIC,
     "critic.model.fsdp_config.*": _CRITIC,
@@ -182,28 +183,32 @@ WITHOUT_EFFECT: dict[str, str] = {
     "critic.model.target_modules": "the critic trains all of its weights",
     "critic.model.exclude_modules": "the critic trains all of its weights",
     "critic.model.lora_alpha": "the critic trains all of its weights",
-    "critic.model.external_lib": f"{_MODEL}.external_lib is imported",
+    "critic.model.external_lib": f"only {_MODEL}.external_lib is imported",
     "critic.model.override_config.*": _CRITIC,
     "critic.model.enable_activation_offload": _CRITIC,
     "critic.model.trust_remote_code": "code from checkpoints is never run",
-    "critic.optim.num_cycles": "cosine is a half period here, num_cycles 0.5",
-    "critic.optim.optimizer_impl": "the optimizer is picked by name",
+    "critic.optim.num_cycles": "the cosine schedule always has half a period (num_cycles=0.5)",
+    "critic.optim.optimizer_impl": "critic.optim.optimizer selects the optimizer",
     "trainer.balance_batch": "micro-batches are always balanced by tokens",
     "trainer.ray_wait_register_center_timeout": _RAY,
     "trainer.use_legacy_worker_impl": _RAY,
-    "trainer.max_critic_ckpt_to_keep": "critic and policy are in one checkpoint",
+    "trainer.max_critic_ckpt_to_keep": "critic and policy share a checkpoint",
     "ray_kwargs.*": _RAY,
     "ray_init.*": _RAY,
-    "hydra.*": "the run folder is trainer.default_local_dir",
+    "hydra.*": "Hydra only parses the settings; trainer.default_local_dir sets the run folder",
 }
-"""Key or pattern -> why it changes nothing. The schema's own keys come first: one that a pattern
-matches, too, does not come here."""
+"""Key or pattern -> why it has no effect.
+
+A pattern does not apply to keys that the schema has.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Neutral:
-    """Values of an absent feature that ask for nothing, and what to do instead of others. Nor does
-    the value of the option `same_as`."""
+    """A feature that Slipstream does not have: `values` that leave it off, and a remedy.
+
+    If `same_as` names an option, the value of that option is accepted, too.
+    """
 
     values: tuple[Any, ...]
     remedy: str
@@ -214,28 +219,29 @@ def _off(remedy: str) -> Neutral:
     return Neutral((False, None), remedy)
 
 
-def _one(what: str) -> Neutral:
+def _one(feature: str) -> Neutral:
     return Neutral(
         (1, None),
-        f"{what} is not in this version, where every process has all layers and rows of its own "
-        "(trainer.nnodes, trainer.n_gpus_per_node); set it to 1",
+        f"{feature} is not supported: processes (trainer.nnodes, trainer.n_gpus_per_node) split "
+        "the batch, and each computes all layers; set it to 1",
     )
 
 
-_NO_OFFLOAD = _off("this version moves nothing off the device; set it to false")
-_NO_MULTI_TURN = _off("this version rolls out single turns; set it to false or null")
+_NO_OFFLOAD = _off("offloading is not supported; set it to false")
+_NO_MULTI_TURN = _off(
+    "multi-turn rollouts and tools are not supported, only single turns; set it to false or null"
+)
 _BYTES = Neutral(
     (None,),
-    "responses to train on are bounded in bytes and in age; set speculative.train.buffer_bytes and "
-    "speculative.train.lookback_steps instead",
+    "the buffer of responses is limited by bytes and age instead; set it to null, and set "
+    "speculative.train.buffer_bytes and speculative.train.lookback_steps",
 )
 
 ONLY_NEUTRAL: dict[str, Neutral] = {
     f"{_ROLLOUT}.tensor_model_parallel_size": _one("tensor parallelism"),
     f"{_ROLLOUT}.data_parallel_size": Neutral(
         (1, None),
-        "there are as many engines as processes (trainer.nnodes, trainer.n_gpus_per_node); set it "
-        "to 1",
+        "each process has its own engine (trainer.nnodes, trainer.n_gpus_per_node); set it to 1",
     ),
     f"{_ROLLOUT}.expert_parallel_size": _one("expert parallelism"),
     f"{_ROLLOUT}.pipeline_model_parallel_size": _one("pipeline parallelism"),
@@ -247,68 +253,82 @@ ONLY_NEUTRAL: dict[str, Neutral] = {
     f"{_REF}.fsdp_config.param_offload": _NO_OFFLOAD,
     f"{_REF}.fsdp_config.offload_policy": _NO_OFFLOAD,
     f"{_MODEL}.enable_activation_offload": _NO_OFFLOAD,
-    "critic.model.lora_rank": Neutral((0, None), "the critic trains all weights; set it to 0"),
-    f"{_MODEL}.override_config": Neutral(({}, None), "edit the checkpoint's config.json instead"),
+    "critic.model.lora_rank": Neutral(
+        (0, None), "LoRA is not supported for the critic, which trains all weights; set it to 0"
+    ),
+    f"{_MODEL}.override_config": Neutral(
+        ({}, None), "it is not supported; leave it out, and edit config.json of the checkpoint"
+    ),
     f"{_ROLLOUT}.multi_turn.enable": _NO_MULTI_TURN,
     f"{_ROLLOUT}.multi_turn.tool_config_path": _NO_MULTI_TURN,
     f"{_ROLLOUT}.multi_turn.interaction_config_path": _NO_MULTI_TURN,
-    # VERL 0.6 keeps the left end for `left`, later versions cut it.
+    # With `left`, VERL 0.6 keeps the left end, and later versions remove it.
     f"{_ROLLOUT}.multi_turn.tool_response_truncate_side": Neutral(
-        ("middle", None), "there are no tools, whose responses could be cut; leave it out"
+        ("middle", None), "tools are not supported; leave it out"
     ),
     f"{_ROLLOUT}.multi_turn.max_tool_response_length": Neutral(
-        (256, None), "there are no tools, whose responses could be cut; leave it out"
+        (256, None), "tools are not supported; leave it out"
     ),
     f"{_ROLLOUT}.tools": _NO_MULTI_TURN,
     f"{_ROLLOUT}.interactions": _NO_MULTI_TURN,
     "tools": _NO_MULTI_TURN,
-    f"{_ROLLOUT}.skip_rollout": _off("recorded rollouts cannot be replayed; set it to false"),
+    f"{_ROLLOUT}.skip_rollout": _off(
+        "replaying recorded rollouts is not supported; set it to false"
+    ),
     "data.gen_batch_size": Neutral(
         (None,),
-        f"groups that are filtered out are replaced one by one; set {_ROLLOUT}.over_sample_rate to "
-        "begin with more, and this to null",
+        "groups that the filter removes are replaced one by one; set it to null, and to start more "
+        f"groups per step, set {_ROLLOUT}.over_sample_rate",
         same_as="data.train_batch_size",
     ),
     f"{_ACTOR}.tis_imp_ratio_cap": Neutral(
         (-1, None),
-        "set algorithm.rollout_correction.rollout_is=token and rollout_is_threshold instead",
+        "set it to -1, and set algorithm.rollout_correction.rollout_is=token and "
+        "algorithm.rollout_correction.rollout_is_threshold instead",
     ),
     "speculative.train.buffer_max_samples": _BYTES,
     "speculative.train.data_buffer_max_size": _BYTES,
     "speculative.train.data_augment_std": Neutral(
         (0, None),
-        "noise is uniform and of one width for all lengths; set speculative.train.feature_noise "
-        "instead",
+        "noise of features is uniform, with one width for all positions; set it to 0, and set "
+        "speculative.train.feature_noise instead",
     ),
     "speculative.train.enable_step_barrier": _off(
-        "the draft model learns in one process, which waits for no other; set it to false"
+        "one process trains the draft model, so there is no barrier; set it to false"
     ),
     "speculative.train.ulysses_sequence_parallel_size": _one("sequence parallelism"),
     "speculative.train.optim.total_training_steps": Neutral(
         (0, -1, None),
-        "the schedule spans the updates that trainer.total_training_steps, "
-        "training_interval_steps and updates_per_training come to; set it to 0",
+        "the length of the schedule follows from trainer.total_training_steps, "
+        "speculative.train.training_interval_steps and speculative.train.updates_per_training; "
+        "set it to 0",
     ),
-    "trainer.default_hdfs_dir": _off("checkpoints go to trainer.default_local_dir; set it to null"),
-    "trainer.del_local_ckpt_after_load": _off("set it to false"),
-    "trainer.esi_redundant_time": Neutral((0, None), "set it to 0"),
-    "global_profiler.tool": _off("profile the process from outside; set it to null"),
+    "trainer.default_hdfs_dir": _off(
+        "HDFS is not supported; checkpoints are written to trainer.default_local_dir; set it to "
+        "null"
+    ),
+    "trainer.del_local_ckpt_after_load": _off("it is not supported; set it to false"),
+    "trainer.esi_redundant_time": Neutral((0, None), "it is not supported; set it to 0"),
+    "global_profiler.tool": _off(
+        "there is no built-in profiler; set it to null, and attach an external profiler"
+    ),
 }
-"""Key of a feature that this version does not have -> the values that leave it off."""
+"""Key of a feature that Slipstream does not have -> the values that leave it off."""
 
 REFUSED_VALUES: dict[str, dict[Any, str]] = {
     f"{_ACTOR}.strategy": {
-        "megatron": f"several processes train by FSDP2 in this version; set {_ACTOR}.strategy=fsdp2"
+        "megatron": "Megatron is not supported; several processes train with FSDP2; set "
+        f"{_ACTOR}.strategy=fsdp2"
     },
     f"{_ROLLOUT}.name": dict.fromkeys(
         ("vllm", "sglang", "trtllm"),
-        "external engines are not in this version; "
+        "external engines are not supported; "
         f"set {engines_with(generates_with(PolicyKind.DECODER))}",
     ),
     "trainer.logger": dict.fromkeys(
         ("swanlab", "vemlp_wandb", "clearml"),
-        "this version logs to console, file, tensorboard, wandb, mlflow and trackio; set "
-        "trainer.logger=[console,file,wandb]",
+        "this logger is not supported (supported: console, file, tensorboard, wandb, mlflow, "
+        "trackio); set trainer.logger=[console,file,wandb]",
     ),
     f"{_MODEL}.trust_remote_code": {
         True: "code from checkpoints is never run; "
@@ -316,7 +336,7 @@ REFUSED_VALUES: dict[str, dict[Any, str]] = {
         "architecture that transformers has"
     },
 }
-"""Our key -> values that VERL knows and this version does not, each with the remedy."""
+"""Our key -> values that VERL supports and Slipstream does not, each with a remedy."""
 
 
 def _matches(key: str, table_key: str) -> bool:
@@ -327,8 +347,11 @@ def _matches(key: str, table_key: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """What became of one assignment: the key to set (null: nothing), its value, and remarks.
-    `problem` is none where the option `unless_equal` has this value in the end."""
+    """A translated assignment: the key to set (None: set nothing), its value, notices, a problem.
+
+    If `unless_equal` names an option, `problem` applies only if the final value of that option
+    differs from `value`.
+    """
 
     key: str | None
     value: Any
@@ -338,7 +361,7 @@ class Rewritten:
 
 
 def _new_key(key: str) -> str | None:
-    """Our spelling of `key`, also of a key below a renamed free-form mapping."""
+    """Return our spelling of `key` or of a mapping that contains it; None if it is no alias."""
     if key in RENAMED:
         return RENAMED[key]
     for old, new in RENAMED.items():
@@ -348,7 +371,7 @@ def _new_key(key: str) -> str | None:
 
 
 def _same_value(left: Any, right: Any) -> bool:
-    """Equal, and not a truth value taken for a number."""
+    """Return whether the values are equal; True does not equal 1."""
     return left == right and isinstance(left, bool) == isinstance(right, bool)
 
 
@@ -360,7 +383,7 @@ def _new_value(key: str, value: Any) -> tuple[Any, list[str]]:
         for old, new in names.items():
             if _same_value(item, old):
                 if old is not None:
-                    notices.append(f"{key}={old} is taken as {key}={new}")
+                    notices.append(f"{key}={old} is an alias of {key}={new}")
                 return new
         return item
 
@@ -370,16 +393,16 @@ def _new_value(key: str, value: Any) -> tuple[Any, list[str]]:
 
 
 def _refers_to(value: Any, key: str) -> bool:
-    """Whether `value` is an interpolation of `key`, as VERL's files write inherited values."""
+    """Return whether `value` is an interpolation of `key`, as in VERL's files."""
     pattern = rf"\$\{{(oc\.select:)?{re.escape(key)}(,[^}}]*)?\}}"
     return isinstance(value, str) and re.fullmatch(pattern, value) is not None
 
 
 def rewrite(key: str, value: Any, *, known: bool) -> Rewritten:
-    """Translate one assignment into the schema's terms.
+    """Translate one assignment to keys and values of the schema.
 
-    `known` says that the schema has the key, or a free-form mapping above it. An unknown key comes
-    back unchanged, for the caller to refuse.
+    `known` is true if the schema has the key, or a free-form mapping that contains it. A key that
+    is not in any table is returned unchanged; the caller reports it.
     """
     notices: list[str] = []
     if not known:
@@ -406,7 +429,7 @@ def rewrite(key: str, value: Any, *, known: bool) -> Rewritten:
 
 
 def refused_value(key: str, value: Any) -> str | None:
-    """Why a value that VERL knows is refused here, with the remedy; null where it is not."""
+    """Return the problem and remedy for a value that only VERL supports; None for other values."""
     for item in value if isinstance(value, (list, tuple)) else (value,):
         for refused, remedy in REFUSED_VALUES.get(key, {}).items():
             if _same_value(item, refused):

@@ -60,8 +60,7 @@ def field_doc(option: Option) -> str:
 def describe(path: str) -> str:
     """Return type, default, meaning and an example of the key `path`, or the keys of a section.
 
-    Raises:
-        ConfigError: the key does not exist; the message names the most similar keys.
+    Raises ConfigError if the key does not exist. The message names the most similar keys.
     """
     option = options().get(path)
     if option is None:

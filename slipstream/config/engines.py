@@ -30,12 +30,12 @@ Factory = str | Callable[..., Any]
 """A function, or its dotted path `package.module:function`."""
 
 Has = Callable[[EngineCapabilities], object]
-"""Asks for a capability: `lambda engine: engine.drafts`."""
+"""A test for a capability, such as `lambda engine: engine.drafts`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineEntry:
-    """A registered engine. See `register_engine`."""
+    """A registered engine, with the arguments of `register_engine`."""
 
     name: str
     capabilities: EngineCapabilities
@@ -43,21 +43,26 @@ class EngineEntry:
     check: Factory | None = None
 
     def make(self, setup: Any) -> Any:
-        """The engine for a `build.engine.EngineSetup`. Raises ConfigError if it has no factory."""
+        """Make the engine for a `build.engine.EngineSetup`.
+
+        Raises ConfigError if the engine has no factory.
+        """
         if self.factory is None:
-            raise ConfigError(f"{ENGINE_KEY}={self.name}: a run cannot make this engine")
+            raise ConfigError(
+                f"{ENGINE_KEY}={self.name} cannot be used in a run; set {ENGINE_KEY}=embedded"
+            )
         return _function(self.factory)(setup)
 
     def check_settings(self, config: Config, policy: Any) -> None:
-        """Refuse settings with which the engine could not serve `policy`. Raises ConfigError."""
+        """Raise ConfigError if the engine cannot serve `policy` with the settings of `config`."""
         if self.check is not None:
             _function(self.check)(config, policy)
 
 
-def _function(found: Factory) -> Callable[..., Any]:
-    if not isinstance(found, str):
-        return found
-    module, _, name = found.partition(":")
+def _function(factory: Factory) -> Callable[..., Any]:
+    if not isinstance(factory, str):
+        return factory
+    module, _, name = factory.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return function
 
@@ -75,24 +80,26 @@ def register_engine(
     """Add an engine that `actor_rollout_ref.rollout.name` can select.
 
     `factory(setup)` returns an `inference.protocol.InferenceEngine` with these `capabilities`;
-    `setup` is a `build.engine.EngineSetup`. None: no run can make the engine. `check(config,
-    policy_config)` raises ConfigError for settings with which the engine could not serve the
-    policy; it is called before anything is made.
+    `setup` is a `build.engine.EngineSetup`. If `factory` is None, runs cannot use the engine.
+    `check(config, policy_config)` raises ConfigError if the engine cannot serve the policy with
+    these settings; it is called before the run makes any model or engine.
 
     Raises ConfigError if another engine has this name.
     """
     entry = EngineEntry(name=name, capabilities=capabilities, factory=factory, check=check)
     if _ENGINES.setdefault(name, entry) != entry:
-        raise ConfigError(f"engine {name!r} exists already; register yours under another name")
+        raise ConfigError(
+            f"an engine named {name!r} is already registered; register yours under another name"
+        )
 
 
 def engine_names() -> tuple[str, ...]:
-    """The names of all engines, in the order of their registration."""
+    """Return the names of all engines, in the order of their registration."""
     return tuple(_ENGINES)
 
 
 def engine_entry(name: str) -> EngineEntry:
-    """The engine `name`. Raises ConfigError for an unknown name."""
+    """Return the engine `name`. Raises ConfigError if the name is unknown."""
     entry = _ENGINES.get(name)
     if entry is None:
         raise ConfigError(unknown_engine(name))
@@ -100,34 +107,40 @@ def engine_entry(name: str) -> EngineEntry:
 
 
 def unknown_engine(name: str) -> str:
-    """The message for a name that no engine has."""
+    """Return the message for a name that no engine has."""
     known = engine_names()
     return (
         f"{ENGINE_KEY}={name} is not known{did_you_mean(name, known)} (known: {', '.join(known)}); "
-        "the module that actor_rollout_ref.model.external_lib names can register others"
+        "to use one of your own, set actor_rollout_ref.model.external_lib=MODULE to a module that "
+        "registers it"
     )
 
 
 def selected_engine(config: Config) -> EngineEntry | None:
-    """The engine of a run. None if it is not registered yet: the rules between options then wait
-    until `build.process.import_external` has imported its module."""
+    """Return the engine of a run; None if it is not registered yet.
+
+    An engine of a user module is registered when `build.process.import_external` imports the
+    module. Rules between options do not apply before that.
+    """
     return _ENGINES.get(config.actor_rollout_ref.rollout.name)
 
 
 def engine_lacks(config: Config, has: Has) -> bool:
-    """Whether the selected engine lacks a capability; False if it is not registered yet."""
+    """Return whether the selected engine lacks a capability; False if it is not registered yet."""
     entry = selected_engine(config)
     return entry is not None and not has(entry.capabilities)
 
 
 def generates_with(kind: PolicyKind) -> Has:
-    """Asks for an engine that generates with policies of this kind."""
+    """Return a test for engines that generate with policies of this kind."""
     return lambda engine: kind in engine.policies
 
 
 def engines_with(has: Has) -> str:
-    """What to set for a capability, for messages: `actor_rollout_ref.rollout.name=NAME`, with all
-    engines that have it and that a run can select."""
+    """Return what to set for a capability, for error messages: `actor_rollout_ref.rollout.name=A`.
+
+    The text names all engines that have the capability and that a run can use, joined by "or".
+    """
     names = [
         entry.name
         for entry in _ENGINES.values()

@@ -1,7 +1,7 @@
-"""The vocabulary that option types are written in: ranges, name lists and free-form mappings.
+"""Types for annotating options: numbers with ranges, and free-form mappings.
 
-Knows nothing of any single option. Used by the schema modules (as annotations) and by `convert`
-(which checks values against them).
+The schema modules use them as annotations, and `tree` checks values against them. This module does
+not know any option.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Bounds of a number; `low` itself is excluded when `above` is set, `high` when `below` is."""
+    """Bounds of a number. `above` excludes `low` itself, and `below` excludes `high` itself."""
 
     low: float | None = None
     high: float | None = None
@@ -45,10 +45,10 @@ BelowOne = Annotated[float, Range(low=0, high=1, below=True)]
 
 
 class FrozenMapping(Mapping[str, Any]):
-    """An immutable string-keyed mapping: what a free-form option (`reward_kwargs`) holds.
+    """An immutable mapping with string keys: the value of a free-form option (`reward_kwargs`).
 
-    Nested lists and dictionaries are handed out as fresh copies, so that user code gets the plain
-    types it expects and cannot change the configuration. Pickles.
+    Access returns copies of nested lists and dictionaries. So user code gets plain types, and
+    cannot change the configuration. It can be pickled.
     """
 
     __slots__ = ("_data",)

@@ -1,7 +1,7 @@
-"""What the machine has, found without importing torch.
+"""Counts the GPUs of the machine without importing torch.
 
-Knows device files, environment variables and `nvidia-smi`; not what a run wants of them. Called by
-`load.load_config` when no `Hardware` is given; tests pass their own.
+It reads device files, `nvidia-smi` and CUDA_VISIBLE_DEVICES, and knows no options. `load_config`
+calls it if the caller passes no `Hardware`.
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ class Hardware:
 
 
 def _listed_by_driver() -> int:
-    """GPUs that `nvidia-smi` lists: where there are no device files, as under WSL."""
+    """Return the number of GPUs that `nvidia-smi` lists, for systems without device files (WSL)."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return 0
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             [program, "-L"], capture_output=True, text=True, timeout=5, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    return len(re.findall(r"^GPU \d+:", done.stdout, flags=re.MULTILINE))
+    return len(re.findall(r"^GPU \d+:", result.stdout, flags=re.MULTILINE))
 
 
 def _visible(setting: str, present: int) -> int:
-    """How many of `present` GPUs CUDA_VISIBLE_DEVICES leaves; CUDA stops at the first bad entry."""
+    """Return how many of `present` GPUs are visible with CUDA_VISIBLE_DEVICES=`setting`.
+
+    Like CUDA, it ignores all entries from the first invalid one.
+    """
     count = 0
     for entry in setting.split(","):
         name = entry.strip()
@@ -48,7 +51,10 @@ def _visible(setting: str, present: int) -> int:
 
 
 def detect_hardware(device_dir: Path = Path("/dev")) -> Hardware:
-    """Count GPUs by device files (else by `nvidia-smi`), less those CUDA_VISIBLE_DEVICES hides."""
+    """Count the GPUs by device files, or by `nvidia-smi` if there are no device files.
+
+    GPUs that CUDA_VISIBLE_DEVICES hides do not count.
+    """
     present = sum(1 for path in device_dir.glob("nvidia[0-9]*") if path.name[6:].isdigit())
     if not present and device_dir == Path("/dev"):
         present = _listed_by_driver()

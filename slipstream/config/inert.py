@@ -1,7 +1,6 @@
-"""Options of `speculative` that others make ineffective: set to anything but their default they are
-refused, so that nobody waits for what they do not do.
+"""Rules for options of `speculative` that have no effect because of other options.
 
-Knows the schema. Called by `validate`.
+A value other than the default is an error then, so that users notice. Called by `validate`.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from slipstream.config.schema_speculative import EagleSection, SpeculativeSectio
 
 
 def options_without_effect(speculative: SpeculativeSection) -> Iterator[str]:
-    """Each as `what has no effect; remedy`."""
+    """Yield a message `what has no effect; remedy` for each such option."""
     yield from _selector(speculative)
     yield from _training(speculative)
-    usual = SpeculativeSection()
+    defaults = SpeculativeSection()
     for name in ("train", "draft"):
         key = f"speculative.{name}.optim"
-        optim, default = getattr(speculative, name).optim, getattr(usual, name).optim
+        optim, default = getattr(speculative, name).optim, getattr(defaults, name).optim
         if optim.optimizer != "Muon" and optim.muon_lr not in (None, default.muon_lr):
             yield (
                 f"{key}.muon_lr={optim.muon_lr:g} has no effect with {key}.optimizer="
@@ -26,7 +25,8 @@ def options_without_effect(speculative: SpeculativeSection) -> Iterator[str]:
             )
         if 0 < (optim.min_lr_ratio or 0) <= 1 and optim.lr_scheduler_type == "constant":
             yield (
-                f"{key}.min_lr_ratio={optim.min_lr_ratio:g} has no effect with a constant rate; "
+                f"{key}.min_lr_ratio={optim.min_lr_ratio:g} has no effect with "
+                f"{key}.lr_scheduler_type=constant; "
                 f"set {key}.lr_scheduler_type=cosine or {key}.min_lr_ratio=null"
             )
 
@@ -41,28 +41,32 @@ _OPTIONS_OF = {
     "mab_epsilon": ("EG", "BEG"),
     "mab_window_size": _BANDITS,
 }
-"""Options of `speculative.eagle`, and the values of `tune_algorithm` that know them."""
+"""Options of `speculative.eagle` -> the values of `tune_algorithm` that use them."""
 
 
 def _selector(speculative: SpeculativeSection) -> Iterator[str]:
-    eagle, usual, key = speculative.eagle, EagleSection(), "speculative.eagle"
+    eagle, defaults, key = speculative.eagle, EagleSection(), "speculative.eagle"
     if not speculative.enable:
         return
     for name, algorithms in _OPTIONS_OF.items():
-        value, default = getattr(eagle, name), getattr(usual, name)
+        value, default = getattr(eagle, name), getattr(defaults, name)
         if eagle.tune_algorithm not in algorithms and value != default:
             shown = "" if isinstance(value, tuple) else f"={value}"
-            back = "leave it out" if isinstance(value, tuple) else f"set {key}.{name}={default}"
+            undo = (
+                f"leave {key}.{name} out"
+                if isinstance(value, tuple)
+                else f"set {key}.{name}={default}"
+            )
             yield (
                 f"{key}.{name}{shown} has no effect with {key}.tune_algorithm="
-                f"{eagle.tune_algorithm}; set {key}.tune_algorithm={algorithms[-1]}, or {back}"
+                f"{eagle.tune_algorithm}; set {key}.tune_algorithm={algorithms[-1]}, or {undo}"
             )
 
 
 def _training(speculative: SpeculativeSection) -> Iterator[str]:
     train, eagle, key = speculative.train, speculative.eagle, "speculative.train"
     new = eagle.spec_model_path is None
-    # Of a head that is read from files it is not known here what it is.
+    # The type of a head in spec_model_path is not known before it is read.
     depth = 1 if train.depth is None and new and eagle.spec_algorithm == "EAGLE" else train.depth
     if depth == 1 and train.depth_decay not in (None, 1):
         yield (

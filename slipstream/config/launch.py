@@ -1,7 +1,7 @@
-"""The part of a launch line that every command reads alike: where settings come from, and errors.
+"""Shared parts of all commands: flags for the source of settings, error output and exit codes.
 
-Knows flags, Hydra's among them, and exit codes; not what a command does. Shared by `slipstream.cli`
-and by the launchers that take VERL's and FastRL's command lines, which may not import each other.
+`slipstream.cli` uses it, and so do the launchers for command lines of VERL and FastRL, because they
+may not import each other. It does not know what a command does.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from slipstream.config.sources import recipe_names
 from slipstream.config.tree import options, show, to_dict
 from slipstream.errors import ConfigError, SlipstreamError
 
-FOREIGN_RECIPES = ("ppo_trainer", "fastrl_trainer")
-"""Config names of VERL and FastRL for what is the recipe `default` here."""
+VERL_CONFIG_NAMES = ("ppo_trainer", "fastrl_trainer")
+"""Config names of VERL and FastRL that correspond to the recipe `default`."""
 
 EXIT_CODES = """\
 exit codes:
@@ -39,7 +39,10 @@ INTERRUPTED = 130
 
 
 def parser(prog: str, description: str, epilog: str, usage: str) -> argparse.ArgumentParser:
-    """An argument parser that shows `epilog` (examples) and the exit codes as they are laid out."""
+    """Return an argument parser whose help ends with `epilog` (examples) and the exit codes.
+
+    The help keeps the line breaks of `epilog`.
+    """
     return argparse.ArgumentParser(
         prog=prog,
         usage=usage,
@@ -51,24 +54,31 @@ def parser(prog: str, description: str, epilog: str, usage: str) -> argparse.Arg
 
 
 def add_source_flags(command: argparse.ArgumentParser, *, show_flag: bool = True) -> None:
-    """The flags that say where settings come from, and `--debug`."""
+    """Add the flags that select the source of settings, and `--debug`."""
     group = command.add_argument_group(
-        "settings", "key=value changes an option; `slipstream config` lists them"
-    )
-    group.add_argument("--recipe", metavar="NAME", help=f"one of {', '.join(recipe_names())}")
-    group.add_argument("--config", metavar="FILE", type=Path, help="a YAML file of your own")
-    group.add_argument(
-        "--config-path", "-cp", metavar="DIR", type=Path, help="folder of --config-name"
+        "settings", "set an option with key=value; `slipstream config` lists all options"
     )
     group.add_argument(
-        "--config-name", "-cn", metavar="NAME", help="file in --config-path, else a recipe"
+        "--recipe", metavar="NAME", help=f"built-in settings: one of {', '.join(recipe_names())}"
+    )
+    group.add_argument("--config", metavar="FILE", type=Path, help="your own settings in YAML")
+    group.add_argument(
+        "--config-path", "-cp", metavar="DIR", type=Path, help="folder with the --config-name file"
+    )
+    group.add_argument(
+        "--config-name",
+        "-cn",
+        metavar="NAME",
+        help="settings file in --config-path; without --config-path, a recipe",
     )
     if show_flag:
         group.add_argument(
-            "--cfg", "-c", choices=["job"], help="print the settings as YAML and do nothing else"
+            "--cfg", "-c", choices=["job"], help="print the settings as YAML and exit"
         )
         group.add_argument(
-            "--resolve", action="store_true", help="with --cfg: always the case, taken for Hydra"
+            "--resolve",
+            action="store_true",
+            help="accepted for Hydra; --cfg always resolves interpolations",
         )
     add_debug_flag(command)
 
@@ -77,8 +87,8 @@ def add_dry_run_flag(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the settings, what batches they make and how much memory that takes, try one "
-        "tiny step, and leave nothing behind",
+        help="check the settings; print them with batch sizes and a memory estimate; run one tiny "
+        "step, and delete its files",
     )
 
 
@@ -87,17 +97,21 @@ def add_debug_flag(command: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """A flag's value as a whole number of at least 1."""
+    """Convert a flag's value to an integer of at least 1.
+
+    Raises ArgumentTypeError for other values.
+    """
     if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)
 
 
 def read_overrides(command: argparse.ArgumentParser, rest: Sequence[str]) -> list[str]:
-    """What is left of a line after its flags: overrides. An unknown flag ends the program (2)."""
+    """Return the arguments that are not flags, as overrides. Exit with status 2 if there are
+    unknown flags."""
     unknown = [text for text in rest if text.startswith("-")]
     if unknown:
-        command.error(f"unknown argument {unknown[0]}; settings are written key=value")
+        command.error(f"unknown argument {unknown[0]}; write settings as key=value")
     return list(rest)
 
 
@@ -106,18 +120,23 @@ def note(text: str) -> None:
 
 
 def _source(args: argparse.Namespace) -> tuple[str | None, Path | None]:
-    """Recipe and file that the flags name; at most one of them."""
+    """Return the recipe and the file that the flags name; at least one of them is None."""
     flags = {"--recipe": args.recipe, "--config": args.config, "--config-name": args.config_name}
-    given = [flag for flag, value in flags.items() if value is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} each name the settings to start from; give one")
+    present = [flag for flag, value in flags.items() if value is not None]
+    if len(present) > 1:
+        raise ConfigError(
+            f"{' and '.join(present)} cannot be combined, because each selects the settings to "
+            "start from; pass only one of them"
+        )
     if args.config_path is not None:
         if args.config_name is None:
-            raise ConfigError("--config-path needs the file's name; add --config-name NAME")
+            raise ConfigError(
+                f"--config-path {args.config_path} needs a file name; add --config-name NAME"
+            )
         folder: Path = args.config_path
         return None, folder / f"{args.config_name.removesuffix('.yaml')}.yaml"
-    if args.config_name in FOREIGN_RECIPES:
-        note(f"--config-name {args.config_name} is taken as --recipe default")
+    if args.config_name in VERL_CONFIG_NAMES:
+        note(f"--config-name {args.config_name} selects --recipe default")
         return "default", None
     return args.recipe or args.config_name, args.config
 
@@ -129,12 +148,10 @@ def config_from(
     file: Path | None = None,
     complete: bool = True,
 ) -> Config:
-    """The configuration that parsed flags and overrides ask for.
+    """Return the configuration for parsed flags and overrides.
 
-    `file` is used where the flags name no source. Notices go to standard error.
-
-    Raises:
-        ConfigError: see `load_config`.
+    If the flags name no source, `file` is the source. Notices are printed to standard error. Raises
+    ConfigError like `load_config`.
     """
     recipe, named = _source(args)
     if recipe is None and named is None:
@@ -143,16 +160,22 @@ def config_from(
 
 
 def program() -> str:
-    """How this installation's `slipstream` is called from here: by its name where that finds it."""
-    beside = Path(sys.executable).with_name("slipstream")
-    if shutil.which("slipstream") is not None or not beside.exists():
+    """Return a command that starts this installation's `slipstream` from the current folder.
+
+    It is "slipstream" if that is on PATH, else the path of the program.
+    """
+    installed = Path(sys.executable).with_name("slipstream")
+    if shutil.which("slipstream") is not None or not installed.exists():
         return "slipstream"
-    here = Path.cwd()
-    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
+    current = Path.cwd()
+    return str(installed.relative_to(current) if installed.is_relative_to(current) else installed)
 
 
 def print_settings(config: Config) -> None:
-    """The resolved tree on standard output, to be read back; in ASCII where that has no more."""
+    """Print the resolved tree as YAML that `--config` can read.
+
+    Uses only ASCII if the encoding of standard output lacks other characters.
+    """
     text = to_yaml(config)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
@@ -164,10 +187,13 @@ def print_settings(config: Config) -> None:
 
 
 def exit_status(call: Callable[[], int], *, debug: bool) -> int:
-    """Run a command and turn its errors into one line on standard error and an exit code."""
+    """Run a command and return its exit status.
+
+    Prints an error of Slipstream as one line on standard error, with a traceback if `debug`.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # A name that the terminal's encoding lacks is escaped, as on standard error, and ends no
-        # command.
+        # Characters that the terminal's encoding lacks are escaped, as on standard error. Else
+        # printing such a name would end the command with an error.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = call()
@@ -182,7 +208,8 @@ def exit_status(call: Callable[[], int], *, debug: bool) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader (`| head`) has what it wants; the interpreter must not flush into it again.
+        # The reader (such as `| head`) has closed the pipe. Python flushes standard output at exit,
+        # which would raise the error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -196,15 +223,15 @@ def launch_training(
     train: Callable[[Config, Mode], int],
     dry_run: Callable[[Config, Mode], int],
 ) -> int:
-    """Run the launch line of another system: Hydra's flags, and overrides of its keys.
+    """Run a command line of another system: Hydra's flags, and overrides with its keys.
 
-    `system_defaults` are defaults of that system that matter and differ from ours: where the line
-    leaves one open, a notice says what it is here.
+    `system_defaults` holds important defaults of that system that differ from ours. If the command
+    line does not set these options, a notice lists both defaults. Returns the exit status.
     """
     command = parser(
         prog,
-        f"Train from a {system} launch line. Keys that mean nothing here are accepted with a "
-        "notice; features that are not here are refused with a remedy.",
+        f"Train with a {system} command line. Keys without effect are accepted with a notice. "
+        "Features that Slipstream does not have are errors with a remedy.",
         f"example:\n  {prog} data.task=countdown trainer.total_training_steps=10 \\\n"
         "      actor_rollout_ref.model.init.num_layers=2\n",
         f"{prog} [--config-path DIR --config-name NAME] [--cfg job] [--dry-run] [key=value ...]",
@@ -229,13 +256,13 @@ def launch_training(
 def _note_defaults(
     config: Config, overrides: Sequence[str], system: str, system_defaults: Mapping[str, Any]
 ) -> None:
-    given = {text.lstrip("+").partition("=")[0] for text in overrides}
-    left_open: list[str] = []
+    assigned = {text.lstrip("+").partition("=")[0] for text in overrides}
+    differing: list[str] = []
     for key, theirs in system_defaults.items():
         ours: Any = to_dict(config)
         for part in key.split("."):
             ours = ours[part]
-        if key not in given and ours == options()[key].default and ours != theirs:
-            left_open.append(f"{key}={show(ours)} (there {show(theirs)})")
-    if left_open:
-        note(f"defaults that differ from {system}'s: {', '.join(left_open)}")
+        if key not in assigned and ours == options()[key].default and ours != theirs:
+            differing.append(f"{key}={show(ours)} ({system}: {show(theirs)})")
+    if differing:
+        note(f"defaults that differ from {system}: {', '.join(differing)}")

@@ -1,9 +1,9 @@
-"""From recipe, file and overrides to one frozen, checked `Config`.
+"""Composes recipe, file and overrides into one frozen, checked `Config`.
 
-Order of precedence, low to high: schema defaults, recipe or file, overrides. Every source goes
-through `aliases`; the result is checked against the schema's types and then against the rules of
-`validate`. All problems of a step are reported in one error. Called by the command line and by
-anyone who builds a run in Python.
+Order of precedence, low to high: schema defaults, recipe or file, overrides. `aliases` translates
+the assignments of all sources. The result is checked against the schema's types, and then against
+the rules of `validate`. Each of these steps reports all its problems in one error. Called by the
+command line, and by programs that build a run in Python.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from slipstream.config.validate_algorithm import NEEDS_CRITIC
 from slipstream.errors import ConfigError
 
 CONFIG_FILE = "config.yaml"
-"""Name under which a run folder keeps its resolved configuration."""
+"""Name of the file in a run folder that contains the resolved configuration."""
 
 RESUMABLE_KEYS = frozenset(
     {
@@ -70,12 +70,15 @@ RESUMABLE_KEYS = frozenset(
         "sft.test_freq",
     }
 )
-"""Keys that may differ between a run and its continuation. They change no update that was made;
-more steps stretch a learning-rate schedule that is tied to them, which the loops announce."""
+"""Keys whose values may change when a run resumes.
+
+They do not affect updates that the run has already made. A different number of steps changes a
+learning-rate schedule that depends on it, and the loops print a note then.
+"""
 
 
 def raise_problems(problems: Sequence[str]) -> None:
-    """One error for all `problems`, if there are any."""
+    """Raise one ConfigError with all `problems`, if there are any."""
     if len(problems) == 1:
         raise ConfigError(problems[0])
     if problems:
@@ -84,7 +87,7 @@ def raise_problems(problems: Sequence[str]) -> None:
 
 
 def _free_form_above(key: str) -> Option | None:
-    """The free-form mapping that holds `key`, if any."""
+    """Return the free-form mapping that contains `key`; None if there is none."""
     parts = key.split(".")
     for end in range(len(parts) - 1, 0, -1):
         option = options().get(".".join(parts[:end]))
@@ -94,16 +97,20 @@ def _free_form_above(key: str) -> Option | None:
 
 
 class _Tree:
-    """The plain tree under construction, and what was remarked on the way."""
+    """The plain tree under construction, with the notices and problems of its assignments.
+
+    `assigned` holds the keys that a source has set.
+    """
 
     def __init__(self) -> None:
         self.values = to_dict(Config())
         self.notices: dict[str, None] = {}
         self.problems: list[str] = []
         self.to_compare: list[aliases.Rewritten] = []
-        self.given: set[str] = set()
+        self.assigned: set[str] = set()
 
     def apply(self, assignment: Assignment) -> None:
+        """Set or delete one key, and record notices and problems."""
         key = assignment.key
         inside = _free_form_above(key) is not None and key not in aliases.RENAMED
         known = key in options() or inside
@@ -120,7 +127,10 @@ class _Tree:
             self._set(rewritten.key, rewritten.value)
 
     def _section(self, key: str) -> tuple[dict[str, Any], str]:
-        """The dictionary that holds `key`, made where an absent section or mapping needs it."""
+        """Return the dictionary that contains `key`, and the last name of `key`.
+
+        Sections and mappings that are null get their defaults first.
+        """
         node = self.values
         *path, name = key.split(".")
         for depth, part in enumerate(path, start=1):
@@ -139,7 +149,7 @@ class _Tree:
         if option.section is not None and not (option.nullable and value is None):
             names = [k for k in options() if k.rpartition(".")[0] == key][:3]
             self.problems.append(
-                f"{key}={show(value)}: {key} is a section; set its options, such as "
+                f"{key}={show(value)}: {key} is a section; set its options instead, such as "
                 + ", ".join(names)
             )
             return
@@ -148,17 +158,20 @@ class _Tree:
             _merge(node[name], value)
         else:
             node[name] = value
-        self.given.add(key)
+        self.assigned.add(key)
 
     def _set_inside(self, key: str, value: Any) -> None:
-        """A key below a free-form mapping, or one item of a list."""
+        """Set a key inside a free-form mapping, or one item of a list."""
         parent, _, name = key.rpartition(".")
         if _free_form_above(key) is not None:
             try:
                 node, name = self._section(key)
                 node[name] = value
             except (AttributeError, TypeError):
-                self.problems.append(f"{key}: {parent} holds a plain value and takes no keys")
+                self.problems.append(
+                    f"{key} cannot be set: {parent} has a plain value, not a mapping; set "
+                    f"{parent}={{{name}:{show(value)}}}"
+                )
         elif parent in options() and name.isdigit():
             node, list_name = self._section(parent)
             node[list_name][int(name)] = value
@@ -168,23 +181,24 @@ class _Tree:
     def _delete(self, key: str) -> None:
         if _free_form_above(key) is None:
             self.problems.append(
-                f"~{key}: only keys of free-form mappings can be deleted; give it a value"
+                f"~{key}: only keys of free-form mappings can be deleted; set {key}=VALUE instead"
                 if key in options()
                 else unknown_key(key)
             )
             return
         node, name = self._section(key)
         if name not in node:
-            self.problems.append(f"~{key}: there is no such key to delete")
+            self.problems.append(f"~{key}: this key is not set, so it cannot be deleted")
             return
         del node[name]
 
     def imply(self) -> None:
-        """What follows from what was given, and what is without effect because of it."""
-        for one in self.to_compare:
-            assert one.unless_equal is not None
-            if one.problem is not None and _at(self.values, one.unless_equal) != one.value:
-                self.problems.append(one.problem)
+        """Set options that follow from others, and add notices about options without effect."""
+        for rewritten in self.to_compare:
+            assert rewritten.unless_equal is not None
+            final = _at(self.values, rewritten.unless_equal)
+            if rewritten.problem is not None and final != rewritten.value:
+                self.problems.append(rewritten.problem)
         self._without_critic()
         self._without_reward_model()
         self._micro_batches()
@@ -192,9 +206,9 @@ class _Tree:
     def _without_critic(self) -> None:
         critic, algorithm = self.values["critic"], self.values["algorithm"]
         if not critic["enable"] and algorithm["adv_estimator"] not in NEEDS_CRITIC:
-            usual = to_dict(Config())
-            for key in sorted(self.given - {"critic.enable"}):
-                if key.startswith("critic.") and _at(self.values, key) != _at(usual, key):
+            defaults = to_dict(Config())
+            for key in sorted(self.assigned - {"critic.enable"}):
+                if key.startswith("critic.") and _at(self.values, key) != _at(defaults, key):
                     self.notices[f"{key} has no effect: no critic is trained"] = None
 
     def _without_reward_model(self) -> None:
@@ -203,17 +217,17 @@ class _Tree:
             self.notices["reward_model.model.path has no effect: reward_model.enable=false"] = None
 
     def _micro_batches(self) -> None:
-        """VERL's switch of fixed micro-batches is the size itself."""
+        """Turn off dynamic batching if a micro-batch size is set, as in VERL."""
         actor = "actor_rollout_ref.actor"
         size, dynamic = f"{actor}.ppo_micro_batch_size_per_gpu", f"{actor}.use_dynamic_bsz"
         settings = self.values["actor_rollout_ref"]["actor"]
-        if size not in self.given or settings["ppo_micro_batch_size_per_gpu"] is None:
+        if size not in self.assigned or settings["ppo_micro_batch_size_per_gpu"] is None:
             return
-        if dynamic not in self.given:
+        if dynamic not in self.assigned:
             settings["use_dynamic_bsz"] = False
             self.notices[f"{size} is set, so {dynamic}=false"] = None
         elif settings["use_dynamic_bsz"] is True:
-            self.notices[f"{size} has no effect: {dynamic}=true packs by tokens"] = None
+            self.notices[f"{size} has no effect: {dynamic}=true limits tokens instead"] = None
 
 
 def _merge(target: dict[str, Any], values: dict[str, Any]) -> None:
@@ -225,7 +239,7 @@ def _merge(target: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _resolve(values: dict[str, Any]) -> dict[str, Any]:
-    """Replace `${...}` by what it refers to."""
+    """Replace each interpolation `${key}` by the value of the option `key`."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -237,7 +251,8 @@ def _resolve(values: dict[str, Any]) -> dict[str, Any]:
         where = getattr(error, "full_key", None) or "configuration"
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"{where}: {reason}; an interpolation names another option: ${{trainer.seed}}"
+            f"{where}: {reason}; an interpolation must name another option, such as "
+            "${trainer.seed}"
         ) from error
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
@@ -255,33 +270,34 @@ def load_config(
 ) -> Config:
     """Compose, check and freeze a configuration.
 
-    `recipe` names a built-in file and `file` is one of the user's; neither: the schema's defaults.
-    `values` is a tree of options, such as a program composed by itself, which comes after them.
-    `notify` gets each notice (an alias, a key without effect) once; by default they are logged.
-    `complete=False` accepts a configuration that names no model yet: to show it, or to evaluate a
+    The start is a built-in `recipe`, or a `file` of the user, or the schema's defaults. `values`, a
+    tree of options, overrides them, and `overrides` (key=value) override both. `notify` is called
+    once for each notice, such as an alias or a key without effect; by default notices are logged.
+    `complete=False` accepts a configuration without a model, to show it or to evaluate a
     checkpoint.
 
-    Raises:
-        ConfigError: an unknown key, a wrong type, an impossible value or combination; the message
-            holds every problem found, with its remedy.
+    Raises ConfigError for unknown keys, wrong types, and impossible values or combinations. The
+    message contains all problems found, with remedies.
     """
     if recipe is not None and file is not None:
-        raise ConfigError(f"both recipe {recipe!r} and config file {file} are given; give one")
+        raise ConfigError(
+            f"recipe {recipe!r} and config file {file} cannot be combined; pass only one of them"
+        )
     source = file if file is not None else recipe_file(recipe or "default")
     parsed = parse_overrides(overrides)
     from_file, parsed = file_assignments(source, parsed)
     tree = _Tree()
-    given = flatten("", values or {}, "the configuration")
-    for assignment in [*from_file, *given, *override_assignments(parsed)]:
+    from_values = flatten("", values or {}, "the configuration")
+    for assignment in [*from_file, *from_values, *override_assignments(parsed)]:
         tree.apply(assignment)
     tree.imply()
-    _tell(tree.notices, notify)
+    _send_notices(tree.notices, notify)
     raise_problems(tree.problems)
     values = _resolve(tree.values)
     config, mismatches = from_dict(values)
     refused = {key: aliases.refused_value(key, _at(values, key)) for key in aliases.REFUSED_VALUES}
     problems = [message for message in refused.values() if message is not None]
-    # A refused value is of the wrong type, too: the remedy says more than the type.
+    # A refused value also has the wrong type. Only the more helpful message is reported.
     explained = tuple(f"{key}:" for key, message in refused.items() if message is not None)
     problems += [message for message in mismatches if not message.startswith(explained)]
     if not mismatches:
@@ -297,21 +313,21 @@ def _at(values: dict[str, Any], key: str) -> Any:
     return node
 
 
-def _tell(notices: Iterable[str], notify: Callable[[str], None] | None) -> None:
-    tell = notify or logging.getLogger("slipstream.config").warning
+def _send_notices(notices: Iterable[str], notify: Callable[[str], None] | None) -> None:
+    send = notify or logging.getLogger("slipstream.config").warning
     for notice in notices:
-        tell(notice)
+        send(notice)
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved tree as YAML; `load_config(file=...)` reads it back to an equal tree."""
+    """Return the resolved tree as YAML. `load_config(file=...)` reads it to an equal tree."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.create(_escaped(to_dict(config))))
 
 
 def _escaped(value: Any) -> Any:
-    """Text that looks like an interpolation stays text when it is read back."""
+    """Escape `${` in strings, so that reading the YAML does not take it for an interpolation."""
     if isinstance(value, dict):
         return {key: _escaped(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -320,9 +336,9 @@ def _escaped(value: Any) -> Any:
 
 
 def diff(old: Config, new: Config) -> list[str]:
-    """What differs, as `key: old -> new`, without the `RESUMABLE_KEYS`.
+    """Return the differences as `key: old -> new`, except those in `RESUMABLE_KEYS`.
 
-    A run folder whose configuration differs from the present one is not continued.
+    If there are any, a run cannot resume from the folder of the old configuration.
     """
     before, after = to_dict(old), to_dict(new)
     changes: list[str] = []

@@ -1,7 +1,6 @@
-"""Which training a configuration asks for.
+"""Determines which training a configuration asks for: SFT, RL, or SFT and then RL.
 
-Knows the schema and the rule of `trainer.mode`. Called by the command line and by `loops` before a
-run is built.
+Called by the command line and by programs before they start a run.
 """
 
 from __future__ import annotations
@@ -14,34 +13,39 @@ from slipstream.errors import ConfigError
 Mode = Literal["sft", "rl", "sft+rl"]
 
 HEAD_ALONE = ("speculative.enable=false", "speculative.train.enable_drafter_training=false")
-"""What makes a run's settings those of training a draft head for its policy: whether RL drafts, and
-whether a head learns beside it, is nothing to that."""
+"""Overrides for training only a draft head (`slipstream draft`) with the settings of an RL run.
+
+They turn off drafting and co-training, which affect only RL.
+"""
 
 
 def resolve_mode(config: Config, *, given_data: bool = False) -> Mode:
-    """Which training the configuration asks for; `given_data`: a program gives the prompts.
+    """Return which training the configuration asks for.
 
-    `trainer.mode=auto` means SFT where it has steps, RL where it has data and is not switched off,
-    and SFT before RL where both hold.
+    `given_data` is true if a program supplies the prompts. With `trainer.mode=auto`, SFT runs if
+    sft.total_training_steps is above 0. RL runs if it has data and trainer.total_training_steps is
+    not 0. If both apply, SFT runs before RL.
 
-    Raises:
-        ConfigError: there is nothing to do, or the mode that is asked for lacks steps or data.
+    Raises ConfigError if there is nothing to train, or if a requested phase has no steps or data.
     """
     mode = config.trainer.mode
-    endless = config.data.task is not None
+    has_task = config.data.task is not None
     has_sft = config.sft.total_training_steps > 0
-    own = config.data.custom_cls.path is not None
-    has_rl_data = given_data or endless or own or config.data.train_files is not None
+    has_class = config.data.custom_cls.path is not None
+    has_rl_data = given_data or has_task or has_class or config.data.train_files is not None
     steps = config.trainer.total_training_steps
     wants_sft = mode in ("sft", "sft+rl") or (mode == "auto" and has_sft)
     wants_rl = mode in ("rl", "sft+rl") or (mode == "auto" and has_rl_data and steps != 0)
     if not wants_sft and not wants_rl:
         raise ConfigError(
-            "there is nothing to train: set data.train_files=FILE or data.task=countdown with "
-            "trainer.total_training_steps=100 for RL, or sft.total_training_steps=100 for SFT"
+            "there is nothing to train; for RL, set data.train_files=FILE or data.task=countdown, "
+            "and trainer.total_training_steps=100; for SFT, set sft.total_training_steps=100"
         )
     if wants_sft and not has_sft:
-        raise ConfigError(f"trainer.mode={mode} has no SFT steps; set sft.total_training_steps=100")
+        raise ConfigError(
+            f"trainer.mode={mode} needs SFT steps, but sft.total_training_steps=0; set "
+            "sft.total_training_steps=100"
+        )
     if wants_rl:
         _check_rl(config, has_data=has_rl_data)
     if wants_sft and wants_rl:
@@ -53,16 +57,18 @@ def _check_rl(config: Config, *, has_data: bool) -> None:
     steps = config.trainer.total_training_steps
     if not has_data:
         raise ConfigError(
-            f"trainer.mode={config.trainer.mode} has no prompts; "
+            f"trainer.mode={config.trainer.mode} needs prompts; "
             "set data.train_files=FILE or data.task=countdown"
         )
     if steps == 0:
         raise ConfigError(
-            f"trainer.mode={config.trainer.mode} with trainer.total_training_steps=0 has no RL "
-            "steps; set trainer.total_training_steps=100 or trainer.mode=sft"
+            f"trainer.mode={config.trainer.mode} needs RL steps, but "
+            "trainer.total_training_steps=0; set trainer.total_training_steps=100 or "
+            "trainer.mode=sft"
         )
     if steps is None and config.data.task is not None:
         raise ConfigError(
-            f"data.task={config.data.task} never ends, so the number of RL steps must be given; "
-            "set trainer.total_training_steps=100, or 0 for no RL"
+            f"data.task={config.data.task} generates prompts without end, so the number of RL "
+            "steps must be set; set trainer.total_training_steps=100, or "
+            "trainer.total_training_steps=0 for no RL"
         )

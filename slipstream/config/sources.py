@@ -1,9 +1,8 @@
-"""Where settings come from: recipes, YAML files and override strings, in Hydra's notation.
+"""Reads settings from recipes, YAML files and override strings in Hydra's notation.
 
-Turns each source into a list of assignments of dotted keys, in the order in which they apply. Knows
-Hydra and files, and of the schema only which keys are free-form mappings. Called by `load`, which
-alone decides what the assignments mean. hydra and omegaconf are imported inside the functions, so
-that `slipstream --help` does not pay for them.
+It turns each source into a list of assignments of dotted keys, in the order in which they apply.
+Called by `load`, which interprets the assignments. hydra and omegaconf are imported inside
+functions, because importing them would slow down `slipstream --help`.
 """
 
 from __future__ import annotations
@@ -24,12 +23,15 @@ if TYPE_CHECKING:
 RECIPES = Path(__file__).parent / "recipes"
 
 _JOINED = r"\d+(?:\.\d*)?(?:_\d+(?:\.\d*)?)+"
-"""Numbers joined by underscores, as an interval is: YAML and Hydra take 0.5_5 for 0.55."""
+"""Pattern of numbers joined by underscores, such as the interval 0.5_5.
+
+YAML and Hydra ignore the underscore and read 0.55.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """`key` gets `value`; or, with `delete`, goes away. `origin` is for error messages."""
+    """Set `key` to `value`, or delete it. `origin` names the source in error messages."""
 
     key: str
     value: Any
@@ -38,35 +40,30 @@ class Assignment:
 
 
 def recipe_names() -> list[str]:
-    """The built-in recipes."""
+    """Return the names of the built-in recipes."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
 def recipe_file(name: str) -> Path:
-    """The file of a built-in recipe.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
+    """Return the file of a built-in recipe. Raises ConfigError if there is no such recipe."""
     path = RECIPES / f"{name.removesuffix('.yaml')}.yaml"
     if not path.is_file():
         raise ConfigError(
             f"recipe {name!r} does not exist; known recipes: {', '.join(recipe_names())}; "
-            "a file of your own is given with --config FILE"
+            "to use your own file, pass --config FILE"
         )
     return path
 
 
 def _is_group(key: str, directories: Sequence[Path]) -> bool:
-    """Whether `key` names a folder of alternatives beside the file, rather than an option."""
+    """Return whether `key` is a config group: a folder of alternative files in `directories`."""
     return any((directory / key).is_dir() for directory in directories)
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     """Parse override strings with Hydra's grammar.
 
-    Raises:
-        ConfigError: a string is no override; the message shows it.
+    Raises ConfigError if a string is not an override. The message contains the string.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -90,42 +87,43 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
 
 
 def _quoted(text: str) -> str:
-    """An override with joined numbers in quotes where the option takes text: a whole value, an item
-    of a list, or the value of an option in a mapping."""
+    """Return an override with quotes around joined numbers, if the option accepts text.
+
+    Such numbers can be the whole value, an item of a list, or the value of an option in a mapping.
+    """
     key, _, value = text.partition("=")
     key_of = key.lstrip("+").replace("/", ".")
     if {"'", '"'} & set(value):
         return text
     if value.lstrip().startswith("{"):
 
-        def one(found: re.Match[str]) -> str:
+        def quote(found: re.Match[str]) -> str:
             name, between, numbers = found.groups()
-            return f"{name}{between}'{numbers}'" if _takes_text(f"{key_of}.{name}") else found[0]
+            return f"{name}{between}'{numbers}'" if _accepts_text(f"{key_of}.{name}") else found[0]
 
-        return f"{key}=" + re.sub(rf"(\w+)(\s*:\s*)({_JOINED})(?=\s*[,}}])", one, value)
-    if not _takes_text(key_of):
+        return f"{key}=" + re.sub(rf"(\w+)(\s*:\s*)({_JOINED})(?=\s*[,}}])", quote, value)
+    if not _accepts_text(key_of):
         return text
     return f"{key}=" + re.sub(rf"((?:^|[\[,])\s*)({_JOINED})(?=\s*(?:$|[,\]]))", r"\1'\2'", value)
 
 
-def _takes_text(key: str) -> bool:
+def _accepts_text(key: str) -> bool:
     option = options().get(key)
     return option is not None and option.takes_text
 
 
 def override_assignments(parsed: Sequence[Override]) -> Iterator[Assignment]:
-    """The assignments of parsed overrides, one for each key that they set.
+    """Yield the assignments of parsed overrides, one for each key that they set.
 
-    Raises:
-        ConfigError: an override is a sweep, which a single run cannot take.
+    Raises ConfigError if an override is a sweep over several values.
     """
     for override in parsed:
         key = override.key_or_group.replace("/", ".")
         text = override.input_line or key
         if override.is_sweep_override():
             raise ConfigError(
-                f"override {text!r} is a sweep over several values and a run takes one; "
-                f"write a list as {key}=[a,b]"
+                f"override {text!r} is a sweep over several values, but a run needs one value; "
+                f"to set a list, write {key}=[a,b]"
             )
         if override.is_delete():
             yield Assignment(key, None, text, delete=True)
@@ -134,7 +132,7 @@ def override_assignments(parsed: Sequence[Override]) -> Iterator[Assignment]:
 
 
 def flatten(key: str, value: Any, origin: str) -> Iterator[Assignment]:
-    """One assignment per leaf of `value`; free-form mappings stay whole."""
+    """Yield one assignment per leaf of `value`. A free-form mapping is a single assignment."""
     option = options().get(key)
     if isinstance(value, Mapping) and not (option is not None and option.free_form):
         for name, item in value.items():
@@ -146,13 +144,12 @@ def flatten(key: str, value: Any, origin: str) -> Iterator[Assignment]:
 def file_assignments(
     path: Path, parsed: Sequence[Override]
 ) -> tuple[list[Assignment], list[Override]]:
-    """The assignments of a YAML file, composed by Hydra where it has a `defaults` list.
+    """Return the assignments of a YAML file, and the overrides that still must be applied.
 
-    Overrides that pick a file of a config group beside `path` take part in the composition; the
-    others are handed back.
+    Hydra composes the file if it has a `defaults` list. Overrides that select a file of a config
+    group next to `path` are part of the composition; the others are returned.
 
-    Raises:
-        ConfigError: the file is missing, is no YAML mapping, or cannot be composed.
+    Raises ConfigError if the file is missing, is not a YAML mapping, or cannot be composed.
     """
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -166,7 +163,7 @@ def file_assignments(
     except (OmegaConfBaseException, OSError, UnicodeDecodeError, _yaml_error()) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from error
     if not isinstance(content, DictConfig):
-        raise ConfigError(f"config file {path} must hold a mapping of options, not a list")
+        raise ConfigError(f"config file {path} must contain a mapping of options, not a list")
     if "defaults" in content or groups:
         content = _compose(path, groups)
     _check_joined(path)
@@ -184,28 +181,30 @@ def _yaml_error() -> type[Exception]:
 
 
 def _check_joined(path: Path) -> None:
-    """Refuse joined numbers without quotes where text is taken, in a file and those beside it that
-    its `defaults` name: YAML reads them as one number."""
+    """Raise ConfigError for joined numbers without quotes as the value of a text option.
+
+    YAML reads them as one number. Checks `path`, and files in its folder that its `defaults` name.
+    """
     import yaml
 
-    def look(node: Any, key: str) -> None:
+    def check(node: Any, key: str) -> None:
         if isinstance(node, yaml.MappingNode):
             for name, value in node.value:
-                # What is merged belongs to the mapping that it is merged into.
+                # The content of `<<` is merged into the mapping that contains it.
                 merged = name.value == "<<"
-                look(value, key if merged else f"{key}.{name.value}" if key else str(name.value))
+                check(value, key if merged else f"{key}.{name.value}" if key else str(name.value))
         elif isinstance(node, yaml.SequenceNode):
             for value in node.value:
-                look(value, key)
-        elif _takes_text(key) and node.tag in numbers and re.fullmatch(_JOINED, node.value):
+                check(value, key)
+        elif _accepts_text(key) and node.tag in numbers and re.fullmatch(_JOINED, node.value):
             raise ConfigError(
-                f"config file {path}: {key}: {node.value} is read as one number without the "
-                f'underscore; write "{node.value}", in quotes'
+                f"config file {path}: {key}: YAML reads {node.value} as one number and ignores the "
+                f'underscore; write "{node.value}" with quotes'
             )
 
     numbers = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float")}
     text = path.read_text(encoding="utf-8")
-    look(yaml.compose(text), "")
+    check(yaml.compose(text), "")
     for choice in (yaml.safe_load(text) or {}).get("defaults") or []:
         names = [f"{g}/{n}" for g, n in choice.items()] if isinstance(choice, dict) else [choice]
         for name in names:
@@ -215,7 +214,7 @@ def _check_joined(path: Path) -> None:
 
 
 def _compose(path: Path, groups: Sequence[Override]) -> Any:
-    """Hydra's composition of one file; built-in recipes can be named in its `defaults`."""
+    """Return the composition of one file by Hydra. Its `defaults` can name built-in recipes."""
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -224,7 +223,7 @@ def _compose(path: Path, groups: Sequence[Override]) -> Any:
     overrides = [f"hydra.searchpath=['file://{recipes}']", *(o.input_line or "" for o in groups)]
     try:
         with warnings.catch_warnings():
-            # A file without `_self_` in its defaults is fine: its own settings win.
+            # Without `_self_` in `defaults`, the settings of the file override its defaults.
             warnings.filterwarnings("ignore", message=".*missing `_self_`.*")
             with initialize_config_dir(version_base="1.3", config_dir=str(path.parent.resolve())):
                 return compose(path.stem, overrides=overrides)

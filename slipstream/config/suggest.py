@@ -1,6 +1,6 @@
-"""Nearest existing keys for one that does not exist.
+"""Finds existing keys that are similar to an unknown key, for error messages.
 
-Knows the schema's names only. Used by `load` and `docs` to word their errors.
+`load` and `docs` use it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from slipstream.config.tree import options
 
 
 def nearest_keys(key: str, limit: int = 5) -> list[str]:
-    """Existing keys that look like `key`, best first: the whole key first, then its last name."""
+    """Return up to `limit` existing keys that are similar to `key`, the most similar first.
+
+    A key is similar if the whole key or its last name is similar.
+    """
     known = options()
     scored: dict[str, float] = {}
     matcher = difflib.SequenceMatcher()
@@ -25,13 +28,13 @@ def nearest_keys(key: str, limit: int = 5) -> list[str]:
         leaf = leaf_matcher.ratio() if leaf_matcher.quick_ratio() > 0.75 else 0.0
         if whole > 0.8 or leaf > 0.75:
             scored[candidate] = max(whole, leaf)
-    # Equally near ones in the order of the schema, where what most runs set comes first.
+    # Equally similar keys keep the order of the schema, which starts with common options.
     return sorted(scored, key=lambda candidate: -scored[candidate])[:limit]
 
 
 def unknown_key(key: str) -> str:
-    """The message for a key that does not exist."""
+    """Return the message for a key that does not exist."""
     near = nearest_keys(key)
     if not near:
-        return f"{key}: there is no such option; `slipstream config` lists them all"
+        return f"{key}: there is no such option; `slipstream config` lists all options"
     return f"{key}: there is no such option; did you mean {' or '.join(near)}?"

@@ -1,8 +1,8 @@
-"""Plain trees and typed trees: introspection of the schema, conversion both ways, all problems.
+"""Lists the options of the schema, and converts between typed trees and plain dictionaries.
 
-Knows annotations, not what any option means. `to_dict` turns a typed tree into plain Python,
-`from_dict` checks a plain tree against the annotations and reports every mismatch at once, and
-`options` lists what exists. Used by `load`, `docs` and `validate`.
+`options` lists all options. `to_dict` converts a typed tree to plain Python. `from_dict` checks a
+plain tree against the annotations, and reports all values of the wrong type at once. This module
+does not know what options mean. Used by `load`, `docs` and `validate`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ _NEEDS_QUOTES = re.compile(
     r"""^$|[\s,{}\[\]:='"\\]|^[-+]?[0-9._]+(e[-+]?[0-9]+)?$|^(true|false|null|nan|[-+]?inf)$""",
     re.IGNORECASE,
 )
-"""Text that Hydra would read as another type, or as several tokens."""
+"""Pattern of text that Hydra would read as another type or as several tokens."""
 _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One dotted key. `section` is the dataclass below it; `nullable` sections may be absent."""
+    """One dotted key. `section` is the dataclass of a section, and None for an option with a value.
+
+    `nullable` is true if the value may be null.
+    """
 
     key: str
     annotation: Any
@@ -48,7 +51,7 @@ class Option:
 
     @property
     def takes_text(self) -> bool:
-        """Whether a string, or a list of strings, is among what it takes."""
+        """Whether the value may be a string or a list of strings."""
         return any(
             member is str or (get_origin(member) is tuple and str in _members(get_args(member)[0]))
             for member in _members(self.annotation)
@@ -56,7 +59,7 @@ class Option:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a union, or the annotation itself."""
+    """Return the alternatives of a union, or the annotation itself."""
     if get_origin(annotation) in (Union, types.UnionType):
         return get_args(annotation)
     return (annotation,)
@@ -77,7 +80,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 @functools.cache
 def options() -> dict[str, Option]:
-    """Every key of the tree, sections included, in the order of the schema."""
+    """Return all keys of the tree, including sections, in the order of the schema."""
     found: dict[str, Option] = {}
 
     def visit(owner: type, instance: Any, prefix: str) -> None:
@@ -102,7 +105,7 @@ def options() -> dict[str, Option]:
 
 
 def type_text(annotation: Any) -> str:
-    """An annotation in words: `an integer, at least 1, or null`."""
+    """Return an annotation in words: `an integer, at least 1, or null`."""
     members = _members(annotation)
     words = [_member_text(member) for member in members if member is not type(None)]
     if type(None) in members:
@@ -131,7 +134,7 @@ def _member_text(annotation: Any) -> str:
 
 
 def _items_text(annotation: Any) -> str:
-    """The items of a list in words: `numbers, each above 0`."""
+    """Return the items of a list in words: `numbers, each above 0`."""
     members = _members(annotation)
     if len(members) > 1:
         return " or ".join(map(_items_text, members))
@@ -143,7 +146,7 @@ def _items_text(annotation: Any) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as one would type it after `key=`."""
+    """Return a value as a user would type it after `key=`."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -161,7 +164,7 @@ def show(value: Any) -> str:
 
 
 def example(option: Option) -> str:
-    """An assignment of the right type, quoted for the shell: the default, or a made-up value."""
+    """Return a valid assignment, quoted for the shell: the default, or a sample if it is null."""
     value = option.default
     if value is None:
         value = _sample(next(m for m in _members(option.annotation) if m is not type(None)))
@@ -187,8 +190,8 @@ class _MismatchError(Exception):
 
 
 def _number(value: Any, annotation: Any) -> Any:
-    wanted = (int,) if annotation is int else (int, float)
-    if isinstance(value, bool) or not isinstance(value, wanted):
+    allowed = (int,) if annotation is int else (int, float)
+    if isinstance(value, bool) or not isinstance(value, allowed):
         raise _MismatchError
     if annotation is int:
         return value
@@ -256,11 +259,11 @@ def _mismatch(option: Option, value: Any) -> str:
 
 
 def from_dict(tree: Mapping[str, Any]) -> tuple[Config, list[str]]:
-    """Check a plain tree and build the typed one. What is missing, as an option is that was added
-    after the tree was written, has its default.
+    """Check a plain tree and build the typed tree.
 
-    Returns the tree and one message per value of the wrong type; where there are messages, the
-    tree holds defaults in those places and is fit for nothing but finding more problems.
+    Missing options get their defaults, such as options that are newer than the plain tree. Returns
+    the typed tree, and one message per value of the wrong type. A value of the wrong type is
+    replaced by the default, so after any message use the tree only to find more problems.
     """
     problems: list[str] = []
 
@@ -290,7 +293,7 @@ def from_dict(tree: Mapping[str, Any]) -> tuple[Config, list[str]]:
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """`(dotted key, value)` of every leaf of a plain tree; an empty mapping is one."""
+    """Yield `(dotted key, value)` of each leaf of a plain tree. An empty mapping is a leaf."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{key}.")
@@ -299,7 +302,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A typed tree, or a part of one, as plain dictionaries, lists and scalars."""
+    """Convert a typed tree, or a part of it, to plain dictionaries, lists and scalars."""
     plain: dict[str, Any] = _plain(config)
     return plain
 

@@ -1,6 +1,6 @@
-"""How validation samples each data source: `rollout.val_kwargs`, and what it says of single ones.
+"""Sampling settings of validation: `rollout.val_kwargs`, and its overrides per data source.
 
-Knows the schema. Called by `validate` and by the loops.
+Called by `validate` and by the modules that build a run.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from slipstream.errors import did_you_mean
 
 KEY = "actor_rollout_ref.rollout.val_kwargs"
 
-_OWN = tuple(f.name for f in fields(ValKwargsSection) if f.name != "by_source")
+_NAMES = tuple(f.name for f in fields(ValKwargsSection) if f.name != "by_source")
 
 
 def val_settings(config: Config, source: str) -> ValKwargsSection:
-    """The settings of one data source; `config` is a valid one."""
+    """Return the settings of one data source. `config` must be valid."""
     settings, problems = _of_source(config, source)
     assert not problems, "checked by the configuration"
     return settings
 
 
 def check_val_settings(config: Config) -> Iterator[str]:
-    """What is wrong with the settings of all sources, and with those of single ones."""
+    """Yield a message for each problem of the common settings and of each source's settings."""
     val = config.actor_rollout_ref.rollout.val_kwargs
     yield from _rules(val, KEY)
     for source in val.by_source:
@@ -37,23 +37,24 @@ def check_val_settings(config: Config) -> Iterator[str]:
 
 
 def _of_source(config: Config, source: str) -> tuple[ValKwargsSection, list[str]]:
+    """Return the settings of one source, and messages about invalid ones."""
     val = config.actor_rollout_ref.rollout.val_kwargs
-    given = val.by_source.get(source)
-    if given is None:
+    overrides = val.by_source.get(source)
+    if overrides is None:
         return val, []
     key = f"{KEY}.by_source.{source}"
-    if not isinstance(given, Mapping):
-        return val, [f"{key}={show(given)} must be a mapping, such as {{n: 8}}"]
+    if not isinstance(overrides, Mapping):
+        return val, [f"{key}={show(overrides)} must be a mapping, such as {{n: 8}}"]
     unknown = [
-        f"{key}.{name} is no setting of validation{did_you_mean(name, _OWN)} (known: "
-        f"{', '.join(_OWN)})"
-        for name in given
-        if name not in _OWN
+        f"{key}.{name} is not a setting of validation{did_you_mean(name, _NAMES)} (known: "
+        f"{', '.join(_NAMES)})"
+        for name in overrides
+        if name not in _NAMES
     ]
     if unknown:
         return val, unknown
     tree = to_dict(config)
-    tree["actor_rollout_ref"]["rollout"]["val_kwargs"].update(given)
+    tree["actor_rollout_ref"]["rollout"]["val_kwargs"].update(overrides)
     typed, mismatches = from_dict(tree)
     settings = replace(typed.actor_rollout_ref.rollout.val_kwargs, by_source=val.by_source)
     return settings, [message.replace(KEY, key, 1) for message in mismatches]
@@ -72,8 +73,8 @@ def _rules(val: ValKwargsSection, key: str) -> Iterator[str]:
         )
     if not val.do_sample and val.n > 1:
         yield (
-            f"{key}.n={val.n} greedy responses are all the same; set {key}.do_sample=true with a "
-            f"temperature, or {key}.n=1"
+            f"{key}.n={val.n} with {key}.do_sample=false generates equal responses; set "
+            f"{key}.do_sample=true and {key}.temperature=1, or {key}.n=1"
         )
     if val.top_p == 0:
-        yield f"{key}.top_p=0 keeps no token; set {key}.top_p=1"
+        yield f"{key}.top_p=0 excludes all tokens; set {key}.top_p=1"

@@ -1,7 +1,7 @@
-"""Rules between options: what fits its own type and still cannot work.
+"""Rules between options: combinations of values that have the right types but cannot work.
 
-Each rule is a generator of messages, and each message ends in a remedy. Knows the schema and the
-`Hardware` it is given, never torch. Called by `load`.
+Each rule is a generator of error messages, and each message ends with a remedy. Rules read the
+configuration and the `Hardware` argument, and do not import torch. Called by `load`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,20 @@ _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _MODEL = "actor_rollout_ref.model"
 _UNBOUNDED_BELOW = frozenset({"cispo", "geo_mean", "dppo_tv", "dppo_kl"})
-"""Policy losses whose lower distance may be above 1: CISPO's paper sets no lower bound, and the
-others' are not of the ratio."""
+"""Policy losses with which clip_ratio_low may be above 1.
+
+CISPO's paper sets no lower bound. The others do not clip the ratio itself.
+"""
 
 _CHUNK_MULTIPLE = 4
-"""`models.numerics.ROW_MULTIPLE`, likewise."""
+"""Copy of `models.numerics.ROW_MULTIPLE`, which cannot be imported here without torch."""
 
 
 def validate(config: Config, hardware: Hardware, *, complete: bool = True) -> list[str]:
-    """Every broken rule, as `what is wrong; remedy`. `complete` also wants a model named."""
+    """Return a message `what is wrong; remedy` for each broken rule.
+
+    With `complete`, a configuration without a model breaks a rule, too.
+    """
     problems: list[str] = []
     for rule in (
         _registered,
@@ -61,26 +66,26 @@ def validate(config: Config, hardware: Hardware, *, complete: bool = True) -> li
 
 
 BUILT_IN_TASKS = ("countdown", "reasoning_gym")
-"""What `data.registry` knows by itself, to be asked without importing it."""
+"""Built-in tasks of `data.registry`, which is not imported here."""
 
 BUILT_IN_LOGGERS = ("console", "file", "tensorboard", "wandb", "mlflow", "trackio")
-"""The same of `metrics.loggers`."""
+"""Built-in loggers of `metrics.loggers`, which is not imported here."""
 
 
 def _registered(config: Config) -> Iterator[str]:
-    """Names that only a module of the user's can make known."""
+    """Check the names of tasks, loggers and engines if no user module can register others."""
     if config.actor_rollout_ref.model.external_lib is not None:
         return
-    named: list[tuple[str, str | None, tuple[str, ...]]] = [
+    names: list[tuple[str, str | None, tuple[str, ...]]] = [
         ("data.task", config.data.task, BUILT_IN_TASKS),
         *(("trainer.logger", name, BUILT_IN_LOGGERS) for name in config.trainer.logger),
     ]
-    for key, name, known in named:
+    for key, name, known in names:
         if name is not None and name not in known and name not in REFUSED_VALUES.get(key, {}):
             yield (
                 f"{key}={name} is not known{did_you_mean(name, known)} "
-                f"(known: {', '.join(known)}); the module that "
-                "actor_rollout_ref.model.external_lib names can register others"
+                f"(known: {', '.join(known)}); to use one of your own, set "
+                "actor_rollout_ref.model.external_lib=MODULE to a module that registers it"
             )
     name = config.actor_rollout_ref.rollout.name
     if selected_engine(config) is None and name not in REFUSED_VALUES.get(ENGINE_KEY, {}):
@@ -92,24 +97,25 @@ def _reward_model(config: Config) -> Iterator[str]:
     if not rewards.enable:
         if rewards.reward_manager == "model":
             yield (
-                "reward_model.reward_manager=model is the learned reward model; set "
+                "reward_model.reward_manager=model needs a learned reward model; set "
                 "reward_model.enable=true and reward_model.model.path=FOLDER"
             )
         return
     if rewards.model.path is None:
         yield (
-            "reward_model.enable=true has no model; set reward_model.model.path=FOLDER, or "
+            "reward_model.enable=true needs a model; set reward_model.model.path=FOLDER, or "
             "reward_model.enable=false"
         )
     if rewards.reward_manager not in ("naive", "model"):
         yield (
-            f"reward_model.reward_manager={rewards.reward_manager} calls a reward function, and "
+            f"reward_model.reward_manager={rewards.reward_manager} calls a reward function, but "
             "reward_model.enable=true scores with a model; set reward_model.reward_manager=naive"
         )
     if config.custom_reward_function.path is not None:
         yield (
-            "custom_reward_function.path and reward_model.enable=true both score responses; to add "
-            "the two up set reward_model.terms={NAME: {path: FILE, weight: 1}} and "
+            f"custom_reward_function.path={config.custom_reward_function.path} and "
+            "reward_model.enable=true both score responses; to add both scores, set "
+            "reward_model.terms={NAME: {path: FILE, weight: 1}} and "
             "custom_reward_function.path=null"
         )
 
@@ -119,9 +125,9 @@ def _sandbox(config: Config) -> Iterator[str]:
     total = local.total_timeout_s
     if total is not None and total + local.run_timeout_s > rewards.timeout_s:
         yield (
-            f"reward_model.sandbox.total_timeout_s={total:g}, and "
-            f"reward_model.sandbox.run_timeout_s={local.run_timeout_s:g} for a last run, may take "
-            f"longer than reward_model.timeout_s={rewards.timeout_s:g}, which is a failure; set "
+            f"reward_model.sandbox.total_timeout_s={total:g} plus "
+            f"reward_model.sandbox.run_timeout_s={local.run_timeout_s:g} for the last program may "
+            f"exceed reward_model.timeout_s={rewards.timeout_s:g}, so that the reward fails; set "
             "reward_model.sandbox.total_timeout_s=null, or "
             f"reward_model.timeout_s={total + local.run_timeout_s + 2:g}"
         )
@@ -132,12 +138,13 @@ def _sandbox(config: Config) -> Iterator[str]:
         local.run_untrusted_code_without_isolation,
         "false",
     )
-    for name, (given, default) in unused.items():
-        if given:
+    for name, (is_set, default) in unused.items():
+        if is_set:
             yield (
-                f"reward_model.sandbox.{name} is of programs on this machine, and "
-                "reward_model.sandbox_fusion.url sends them to a service; set "
-                f"reward_model.sandbox.{name}={default}, or reward_model.sandbox_fusion.url=null"
+                f"reward_model.sandbox.{name} applies to programs that run on this machine, but "
+                f"reward_model.sandbox_fusion.url={rewards.sandbox_fusion.url} sends them to a "
+                f"service; set reward_model.sandbox.{name}={default}, or "
+                "reward_model.sandbox_fusion.url=null"
             )
 
 
@@ -147,7 +154,7 @@ def _data(config: Config) -> Iterator[str]:
         for name in ("train_files", "val_files"):
             if getattr(data, name) is not None:
                 yield (
-                    f"data.task={data.task} makes its own problems and data.{name} is set, too; "
+                    f"data.task={data.task} generates its prompts, but data.{name} is set, too; "
                     f"set data.task=null or data.{name}=null"
                 )
         for name in ("train_max_samples", "val_max_samples"):
@@ -156,20 +163,26 @@ def _data(config: Config) -> Iterator[str]:
                     "data.val_size=N" if name.startswith("val") else "trainer.total_training_steps"
                 )
                 yield (
-                    f"data.{name}={getattr(data, name)} counts rows of files and data.task="
-                    f"{data.task} has none; set data.{name}=-1 and use {remedy}"
+                    f"data.{name}={getattr(data, name)} limits rows of data files, but data.task="
+                    f"{data.task} has no files; set data.{name}=-1 and use {remedy}"
                 )
     elif data.task_kwargs:
-        yield "data.task_kwargs has no task to go to; set data.task=countdown or remove them"
+        yield (
+            f"data.task_kwargs={show(data.task_kwargs)} has no effect without a task; set "
+            "data.task=countdown, or remove data.task_kwargs"
+        )
     for name in ("train_max_samples", "val_max_samples"):
         if getattr(data, name) == 0:
-            yield f"data.{name}=0 leaves no data; set a positive number, or -1 for all"
+            yield (
+                f"data.{name}=0 leaves no data; set data.{name} to a positive number, or to -1 for "
+                "all data"
+            )
     yield from _weights("data", data.mixture_weights, data.train_files)
     yield from _data_classes(data)
 
 
 def _data_classes(data: DataSection) -> Iterator[str]:
-    named = {
+    classes = {
         "custom_cls": (data.custom_cls.path, data.custom_cls.name, "path", "name"),
         "datagen": (data.datagen.path, data.datagen.name, "path", "name"),
         "sampler": (
@@ -179,38 +192,41 @@ def _data_classes(data: DataSection) -> Iterator[str]:
             "class_name",
         ),
     }
-    for section, (path, name, path_key, name_key) in named.items():
+    for section, (path, name, path_key, name_key) in classes.items():
         if (path is None) != (name is None):
-            missing, given = (name_key, path_key) if name is None else (path_key, name_key)
+            missing, present = (name_key, path_key) if name is None else (path_key, name_key)
             yield (
-                f"data.{section}.{given} is set and data.{section}.{missing} is not; set both, or "
-                "neither"
+                f"data.{section}.{present} is set, but data.{section}.{missing} is not; set both, "
+                "or neither"
             )
     for section in ("custom_cls", "sampler"):
-        if getattr(data, section).kwargs and named[section][1] is None:
+        if getattr(data, section).kwargs and classes[section][1] is None:
             yield (
-                f"data.{section}.kwargs has no class to go to; set "
-                f"data.{section}.{named[section][3]}"
+                f"data.{section}.kwargs has no effect without a class; set "
+                f"data.{section}.{classes[section][3]}"
             )
-    in_use = [f"data.{section}" for section, (_, name, _, _) in named.items() if name is not None]
+    in_use = [f"data.{section}" for section, (_, name, _, _) in classes.items() if name is not None]
     if in_use and data.task is not None:
         yield (
-            f"{in_use[0]} is of data sets and data.task={data.task} makes its own problems; set "
+            f"{in_use[0]} needs a data set, but data.task={data.task} generates its prompts; set "
             "data.task=null"
         )
     if in_use and data.mixture_weights is not None:
         yield (
-            f"data.mixture_weights and {in_use[0]} both decide what is drawn; set "
+            f"data.mixture_weights and {in_use[0]} both determine which samples are drawn; set "
             "data.mixture_weights=null"
         )
     if "data.custom_cls" in in_use and "data.datagen" in in_use:
         yield (
-            "data.datagen adds rows to the built-in data set and data.custom_cls replaces it; set "
-            "data.custom_cls.path=null, or let the class have on_batch_end, and data.datagen.path="
-            "null"
+            "data.datagen adds rows to the built-in data set, but data.custom_cls replaces it; set "
+            "data.custom_cls.path=null, or set data.datagen.path=null and add rows in the method "
+            "on_batch_end of the class"
         )
     if "data.datagen" in in_use and data.train_files is None:
-        yield "data.datagen adds rows to data.train_files, which is not set; set it"
+        yield (
+            "data.datagen adds rows to data.train_files, which is not set; set "
+            "data.train_files=FILE"
+        )
 
 
 def _weights(
@@ -221,9 +237,8 @@ def _weights(
     count = len(files or ())
     if count != len(weights):
         yield (
-            f"{section}.mixture_weights has {len(weights)} numbers for {count} files in "
-            f"{section}.train_files; give one number per file, or set "
-            f"{section}.mixture_weights=null"
+            f"{section}.mixture_weights has {len(weights)} numbers, but {section}.train_files has "
+            f"{count} files; give one number per file, or set {section}.mixture_weights=null"
         )
 
 
@@ -241,14 +256,14 @@ def _sft_data(config: Config) -> Iterator[str]:
     for name in ("batch_tokens", "max_tokens_per_micro_batch"):
         if getattr(sft, name) < sft.max_length:
             yield (
-                f"sft.{name}={getattr(sft, name)} cannot hold one demonstration of "
-                f"sft.max_length={sft.max_length} tokens; set sft.{name}={sft.max_length} "
+                f"sft.{name}={getattr(sft, name)} is below the maximum length of one "
+                f"demonstration, sft.max_length={sft.max_length}; set sft.{name}={sft.max_length} "
                 f"or sft.max_length={getattr(sft, name)}"
             )
 
 
 def _optim(section: str, optim: OptimSection, run_steps: int | None) -> Iterator[str]:
-    """Rules of one optimizer; `run_steps` are its steps in the run, where they are known."""
+    """Check one optimizer; `run_steps` is the number of its steps in the run, None if unknown."""
     steps = run_steps if optim.total_training_steps == -1 else optim.total_training_steps
     if steps is not None:
         yield from no_decay(section, optim, steps, max(optim.lr_warmup_steps, 0))
@@ -259,28 +274,33 @@ def _optim(section: str, optim: OptimSection, run_steps: int | None) -> Iterator
         )
     if max(optim.betas) >= 1:
         yield (
-            f"{section}.betas={list(optim.betas)} must be below 1; set {section}.betas=[0.9,0.999]"
+            f"{section}.betas={list(optim.betas)}: both must be below 1; set "
+            f"{section}.betas=[0.9,0.999]"
         )
     if optim.lr_warmup_steps >= 0 and optim.lr_warmup_steps_ratio > 0:
         yield (
             f"{section}.lr_warmup_steps={optim.lr_warmup_steps} and "
-            f"{section}.lr_warmup_steps_ratio={optim.lr_warmup_steps_ratio:g} are two lengths of "
-            "one warm-up; "
+            f"{section}.lr_warmup_steps_ratio={optim.lr_warmup_steps_ratio:g} both set the length "
+            "of the warm-up; "
             f"set {section}.lr_warmup_steps=-1 or {section}.lr_warmup_steps_ratio=0"
         )
     if optim.min_lr_ratio > 0 and optim.lr_scheduler_type == "constant":
         yield (
-            f"{section}.min_lr_ratio={optim.min_lr_ratio:g} has no effect with a constant rate; "
+            f"{section}.min_lr_ratio={optim.min_lr_ratio:g} has no effect with "
+            f"{section}.lr_scheduler_type=constant; "
             f"set {section}.lr_scheduler_type=cosine or {section}.min_lr_ratio=0"
         )
 
 
 def no_decay(section: str, optim: OptimSection, steps: int, warmup: int) -> Iterator[str]:
-    """Whether `steps` optimizer steps with a warm-up of `warmup` leave nothing to decay over."""
+    """Yield a message if `steps` optimizer steps end before the decay of the learning rate starts.
+
+    `warmup` is the number of warm-up steps.
+    """
     if optim.lr_scheduler_type != "constant" and steps <= warmup:
         yield (
-            f"{section}.lr_scheduler_type={optim.lr_scheduler_type} has nothing to decay over: "
-            f"{steps} optimizer steps with a warm-up of {warmup}; "
+            f"{section}.lr_scheduler_type={optim.lr_scheduler_type} has no steps for the decay: "
+            f"{steps} optimizer steps, {warmup} of them for warm-up; "
             f"set {section}.lr_scheduler_type=constant or more steps"
         )
 
@@ -310,14 +330,14 @@ def _critic(config: Config) -> Iterator[str]:
         rows or config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
     ):
         yield (
-            "critic.use_dynamic_bsz=false needs a size; set "
+            "critic.use_dynamic_bsz=false needs a micro-batch size; set "
             "critic.ppo_micro_batch_size_per_gpu=8 or critic.use_dynamic_bsz=null"
         )
     if critic.model.tokenizer_path is not None and critic.model.path is None:
         yield (
             f"critic.model.tokenizer_path={critic.model.tokenizer_path} has no effect without "
-            "critic.model.path, since the critic starts from the policy; set "
-            "critic.model.tokenizer_path=null"
+            "critic.model.path, because the critic then starts from the policy; set "
+            "critic.model.tokenizer_path=null or critic.model.path=FOLDER"
         )
 
 
@@ -344,11 +364,17 @@ def _lengths(config: Config) -> Iterator[str]:
             )
     for key, limit in limits.items():
         if limit is not None and limit < needed:
-            yield f"{key}={limit} is below {total}; set {key}={needed} or lower the limits of data"
+            yield (
+                f"{key}={limit} is below {total}; set {key}={needed}, or lower "
+                "data.max_prompt_length or data.max_response_length"
+            )
 
 
 def _micro_batch(config: Config, section: str, rows: int | None, mini: int | None) -> Iterator[str]:
-    """`rows` in a forward pass, `mini` prompts in an optimizer step (null: the whole batch)."""
+    """Check that a micro-batch of `rows` sequences is not larger than an optimizer step.
+
+    An optimizer step trains on `mini` prompts; None means on the whole batch.
+    """
     sequences = _sequences(config, mini)
     if rows is not None and rows > sequences:
         yield (
@@ -359,7 +385,7 @@ def _micro_batch(config: Config, section: str, rows: int | None, mini: int | Non
 
 
 def _sequences(config: Config, mini: int | None) -> int:
-    """Of an optimizer step on `mini` prompts; null: on the whole batch."""
+    """Return the sequences of an optimizer step on `mini` prompts; None means the whole batch."""
     return (mini or config.data.train_batch_size) * config.actor_rollout_ref.rollout.n
 
 
@@ -392,14 +418,14 @@ def _actor(config: Config) -> Iterator[str]:
     yield from _micro_batch(config, _ACTOR, actor.ppo_micro_batch_size_per_gpu, mini)
     if actor.clip_ratio_c <= 1:
         yield (
-            f"{_ACTOR}.clip_ratio_c={actor.clip_ratio_c:g} must be above 1, where dual clipping "
-            f"starts; set {_ACTOR}.clip_ratio_c=3"
+            f"{_ACTOR}.clip_ratio_c={actor.clip_ratio_c:g}: the bound of dual-clip PPO must be "
+            f"above 1; set {_ACTOR}.clip_ratio_c=3"
         )
     low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
     if low > 1 and actor.policy_loss.loss_mode not in _UNBOUNDED_BELOW:
         yield (
-            f"a clipping range of {low:g} below 1 lets the ratio turn negative; "
-            f"set {_ACTOR}.clip_ratio_low=0.2"
+            f"{_ACTOR}.clip_ratio_low (or clip_ratio) = {low:g} is above 1, so the lower clipping "
+            f"bound 1 - {low:g} of the ratio is negative; set {_ACTOR}.clip_ratio_low=0.2"
         )
     modes = (actor.loss_agg_mode, config.critic.loss_agg_mode)
     if actor.loss_scale_factor is not None and "seq-mean-token-sum-norm" not in modes:
@@ -418,18 +444,19 @@ def _model(config: Config, complete: bool) -> Iterator[str]:
     init = model.init
     if model.path is not None and init is not None:
         yield (
-            f"{_MODEL}.path={model.path} and {_MODEL}.init name two models; "
+            f"{_MODEL}.path={model.path} and {_MODEL}.init both name a model; "
             f"set {_MODEL}.init=null or {_MODEL}.path=null"
         )
     if model.implementation == "transformers" and init is not None:
         yield (
-            f"{_MODEL}.implementation=transformers computes a checkpoint, and {_MODEL}.init draws "
-            f"the weights of the built-in decoder; set {_MODEL}.implementation=auto"
+            f"{_MODEL}.implementation=transformers needs a checkpoint, but {_MODEL}.init "
+            "initializes the built-in decoder with random weights; set "
+            f"{_MODEL}.implementation=auto"
         )
     if complete and model.path is None and init is None:
         yield (
-            f"no model is named; set {_MODEL}.path=FOLDER of a Hugging Face checkpoint, or "
-            f"{_MODEL}.init.num_layers=12 for one initialised at random"
+            f"no model is set; set {_MODEL}.path=FOLDER to a Hugging Face checkpoint, or "
+            f"{_MODEL}.init.num_layers=12 for a model with random weights"
         )
     yield from _lora(model)
     if init is None:
@@ -461,18 +488,22 @@ def _model(config: Config, complete: bool) -> Iterator[str]:
             )
     if multiple % 2 and width % 2:
         yield (
-            f"{key}: heads of odd width {width} cannot be rotated; set {key}.head_dim={width + 1}"
+            f"{key}: the head width is odd ({width}), but rotary embeddings need an even width; "
+            f"set {key}.head_dim={width + 1}"
         )
 
 
 def _lora(model: ModelSection) -> Iterator[str]:
-    usual = ModelSection()
+    defaults = ModelSection()
     if model.lora_rank and not model.target_modules:
-        yield f"{_MODEL}.target_modules is empty; set {_MODEL}.target_modules=all-linear"
+        yield (
+            f"{_MODEL}.target_modules is empty with {_MODEL}.lora_rank={model.lora_rank}; set "
+            f"{_MODEL}.target_modules=all-linear"
+        )
     names: tuple[str, ...] = ("target_modules", "exclude_modules")
     if model.lora_adapter_path is not None:
-        # Rank and alpha may be those of the adapter, which is read later (`add_adapter`).
-        reason = f"{_MODEL}.lora_adapter_path, whose adapter has its own"
+        # Rank and alpha are compared with the adapter's when it is read (`add_adapter`).
+        reason = f"{_MODEL}.lora_adapter_path, because the adapter has its own"
         remedy = f"{_MODEL}.lora_adapter_path=null"
     elif model.lora_rank == 0:
         reason, remedy = f"{_MODEL}.lora_rank=0", f"{_MODEL}.lora_rank=8"
@@ -480,7 +511,7 @@ def _lora(model: ModelSection) -> Iterator[str]:
     else:
         return
     for name in names:
-        value, default = getattr(model, name), getattr(usual, name)
+        value, default = getattr(model, name), getattr(defaults, name)
         if value != default:
             yield (
                 f"{_MODEL}.{name}={show(value)} has no effect with {reason}; set {remedy} or "
@@ -497,10 +528,11 @@ def _rollout(config: Config) -> Iterator[str]:
         )
     yield from check_val_settings(config)
     if rollout.top_p == 0:
-        yield f"{_ROLLOUT}.top_p=0 keeps no token; set {_ROLLOUT}.top_p=1"
+        yield f"{_ROLLOUT}.top_p=0 excludes all tokens; set {_ROLLOUT}.top_p=1"
     if rollout.partial_rollout and rollout.over_sample_rate == 0:
         yield (
-            f"{_ROLLOUT}.partial_rollout=true has nothing to carry over: no response is cut off; "
+            f"{_ROLLOUT}.partial_rollout=true has no effect with {_ROLLOUT}.over_sample_rate=0, "
+            "because no response is stopped early; "
             f"set {_ROLLOUT}.over_sample_rate=0.5 or {_ROLLOUT}.partial_rollout=false"
         )
 
@@ -509,13 +541,14 @@ def _run(config: Config) -> Iterator[str]:
     trainer = config.trainer
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         yield (
-            "trainer.resume_mode=resume_path needs a checkpoint; "
-            "set trainer.resume_from_path=FOLDER or trainer.resume_mode=auto"
+            "trainer.resume_mode=resume_path needs a checkpoint, but trainer.resume_from_path is "
+            "not set; set trainer.resume_from_path=FOLDER or trainer.resume_mode=auto"
         )
     if trainer.resume_mode != "resume_path" and trainer.resume_from_path is not None:
         yield (
             f"trainer.resume_from_path={trainer.resume_from_path} has no effect with "
-            f"trainer.resume_mode={trainer.resume_mode}; set trainer.resume_mode=resume_path"
+            f"trainer.resume_mode={trainer.resume_mode}; set trainer.resume_mode=resume_path or "
+            "trainer.resume_from_path=null"
         )
     if config.speculative.enable:
         yield from _speculation(config)
@@ -525,8 +558,8 @@ def _run(config: Config) -> Iterator[str]:
         yield from _cotraining(config)
     if config.custom_reward_function.path is None and config.custom_reward_function.reward_kwargs:
         yield (
-            "custom_reward_function.reward_kwargs has no function to go to; "
-            "set custom_reward_function.path=FILE or remove the settings"
+            "custom_reward_function.reward_kwargs has no effect without a reward function; "
+            "set custom_reward_function.path=FILE, or remove custom_reward_function.reward_kwargs"
         )
 
 
@@ -535,33 +568,34 @@ def _speculation(config: Config) -> Iterator[str]:
     key = "speculative.eagle"
     if engine_lacks(config, lambda engine: engine.drafts):
         yield (
-            f"speculative.enable=true: {ENGINE_KEY}={config.actor_rollout_ref.rollout.name} takes "
-            f"no drafts; set {engines_with(lambda engine: engine.drafts)} or "
+            f"speculative.enable=true: {ENGINE_KEY}={config.actor_rollout_ref.rollout.name} does "
+            f"not support drafts; set {engines_with(lambda engine: engine.drafts)} or "
             "speculative.enable=false"
         )
-    learns = speculative.train.enable_drafter_training
-    if speculative.spec_strategy != "history" and eagle.spec_model_path is None and not learns:
+    trains_head = speculative.train.enable_drafter_training
+    if speculative.spec_strategy != "history" and eagle.spec_model_path is None and not trains_head:
         yield (
             f"speculative.spec_strategy={speculative.spec_strategy} needs a draft model; train one "
-            f"with `slipstream draft` and set {key}.spec_model_path=FOLDER, let one learn during "
-            "RL with speculative.train.enable_drafter_training=true, or set "
+            f"with `slipstream draft` and set {key}.spec_model_path=FOLDER, or set "
+            "speculative.train.enable_drafter_training=true to train one during RL, or set "
             "speculative.spec_strategy=history"
         )
     if eagle.spec_topk > MOST_BRANCHES:
         yield (
-            f"{key}.spec_topk={eagle.spec_topk}: a tree follows at most {MOST_BRANCHES} tokens of "
-            f"a level; set {key}.spec_topk={MOST_BRANCHES} or less"
+            f"{key}.spec_topk={eagle.spec_topk} is above the maximum, {MOST_BRANCHES} tokens per "
+            f"level of a tree; set {key}.spec_topk={MOST_BRANCHES} or less"
         )
     if eagle.spec_topk == 1 and eagle.spec_verify_tokens not in (None, eagle.spec_steps + 1):
         yield (
-            f"{key}.spec_verify_tokens={eagle.spec_verify_tokens}: a chain of {key}.spec_steps="
-            f"{eagle.spec_steps} drafts is verified in {eagle.spec_steps + 1} rows; set "
-            f"{key}.spec_verify_tokens=null"
+            f"{key}.spec_verify_tokens={eagle.spec_verify_tokens}: verifying a chain of "
+            f"{key}.spec_steps={eagle.spec_steps} draft tokens needs {eagle.spec_steps + 1} "
+            f"tokens; set {key}.spec_verify_tokens=null"
         )
     if eagle.spec_topk > 1 and speculative.spec_strategy == "history":
         yield (
-            f"{key}.spec_topk={eagle.spec_topk}: what was written before is drafted in chains; set "
-            f"{key}.spec_topk=1, or speculative.spec_strategy=union to merge it into trees"
+            f"{key}.spec_topk={eagle.spec_topk} drafts trees, but speculative.spec_strategy="
+            f"history drafts only chains; set {key}.spec_topk=1, or "
+            "speculative.spec_strategy=union to merge history drafts into trees"
         )
     elif eagle.spec_topk > 1:
         yield from _tree(eagle)
@@ -573,14 +607,15 @@ def _tree(eagle: EagleSection) -> Iterator[str]:
     rows = eagle.spec_verify_tokens
     if rows is None:
         yield (
-            f"{key}.spec_topk={topk} drafts trees: say how many of their tokens are verified, the "
-            f"last known one included, with {key}.spec_verify_tokens=16 or so"
+            f"{key}.spec_topk={topk} drafts trees, but {key}.spec_verify_tokens is not set; set it "
+            "to the number of tokens to verify per request, including the last known token, for "
+            f"example {key}.spec_verify_tokens=16"
         )
     elif not 2 <= rows <= candidates + 1:
         yield (
-            f"{key}.spec_verify_tokens={rows}: {key}.spec_steps={eagle.spec_steps} of "
-            f"{key}.spec_topk={topk} give at most {candidates} drafts; set "
-            f"{key}.spec_verify_tokens={candidates + 1}, or less but 2 at least"
+            f"{key}.spec_verify_tokens={rows} must be at least 2, and at most {candidates + 1}: "
+            f"{key}.spec_steps={eagle.spec_steps} with {key}.spec_topk={topk} give at most "
+            f"{candidates} draft tokens; set {key}.spec_verify_tokens={candidates + 1} or less"
         )
 
 
@@ -590,41 +625,46 @@ def _drafter(config: Config) -> Iterator[str]:
     steps = draft.total_training_steps
     if optim.lr_scheduler_type != "constant" and steps <= optim.lr_warmup_steps:
         yield (
-            f"{key}.lr_scheduler_type={optim.lr_scheduler_type} has nothing to decay over: "
-            f"speculative.draft.total_training_steps={steps} with {key}.lr_warmup_steps="
+            f"{key}.lr_scheduler_type={optim.lr_scheduler_type} has no steps for the decay: "
+            f"speculative.draft.total_training_steps={steps}, {key}.lr_warmup_steps="
             f"{optim.lr_warmup_steps}; set {key}.lr_scheduler_type=constant or more steps"
         )
     if train.checkpoint_path is not None:
         yield (
-            f"speculative.train.checkpoint_path={train.checkpoint_path}: the draft model is part "
-            "of the run's checkpoints; set speculative.train.checkpoint_path=null"
+            f"speculative.train.checkpoint_path={train.checkpoint_path} is not supported, because "
+            "the run's checkpoints contain the draft model; set "
+            "speculative.train.checkpoint_path=null"
         )
-    for name, one in (("draft", draft.optim), ("train", train.optim)):
-        if max(one.betas) >= 1:
-            key = f"speculative.{name}.optim"
-            yield f"{key}.betas={list(one.betas)} must be below 1; set {key}.betas=[0.9,0.95]"
-        if (one.min_lr_ratio or 0) > 1:
-            key = f"speculative.{name}.optim"
-            yield f"{key}.min_lr_ratio={one.min_lr_ratio:g} is above 1; set {key}.min_lr_ratio=0"
+    for name, settings in (("draft", draft.optim), ("train", train.optim)):
+        key = f"speculative.{name}.optim"
+        if max(settings.betas) >= 1:
+            yield (
+                f"{key}.betas={list(settings.betas)}: both must be below 1; set "
+                f"{key}.betas=[0.9,0.95]"
+            )
+        if (settings.min_lr_ratio or 0) > 1:
+            yield (
+                f"{key}.min_lr_ratio={settings.min_lr_ratio:g} is above 1; set {key}.min_lr_ratio=0"
+            )
     value_weight = 1 if train.value_weight is None else train.value_weight
     others = train.soft_weight, train.acceptance_weight, train.topk_mass_weight
     if not (value_weight or any(others)):
         yield (
             "speculative.train.value_weight=0, soft_weight=0, acceptance_weight=0 and "
-            "topk_mass_weight=0 leave a draft model nothing to learn; set "
+            "topk_mass_weight=0 leave no loss to train a draft model with; set "
             "speculative.train.value_weight=1, or speculative.train.acceptance_weight=1"
         )
     states = "speculative.train.collect_hidden_states_from_engine"
-    # With speculative.enable=true, an engine without drafts is refused already (`_speculation`).
+    # With speculative.enable=true, `_speculation` already reports an engine without drafts.
     if (
         train.collect_hidden_states_from_engine
         and not (config.speculative.enable and engine_lacks(config, lambda engine: engine.drafts))
         and engine_lacks(config, lambda engine: engine.hidden_states)
     ):
         yield (
-            f"{states}=true: {ENGINE_KEY}={config.actor_rollout_ref.rollout.name} hands over no "
+            f"{states}=true: {ENGINE_KEY}={config.actor_rollout_ref.rollout.name} returns no "
             f"hidden states; set {engines_with(lambda engine: engine.hidden_states)}, or "
-            f"{states}=false for those of the trainer's own pass"
+            f"{states}=false to use those of the trainer's forward pass"
         )
 
 
@@ -634,28 +674,34 @@ def _cotraining(config: Config) -> Iterator[str]:
     off = f"{key}.enable_drafter_training=false"
     if not speculative.enable or speculative.spec_strategy == "history":
         yield (
-            f"{key}.enable_drafter_training=true trains a draft model that nothing drafts with; "
+            f"{key}.enable_drafter_training=true trains a draft model, but rollouts do not use it "
+            f"with speculative.enable={show(speculative.enable)} "
+            f"speculative.spec_strategy={speculative.spec_strategy}; "
             f"set speculative.enable=true speculative.spec_strategy=eagle, or {off}"
         )
     eagle = speculative.eagle
     if eagle.draft_vocab_size is not None and eagle.spec_model_path is None:
         yield (
-            f"speculative.eagle.draft_vocab_size={eagle.draft_vocab_size}: a draft model that "
-            "begins in RL has no responses to count tokens in; train one with `slipstream draft` "
-            "first, or set speculative.eagle.draft_vocab_size=null"
+            f"speculative.eagle.draft_vocab_size={eagle.draft_vocab_size}: the draft vocabulary is "
+            "chosen by token counts of responses, and a draft model created by RL has none yet; "
+            "train one with `slipstream draft` first and set speculative.eagle.spec_model_path="
+            "FOLDER, or set speculative.eagle.draft_vocab_size=null"
         )
     if train.min_workers_for_training != 1:
         yield (
-            f"{key}.min_workers_for_training={train.min_workers_for_training}: this version has "
-            f"one worker; set {key}.min_workers_for_training=1"
+            f"{key}.min_workers_for_training={train.min_workers_for_training} is not supported: "
+            f"draft training has one worker; set {key}.min_workers_for_training=1"
         )
     if train.long_share > 1:
         yield f"{key}.long_share={train.long_share:g} is above 1; set {key}.long_share=0.25"
     if train.held_out_every < 2:
-        yield f"{key}.held_out_every=1 leaves nothing to train on; set {key}.held_out_every=8"
+        yield (
+            f"{key}.held_out_every={train.held_out_every} holds out all responses and leaves no "
+            f"training data; set {key}.held_out_every=8"
+        )
     if train.max_seq_len < 3:
         yield (
-            f"{key}.max_seq_len={train.max_seq_len} leaves nothing to draft; set "
+            f"{key}.max_seq_len={train.max_seq_len} is too short to train a draft model; set "
             f"{key}.max_seq_len=8192"
         )
 
@@ -666,41 +712,39 @@ def _place(config: Config, hardware: Hardware) -> Iterator[str]:
     if trainer.n_gpus_per_node > hardware.gpus and trainer.device != "cpu":
         yield (
             f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: {has}; set "
-            f"trainer.n_gpus_per_node={hardware.gpus}, or trainer.device=cpu, where it counts "
-            "processes"
+            f"trainer.n_gpus_per_node={hardware.gpus}, or trainer.device=cpu to start "
+            f"{trainer.n_gpus_per_node} CPU process{'' if trainer.n_gpus_per_node == 1 else 'es'}"
         )
     if trainer.nnodes * max(1, trainer.n_gpus_per_node) > 1:
-        for problem, remedy in _beyond_one_process(config):
+        for problem, remedy in _single_process_only(config):
             yield (
                 f"trainer.nnodes={trainer.nnodes} trainer.n_gpus_per_node="
-                f"{trainer.n_gpus_per_node}, several processes: {problem}; set {remedy}, or "
+                f"{trainer.n_gpus_per_node} use several processes: {problem}; set {remedy}, or "
                 f"trainer.nnodes=1 trainer.n_gpus_per_node={min(1, trainer.n_gpus_per_node)}"
             )
     if trainer.device == "cuda" and hardware.gpus == 0:
         yield f"trainer.device=cuda: {has}; set trainer.device=cpu"
 
 
-def _beyond_one_process(config: Config) -> Iterator[tuple[str, str]]:
-    """Settings that several processes do not share yet, and what to set instead."""
+def _single_process_only(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield a problem and a remedy for each setting that works only in a single process."""
     if config.algorithm.adv_estimator == "gae":
         yield (
-            "algorithm.adv_estimator=gae has a critic, which is not spread over them",
+            "algorithm.adv_estimator=gae trains a critic, which supports only one process",
             "algorithm.adv_estimator=grpo",
         )
     if config.critic.enable:
         yield (
-            "critic.enable=true has a critic, which is not spread over them",
+            "critic.enable=true trains a critic, which supports only one process",
             "critic.enable=false",
         )
     if config.speculative.train.collect_hidden_states_from_engine:
         yield (
-            "speculative.train.collect_hidden_states_from_engine=true: hidden states do not go "
-            "from one to another",
+            "speculative.train.collect_hidden_states_from_engine=true supports only one process",
             "speculative.train.collect_hidden_states_from_engine=false",
         )
     if engine_lacks(config, lambda engine: engine.several_processes):
         yield (
-            f"{ENGINE_KEY}={config.actor_rollout_ref.rollout.name} does not take weights from "
-            "several",
+            f"{ENGINE_KEY}={config.actor_rollout_ref.rollout.name} supports only one process",
             engines_with(lambda engine: engine.several_processes),
         )

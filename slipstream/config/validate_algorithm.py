@@ -1,6 +1,6 @@
-"""Rules of `algorithm`, the policy loss and the reference policy.
+"""Rules between options of `algorithm`, the policy loss and the reference policy.
 
-Part of `validate`, which is what other modules import.
+`validate` calls `algorithm_rules`. Other modules should import `validate`.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ GROUP_RELATIVE = frozenset(
         "tir_optimal_token_baseline",
     }
 )
-"""Advantage estimators that compare the responses to one prompt."""
+"""Built-in advantage estimators that compare the responses to one prompt."""
 
 NEEDS_CRITIC = frozenset({"gae"})
-"""Advantage estimators that take values."""
+"""Built-in advantage estimators that use the values of a critic."""
 
-TEACHES = "on_policy_distillation"
-"""The advantage estimator whose reference is a teacher."""
+DISTILLATION = "on_policy_distillation"
+"""The advantage estimator that uses the reference policy as a teacher."""
 
-READ_BY = {
+USED_BY_ESTIMATORS = {
     "gamma": ("gae", "reinforce_plus_plus"),
     "lam": ("gae",),
     "norm_adv_by_std_in_grpo": ("grpo", "grpo_vectorized", "grpo_passk", "gdpo"),
@@ -50,18 +50,19 @@ READ_BY = {
         sorted((GROUP_RELATIVE | NEEDS_CRITIC | {"remax", "reinforce_plus_plus"}) - {"gdpo"})
     ),
 }
-"""Settings of `algorithm` -> the estimators that ship and read them."""
+"""Settings of `algorithm` -> the built-in advantage estimators that use them."""
 
-ESTIMATORS = GROUP_RELATIVE | NEEDS_CRITIC | {"remax", "reinforce_plus_plus", TEACHES}
-"""Those that ship. Of others nobody knows here what they need."""
+ESTIMATORS = GROUP_RELATIVE | NEEDS_CRITIC | {"remax", "reinforce_plus_plus", DISTILLATION}
+"""Built-in advantage estimators. The rules do not apply to estimators that users register."""
 
 TOKEN_BASELINES = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
+"""Built-in advantage estimators with one baseline per token."""
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref.path"
 
-OF_ONE_LOSS = {
+USED_BY_LOSS = {
     "clip_cov_ratio": "clip_cov",
     "clip_cov_lb": "clip_cov",
     "clip_cov_ub": "clip_cov",
@@ -69,11 +70,11 @@ OF_ONE_LOSS = {
     "ppo_kl_coef": "kl_cov",
     "dro_beta": "dro",
 }
-"""Settings of `policy_loss` that a single loss mode reads."""
+"""Settings of `policy_loss` that only one loss mode uses -> that loss mode."""
 
 
 def algorithm_rules(config: Config) -> Iterator[str]:
-    """Every broken rule, as `what is wrong; remedy`."""
+    """Yield a message `what is wrong; remedy` for each broken rule."""
     yield from _estimator(config)
     yield from _advantage_settings(config.algorithm)
     yield from _sampling_of_groups(config.algorithm, config.actor_rollout_ref.rollout.n)
@@ -85,9 +86,9 @@ def algorithm_rules(config: Config) -> Iterator[str]:
 
 
 def canonical(name: str) -> str:
-    """An estimator's name in the registry's spelling."""
-    other = name.replace("++", "_plus_plus").replace("-", "_")
-    return other if other in ESTIMATORS else name
+    """Return the registered spelling of an estimator's name: `reinforce_plus_plus`, not `++`."""
+    registered = name.replace("++", "_plus_plus").replace("-", "_")
+    return registered if registered in ESTIMATORS else name
 
 
 def _estimator(config: Config) -> Iterator[str]:
@@ -98,30 +99,30 @@ def _estimator(config: Config) -> Iterator[str]:
     )
     if name in NEEDS_CRITIC and critic.enable is False:
         yield (
-            f"algorithm.adv_estimator={name} takes a critic's values and critic.enable=false; set "
+            f"algorithm.adv_estimator={name} needs a critic, but critic.enable=false; set "
             "critic.enable=null or algorithm.adv_estimator=grpo"
         )
-    known = name in ESTIMATORS - NEEDS_CRITIC
-    if config.trainer.critic_warmup and known and not critic.enable:
+    without_critic = name in ESTIMATORS - NEEDS_CRITIC
+    if config.trainer.critic_warmup and without_critic and not critic.enable:
         yield (
             f"trainer.critic_warmup={config.trainer.critic_warmup} needs a critic; set "
             "algorithm.adv_estimator=gae or trainer.critic_warmup=0"
         )
     if name in GROUP_RELATIVE and rollout.n < 2:
         yield (
-            f"algorithm.adv_estimator={name} compares the responses to a prompt and "
-            f"{_ROLLOUT}.n={rollout.n} leaves none to compare with; set {_ROLLOUT}.n=8"
+            f"algorithm.adv_estimator={name} compares the responses to a prompt, but "
+            f"{_ROLLOUT}.n={rollout.n} generates only one; set {_ROLLOUT}.n=8"
         )
     if name in GROUP_RELATIVE | {"remax"} and not rollout.do_sample:
         yield (
-            f"{_ROLLOUT}.do_sample=false makes all responses to a prompt the same and "
-            f"algorithm.adv_estimator={name} compares them; set {_ROLLOUT}.do_sample=true"
+            f"algorithm.adv_estimator={name} compares the responses to a prompt, but "
+            f"{_ROLLOUT}.do_sample=false makes all of them equal; set {_ROLLOUT}.do_sample=true"
         )
 
 
 def _advantage_settings(algorithm: AlgorithmSection) -> Iterator[str]:
     name = canonical(algorithm.adv_estimator)
-    for key, users in READ_BY.items():
+    for key, users in USED_BY_ESTIMATORS.items():
         value, default = getattr(algorithm, key), getattr(AlgorithmSection(), key)
         if value != default and name in ESTIMATORS and name not in users:
             yield (
@@ -132,14 +133,15 @@ def _advantage_settings(algorithm: AlgorithmSection) -> Iterator[str]:
     if name == "gdpo":
         if not keys:
             yield (
-                "algorithm.adv_estimator=gdpo normalises parts of the reward, and none is named; "
-                "name what the reward function gives beside the score, as in "
+                "algorithm.adv_estimator=gdpo normalizes parts of the reward, but "
+                "algorithm.gdpo_reward_keys is not set; set it to keys that the reward function "
+                "returns in addition to the score, for example "
                 "algorithm.gdpo_reward_keys=[acc,format]"
             )
         elif weights is not None and len(weights) != len(keys):
             yield (
-                f"algorithm.gdpo_reward_weights has {len(weights)} numbers for {len(keys)} parts "
-                "in algorithm.gdpo_reward_keys; give one each, or set "
+                f"algorithm.gdpo_reward_weights has {len(weights)} numbers, but "
+                f"algorithm.gdpo_reward_keys has {len(keys)} keys; give one number per key, or set "
                 "algorithm.gdpo_reward_weights=null"
             )
     else:
@@ -155,11 +157,11 @@ def _advantage_settings(algorithm: AlgorithmSection) -> Iterator[str]:
 def _sampling_of_groups(algorithm: AlgorithmSection, n: int) -> Iterator[str]:
     if algorithm.filter_groups.enable and n < 2:
         yield (
-            f"algorithm.filter_groups.enable=true compares the responses to a prompt and keeps "
-            f"single ones, so that with {_ROLLOUT}.n={n} it has no effect; set {_ROLLOUT}.n=8 or "
+            f"algorithm.filter_groups.enable=true has no effect with {_ROLLOUT}.n={n}, because it "
+            f"keeps all groups of one response; set {_ROLLOUT}.n=8 or "
             "algorithm.filter_groups.enable=false"
         )
-    for section, given, usual, switch in (
+    for section, settings, defaults, switch in (
         ("pf_ppo", algorithm.pf_ppo, PFPPOSection(), "use_pf_ppo"),
         (
             "filter_groups",
@@ -169,38 +171,42 @@ def _sampling_of_groups(algorithm: AlgorithmSection, n: int) -> Iterator[str]:
         ),
     ):
         on = algorithm.use_pf_ppo if section == "pf_ppo" else algorithm.filter_groups.enable
-        if given != usual and not on:
+        if settings != defaults and not on:
             name = next(
-                f.name for f in fields(given) if getattr(given, f.name) != getattr(usual, f.name)
+                f.name
+                for f in fields(settings)
+                if getattr(settings, f.name) != getattr(defaults, f.name)
             )
             yield (
-                f"algorithm.{section}.{name}={show(getattr(given, name))} has no effect with "
+                f"algorithm.{section}.{name}={show(getattr(settings, name))} has no effect with "
                 f"algorithm.{switch}=false; set algorithm.{switch}=true or "
-                f"algorithm.{section}.{name}={show(getattr(usual, name))}"
+                f"algorithm.{section}.{name}={show(getattr(defaults, name))}"
             )
 
 
 def _loss(actor: ActorSection) -> Iterator[str]:
-    usual, mode = ActorSection(), actor.policy_loss.loss_mode
+    defaults, mode = ActorSection(), actor.policy_loss.loss_mode
     if mode == "dro" and actor.policy_loss.dro_beta is None:
         yield (
-            f"{_ACTOR}.policy_loss.loss_mode=dro needs the weight of its penalty on the squared "
-            f"log-ratio; set {_ACTOR}.policy_loss.dro_beta=0.1"
+            f"{_ACTOR}.policy_loss.loss_mode=dro needs a weight for its penalty on the squared "
+            f"log-ratio, but {_ACTOR}.policy_loss.dro_beta is not set; set "
+            f"{_ACTOR}.policy_loss.dro_beta=0.1"
         )
-    for name, of in OF_ONE_LOSS.items():
+    for name, user in USED_BY_LOSS.items():
         value, default = getattr(actor.policy_loss, name), getattr(PolicyLossSection(), name)
-        if value != default and mode != of:
-            yield _of_other_loss(f"{_ACTOR}.policy_loss.{name}", value, default, mode, of)
+        if value != default and mode != user:
+            yield _unused_by_loss(f"{_ACTOR}.policy_loss.{name}", value, default, mode, user)
     for name in ("tau_pos", "tau_neg"):
-        value, default = getattr(actor, name), getattr(usual, name)
+        value, default = getattr(actor, name), getattr(defaults, name)
         if value != default and mode != "sapo":
-            yield _of_other_loss(f"{_ACTOR}.{name}", value, default, mode, "sapo")
+            yield _unused_by_loss(f"{_ACTOR}.{name}", value, default, mode, "sapo")
 
 
-def _of_other_loss(key: str, value: object, default: object, mode: str, of: str) -> str:
+def _unused_by_loss(key: str, value: object, default: object, mode: str, user: str) -> str:
+    """Return the message for a setting that the loss `mode` ignores and the loss `user` uses."""
     return (
         f"{key}={show(value)} has no effect with {_ACTOR}.policy_loss.loss_mode={mode}; set "
-        f"{_ACTOR}.policy_loss.loss_mode={of} or {key}={show(default)}"
+        f"{_ACTOR}.policy_loss.loss_mode={user} or {key}={show(default)}"
     )
 
 
@@ -208,27 +214,29 @@ def _correction(config: Config) -> Iterator[str]:
     key, correction = "algorithm.rollout_correction", config.algorithm.rollout_correction
     mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     if correction.preset is not None:
-        usual = RolloutCorrectionSection(
+        defaults = RolloutCorrectionSection(
             preset=correction.preset, support_replay=correction.support_replay
         )
         for f in fields(correction):
-            value = getattr(correction, f.name)
-            if value != getattr(usual, f.name):
+            value, default = getattr(correction, f.name), getattr(defaults, f.name)
+            if value != default:
                 yield (
-                    f"{key}.{f.name}={show(value)}: {key}.preset={correction.preset} sets all of "
-                    f"them; set {key}.preset=null and each by itself"
+                    f"{key}.{f.name}={show(value)} conflicts with {key}.preset="
+                    f"{correction.preset}, which sets all options of {key}; set "
+                    f"{key}.{f.name}={show(default)}, or set {key}.preset=null and the options "
+                    "one by one"
                 )
         bypass = correction.preset.startswith("bypass_")
     else:
         bypass = correction.bypass_mode
     if bypass and mode not in ("vanilla", "bypass_mode", "rollout_correction"):
         yield (
-            f"{key}.bypass_mode=true has a loss of its own and {_ACTOR}.policy_loss.loss_mode="
+            f"{key}.bypass_mode=true uses its own loss, not {_ACTOR}.policy_loss.loss_mode="
             f"{mode}; set {_ACTOR}.policy_loss.loss_mode=vanilla or {key}.bypass_mode=false"
         )
     if mode in ("bypass_mode", "rollout_correction") and not bypass:
         yield (
-            f"{_ACTOR}.policy_loss.loss_mode={mode} is the loss of {key}.bypass_mode=true; set it, "
+            f"{_ACTOR}.policy_loss.loss_mode={mode} needs {key}.bypass_mode=true; set it, "
             f"or {_ACTOR}.policy_loss.loss_mode=vanilla"
         )
 
@@ -237,38 +245,41 @@ def _replay(config: Config) -> Iterator[str]:
     rollout, key = config.actor_rollout_ref.rollout, "algorithm.rollout_correction.support_replay"
     if not config.algorithm.rollout_correction.support_replay:
         return
-    cuts = rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
-    if not cuts or not rollout.do_sample:
+    truncates = rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
+    if not truncates or not rollout.do_sample:
         yield (
-            f"{key}=true has no effect where the rollout samples from the whole vocabulary, or "
-            f"greedily; set {_ROLLOUT}.top_p=0.95 or {key}=false"
+            f"{key}=true has no effect, because the rollout samples from the whole vocabulary or "
+            f"greedily; set {_ROLLOUT}.top_p=0.95 with {_ROLLOUT}.do_sample=true, or {key}=false"
         )
     actor = config.actor_rollout_ref.actor
     if rollout.dtype not in ("auto", actor.dtype):
         yield (
-            f"{key}=true computes again what the sampler kept, in {_ACTOR}.dtype={actor.dtype}, "
-            f"and it samples in {_ROLLOUT}.dtype={rollout.dtype}; set {_ROLLOUT}.dtype=auto or "
+            f"{key}=true needs the same dtype in trainer and rollout, but {_ACTOR}.dtype="
+            f"{actor.dtype} and {_ROLLOUT}.dtype={rollout.dtype}; set {_ROLLOUT}.dtype=auto or "
             f"{key}=false"
         )
     if canonical(config.algorithm.adv_estimator) in TOKEN_BASELINES:
         yield (
-            f"{key}=true: algorithm.adv_estimator={config.algorithm.adv_estimator} weighs tokens "
-            f"by probabilities over the whole vocabulary; set {key}=false or "
-            "algorithm.adv_estimator=grpo"
+            f"{key}=true does not work with algorithm.adv_estimator="
+            f"{config.algorithm.adv_estimator}, which weights tokens by probabilities over the "
+            f"whole vocabulary; set {key}=false or algorithm.adv_estimator=grpo"
         )
     if engine_lacks(config, lambda engine: engine.exact):
         yield (
-            f"{key}=true computes again what the sampler kept, which takes an engine with the "
-            f"trainer's bits; set {engines_with(lambda engine: engine.exact)} or {key}=false"
+            f"{key}=true needs an engine with exact mode, not "
+            f"{_ROLLOUT}.name={rollout.name}; set "
+            f"{engines_with(lambda engine: engine.exact)} or {key}=false"
         )
     if config.trainer.sync_every != 1:
         yield (
-            f"{key}=true: with trainer.sync_every={config.trainer.sync_every} the weights "
-            f"of the trainer are not those that sampled; set trainer.sync_every=1 or {key}=false"
+            f"{key}=true needs the same weights in trainer and rollout, but "
+            f"trainer.sync_every={config.trainer.sync_every}; set trainer.sync_every=1 or "
+            f"{key}=false"
         )
     if rollout.partial_rollout:
         yield (
-            f"{key}=true: responses that were begun with older weights cannot be replayed; set "
+            f"{key}=true does not work with {_ROLLOUT}.partial_rollout=true, because the trainer "
+            "cannot replay responses that older weights started; set "
             f"{_ROLLOUT}.partial_rollout=false or {key}=false"
         )
 
@@ -277,17 +288,18 @@ def _reference(config: Config) -> Iterator[str]:
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     path = config.actor_rollout_ref.ref.path
     name = canonical(algorithm.adv_estimator)
-    teaches = name == TEACHES
-    known = name in ESTIMATORS - {TEACHES}
-    if path is not None and known and not (actor.use_kl_loss or algorithm.use_kl_in_reward):
+    distills = name == DISTILLATION
+    without_teacher = name in ESTIMATORS - {DISTILLATION}
+    uses_kl = actor.use_kl_loss or algorithm.use_kl_in_reward
+    if path is not None and without_teacher and not uses_kl:
         yield (
             f"{_REF}={path} has no effect without a KL term; set "
             f"{_ACTOR}.use_kl_loss=true or {_REF}=null"
         )
-    if path is None and teaches:
+    if path is None and distills:
         yield (
-            f"algorithm.adv_estimator={TEACHES} learns from a teacher and none is named; set "
-            f"{_REF}=FOLDER of its checkpoint"
+            f"algorithm.adv_estimator={DISTILLATION} needs a teacher, but {_REF} is not set; set "
+            f"{_REF}=FOLDER to its checkpoint"
         )
 
 
@@ -298,7 +310,7 @@ def _kl_controller(config: Config) -> Iterator[str]:
     samples = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
     if control.type == "adaptive" and 5 * control.horizon <= samples:
         yield (
-            f"algorithm.kl_ctrl.horizon={control.horizon} is not more than a fifth of a step's "
-            f"{samples} samples: one step could turn the coefficient negative; set "
+            f"algorithm.kl_ctrl.horizon={control.horizon} must be above a fifth of the {samples} "
+            "samples of a step, else one step could make the KL coefficient negative; set "
             f"algorithm.kl_ctrl.horizon={10 * samples}"
         )

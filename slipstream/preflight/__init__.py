@@ -1,1 +1,1 @@
-"""Checks before a run: `slipstream doctor`, `--dry-run`, the memory estimate, the self test."""
+"""Checks before a run: `slipstream doctor`, `--dry-run`, the memory estimate and the self-test."""

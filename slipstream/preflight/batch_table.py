@@ -1,7 +1,7 @@
-"""What the settings come to: prompts, samples, tokens, optimizer steps and micro-batches.
+"""Computes the sizes of a run: prompts, samples, tokens, optimizer steps and micro-batches.
 
-Called by `dry_run` and `memory_estimate`. Nothing here is decided: it is what trainer and engine
-will do by themselves.
+It only predicts what trainer and engine will do with the settings, and configures neither. Called
+by `dry_run` and `memory_estimate`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slipstream.rollout.manager import with_over_sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftBatches:
-    """Tokens of an optimizer step and of a forward pass, the texts at most as long as allowed."""
+    """Sizes of SFT: optimizer steps, tokens of one step, and maximum tokens of a forward pass."""
 
     steps: int
     step_tokens: int
@@ -29,56 +29,66 @@ class SftBatches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlBatches:
-    """Of one step, all responses as long as they may be: `tokens` with their prompts; an update of
-    the policy has `updates` optimizer steps, of `mini_prompts` prompts each, in `micro_batches`
-    forward passes of `micro_batch_tokens` at most. `in_flight` responses are decoded at once."""
+    """Sizes of one RL step if all prompts and responses have their maximum length.
+
+    `processes` share the samples of an update and the requests of a rollout. So micro-batches and
+    `in_flight` are counted for each process.
+    """
 
     steps: int
     prompts: int
     started: int
-    """Prompts with those of over-sampling."""
+    """Prompts that a rollout starts; with over-sampling, more than `prompts`."""
     per_prompt: int
     samples: int
     tokens: int
+    """Tokens of all samples: prompts and responses."""
     updates: int
+    """Optimizer steps of the policy per RL step."""
     mini_prompts: int
+    """Prompts of one optimizer step."""
     mini_samples: int
+    """Samples of one optimizer step."""
     micro_batch_tokens: int
+    """Maximum tokens of one forward pass of the trainer."""
     micro_batches: int
+    """Forward passes of one optimizer step."""
     critic_micro_batch_tokens: int
     in_flight: int
+    """Maximum number of responses that are decoded at the same time."""
     processes: int
-    """They share an update's samples, and what is decoded; so `micro_batches`, the tokens of one
-    and `in_flight` are those of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """`validation`: responses that are decoded at once there; 0: nothing is validated.
-    `val_per_prompt`: of the source that has most."""
+    """Sizes of a whole run; `sft` or `rl` is None if the run does not have this phase."""
 
     sft: SftBatches | None
     rl: RlBatches | None
     longest: int
-    """Tokens of prompt and response."""
+    """Maximum tokens of a sample: prompt and response."""
     held_out: int
+    """Validation prompts."""
     val_per_prompt: int
+    """Responses per validation prompt: the maximum over all data sources."""
     validation: int
+    """Maximum number of responses decoded at the same time in a validation; 0 without one."""
 
 
 def batches_of(config: Config, mode: Mode, *, rl_steps: int, held_out: int) -> Batches:
-    """`rl_steps` of RL, where it has some, and `held_out` prompts to validate on."""
+    """Return the sizes of a run with `rl_steps` RL steps and `held_out` validation prompts."""
     rollout = config.actor_rollout_ref.rollout
-    own = rollout.val_kwargs.n
-    most = max([own, *(val_settings(config, name).n for name in rollout.val_kwargs.by_source)])
-    at_once = min(held_out, config.data.val_batch_size or held_out) * most
+    default_n = rollout.val_kwargs.n
+    sources = rollout.val_kwargs.by_source
+    most = max([default_n, *(val_settings(config, name).n for name in sources)])
+    concurrent = min(held_out, config.data.val_batch_size or held_out) * most
     return Batches(
         sft=_sft(config) if "sft" in mode else None,
         rl=_rl(config, rl_steps) if "rl" in mode else None,
         longest=_longest(config),
         held_out=held_out,
         val_per_prompt=most,
-        validation=min(at_once, rollout.max_num_seqs),
+        validation=min(concurrent, rollout.max_num_seqs),
     )
 
 
@@ -88,7 +98,7 @@ def _longest(config: Config) -> int:
 
 def _sft(config: Config) -> SftBatches:
     sft = config.sft
-    # A text is taken whole.
+    # A step ends with a whole text, so it can exceed batch_tokens by up to max_length - 1.
     step = sft.batch_tokens + sft.max_length - 1
     return SftBatches(
         steps=sft.total_training_steps,
@@ -102,11 +112,11 @@ def _rl(config: Config, steps: int) -> RlBatches:
     prompts, n = config.data.train_batch_size, rollout.n
     mini = actor.ppo_mini_batch_size or prompts
     longest = _longest(config)
-    # Of each process, as near as their lengths allow.
+    # Processes get nearly equal numbers of tokens. With equal lengths, samples are equal, too.
     processes = process_count(config)
     own_samples = math.ceil(mini * n / processes)
     mini_tokens = own_samples * longest
-    # A forward pass takes so many tokens, or sequences.
+    # Either a number of tokens or a number of sequences limits a forward pass.
     budget = actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None
     rows = actor.ppo_micro_batch_size_per_gpu
     if budget is not None:
@@ -115,9 +125,9 @@ def _rl(config: Config, steps: int) -> RlBatches:
     else:
         rows = rows or own_samples
         most, passes = min(rows * longest, mini_tokens), math.ceil(own_samples / rows)
-    own = critic_budget(config)
+    token_budget = critic_budget(config)
     critic_rows = config.critic.ppo_micro_batch_size_per_gpu or rows or mini * n
-    critic_tokens = critic_rows * longest if own is None else own
+    critic_tokens = critic_rows * longest if token_budget is None else token_budget
     critic_mini = critic_updates(config)[1] * n * longest
     started = with_over_sampling(prompts, rollout.over_sample_rate)
     greedy = 1 if wants_greedy(config) else 0
@@ -139,39 +149,41 @@ def _rl(config: Config, steps: int) -> RlBatches:
     )
 
 
-def rows_of(batches: Batches) -> Iterator[tuple[str, str]]:
-    """Of the table: what, and how much of it."""
+def table_rows(batches: Batches) -> Iterator[tuple[str, str]]:
+    """Yield the rows of the printed table: a label and a value."""
     if (sft := batches.sft) is not None:
         yield "SFT steps", f"{sft.steps:,}"
-        yield "an SFT step", f"{sft.step_tokens:,} tokens"
-        yield "its micro-batches", f"at most {sft.micro_batch_tokens:,} tokens"
+        yield "SFT step", f"{sft.step_tokens:,} tokens"
+        yield "SFT micro-batches", f"at most {sft.micro_batch_tokens:,} tokens"
     if (rl := batches.rl) is not None:
         yield "RL steps", f"{rl.steps:,}"
-        extra = f", {rl.started:,} started" if rl.started > rl.prompts else ""
+        extra = f" ({rl.started:,} started)" if rl.started > rl.prompts else ""
         yield (
-            "an RL step",
+            "RL step",
             f"{rl.prompts:,} prompts{extra} x {rl.per_prompt:,} responses = {rl.samples:,} samples",
         )
-        yield "a sample", f"at most {batches.longest:,} tokens, prompt and response"
-        yield "tokens of a step", f"at most {rl.tokens:,}"
-        several, each = rl.processes > 1, " in each process" if rl.processes > 1 else ""
+        yield "sample", f"at most {batches.longest:,} tokens (prompt + response)"
+        yield "tokens per step", f"at most {rl.tokens:,}"
+        several, each = rl.processes > 1, " per process" if rl.processes > 1 else ""
         if several:
-            yield "processes", f"{rl.processes:,}, which share samples and weights"
-        yield "decoded at once", f"at most {rl.in_flight:,} responses{each}"
+            yield "processes", f"{rl.processes:,}; they share samples and weights"
+        yield "concurrent responses", f"at most {rl.in_flight:,}{each}"
         yield (
-            "updates of a step",
-            f"{rl.updates:,} of {rl.mini_prompts:,} prompts = {rl.mini_samples:,} samples",
+            "optimizer steps",
+            f"{rl.updates:,} per RL step, each on {rl.mini_prompts:,} prompts = "
+            f"{rl.mini_samples:,} samples",
         )
         yield (
-            "their micro-batches",
-            f"at most {rl.micro_batches:,} of at most {rl.micro_batch_tokens:,} tokens{each}",
+            "micro-batches",
+            f"at most {rl.micro_batches:,} per optimizer step{each}, each of at most "
+            f"{rl.micro_batch_tokens:,} tokens",
         )
     if batches.held_out:
         several = batches.val_per_prompt > 1
-        each = f" x {batches.val_per_prompt} responses (at most)" if several else ""
+        each = f" x at most {batches.val_per_prompt} responses" if several else ""
         yield (
-            "a validation",
-            f"{batches.held_out:,} prompts{each}, at most {batches.validation:,} decoded at once",
+            "validation",
+            f"{batches.held_out:,} prompts{each}, at most {batches.validation:,} concurrent",
         )
     else:
-        yield "a validation", "none: there are no validation prompts"
+        yield "validation", "none: there are no validation prompts"

@@ -1,7 +1,8 @@
-"""`slipstream doctor`: what is here, whether it is fine, and what to do where it is not.
+"""`slipstream doctor` checks the installation and suggests fixes.
 
-Runs the checks one after the other and prints a line for each finding, or all of them as JSON. A
-check that fails is itself a finding: whatever is broken here, the rest is still said.
+It runs the checks of `doctor_checks` one after the other and prints one line per finding, or all
+findings as JSON. If a check raises an error, that error is a finding, and the other checks still
+run.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ Check = tuple[str, Callable[[], Iterable[Finding]]]
 
 
 def all_checks(folder: Path) -> list[Check]:
-    """By section, in the order in which they are said; runs are to be in `folder`."""
+    """Return all checks with their sections, in the order of the output.
+
+    `folder` is where runs will be stored; the disk check looks at its disk.
+    """
     return [
         ("versions", checks.versions),
         ("versions", checks.torch_build),
-        # First of those that compile: it says that nothing is compiled yet.
+        # Later checks compile kernels. So this check, which counts compiled files, runs before.
         ("kernels", checks.kernels),
         ("processor", checks.cpu),
         ("memory and disk", checks.memory),
@@ -43,33 +47,33 @@ def all_checks(folder: Path) -> list[Check]:
 
 
 def findings_of(section: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """What a check finds; where it fails, that."""
+    """Yield the findings of a check. If it raises an error, yield a finding about the error."""
     try:
         yield from check()
     except Exception as error:
-        # Whatever keeps a part of Slipstream from working here is what was asked for.
+        # The doctor reports any error that keeps a part of Slipstream from working.
         yield Finding(
             section=section,
             name="check",
             status="problem",
             value=f"failed: {type(error).__name__}: {error}",
-            remedy="repair what it names (`make install` makes the environment anew)",
+            remedy="fix the cause named in the error, or reinstall with `make install`",
         )
 
 
 def doctor(folder: Path, *, as_json: bool = False) -> int:
-    """Print the findings; 1 where one of them is a problem, else 0."""
+    """Print all findings. Return 1 if at least one is a problem, else 0."""
     page = Page()
     found: list[Finding] = []
     section = ""
     with warnings.catch_warnings():
-        # What libraries warn of while they are imported is nothing that anybody could change here.
+        # Users cannot act on warnings that libraries print during import.
         warnings.simplefilter("ignore")
         for name, check in all_checks(folder):
             for finding in findings_of(name, check):
                 found.append(finding)
                 if finding.section == "kernels" and finding.status == "note":
-                    print("compiling kernels, which takes a minute or two", file=sys.stderr)
+                    print("compiling kernels (one or two minutes)", file=sys.stderr)
     problems = sum(finding.status == "problem" for finding in found)
     if as_json:
         content = {
@@ -79,9 +83,9 @@ def doctor(folder: Path, *, as_json: bool = False) -> int:
         }
         print(json.dumps(content, indent=2))
         return int(bool(problems))
-    for section, of_section in checks.of_sections(found).items():
+    for section, in_section in checks.by_section(found).items():
         page.title(section)
-        page.table([_row(finding) for finding in of_section], styles=STYLES)
+        page.table([_row(finding) for finding in in_section], styles=STYLES)
     notes = sum(finding.status == "note" for finding in found)
     page.title(_verdict(problems, notes))
     return int(bool(problems))
@@ -94,5 +98,6 @@ def _row(finding: Finding) -> tuple[str, str, str]:
 
 def _verdict(problems: int, notes: int) -> str:
     if problems:
-        return f"{problems} problem{'s' if problems > 1 else ''}: runs will not work until solved"
-    return "runs can work here" + (f" ({notes} note{'s' if notes > 1 else ''})" if notes else "")
+        plural = "s" if problems > 1 else ""
+        return f"{problems} problem{plural} found; fix before you start a run"
+    return "no problems found" + (f" ({notes} note{'s' if notes > 1 else ''})" if notes else "")

@@ -1,8 +1,8 @@
-"""What `slipstream doctor` looks at: one function for each part, which returns findings.
+"""The checks of `slipstream doctor`: one function per part of the installation, yielding findings.
 
-Nothing here changes anything, and no finding holds more of the environment than the variables that
-Slipstream itself reads. Heavy modules are imported by the checks that need them: a broken one is a
-finding. Called by `preflight.doctor`.
+The checks change nothing on the machine. Findings contain no environment variables except those
+that Slipstream reads. Each check imports the heavy modules that it needs itself, so that a broken
+module becomes a finding. Called by `preflight.doctor`.
 """
 
 from __future__ import annotations
@@ -31,36 +31,39 @@ Status = Literal["ok", "note", "problem"]
 
 DISTRIBUTION = "slipstream-rl"
 
-LEAST_MEMORY = 700_000_000
-"""Bytes that the smallest run takes: libraries, kernels, and next to nothing else."""
+MIN_MEMORY = 700_000_000
+"""Bytes of memory that the smallest possible run needs: mostly libraries and kernels."""
 
-LITTLE_MEMORY, LITTLE_DISK = 2_000_000_000, 1_000_000_000
-"""Bytes below which a run of the quickstart's size may not fit."""
+LOW_MEMORY, LOW_DISK = 2_000_000_000, 1_000_000_000
+"""Free bytes of memory and disk below which a run of the quickstart's size may not fit."""
 
 EXTRAS = {
     "tensorboard": "curves in TensorBoard (trainer.logger=tensorboard)",
-    "math-verify": "the scorer of data_source math_verify",
+    "math-verify": "scoring responses of data_source math_verify",
     "reasoning-gym": "data.task=reasoning_gym",
-    "datasets": "reading folders that `datasets` saved",
+    "datasets": "reading folders written by save_to_disk of `datasets`",
     "ray": "several processes (trainer.nnodes, trainer.n_gpus_per_node)",
     "peft": "comparing LoRA adapters with peft's",
     "wandb": "curves in Weights & Biases (trainer.logger=wandb)",
     "mlflow-skinny": "curves in MLflow (trainer.logger=mlflow)",
     "trackio": "curves in Trackio (trainer.logger=trackio)",
 }
-"""Packages that some settings need, and what for."""
+"""Optional packages, each with the feature that needs it."""
 
 PEERS = ("vllm", "sglang")
 PEERS_PYTHON = Path(slipstream.__file__).parents[1] / ".venv-vllm/bin/python"
-"""Of the environment that `make peers` makes beside the source."""
+"""Python of the environment that `make peers` creates in the source tree."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line: what was looked at, how it is, and what to do where it is not fine. `facts` are the
-    same for programs. "problem": a run would not work."""
+    """One line of the output: what was checked, its status and value, and a remedy if needed.
+
+    `facts` holds the same information for programs that read the JSON output. The status is
+    "problem" if runs will not work, and "note" if only some features are affected.
+    """
 
     section: str
     name: str
@@ -72,8 +75,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirements:
-    """What Slipstream asks for: a range of Pythons, and requirements by distribution name; of the
-    extras, too."""
+    """Versions that Slipstream needs: a range for Python, and requirements by distribution name.
+
+    `optional` holds the requirements of all extras.
+    """
 
     python: str
     needed: Mapping[str, str]
@@ -81,8 +86,11 @@ class Requirements:
 
 
 def requirements(root: Path = Path(slipstream.__file__).parents[1]) -> Requirements:
-    """From `pyproject.toml` in `root`, a source tree, or else from the installed distribution.
-    Raises PackageNotFoundError where there is neither."""
+    """Read the requirements from `pyproject.toml` in `root`, or from the installed distribution.
+
+    Raises PackageNotFoundError if `root` is not a source tree of Slipstream and no distribution
+    is installed.
+    """
     file = root / "pyproject.toml"
     if file.is_file():
         project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
@@ -112,11 +120,11 @@ def _by_name(texts: Iterable[str]) -> dict[str, str]:
 
 
 def versions() -> Iterator[Finding]:
-    """Slipstream, Python, and every package that is needed, against what is asked for."""
+    """Compare the versions of Python and of each required package with the requirements."""
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 
-    wanted = requirements()
+    required = requirements()
     folder = str(Path(slipstream.__file__).parent)
     yield Finding(
         section="versions",
@@ -126,23 +134,23 @@ def versions() -> Iterator[Finding]:
         facts={"version": __version__, "folder": folder},
     )
     python = platform.python_version()
-    good = SpecifierSet(wanted.python).contains(python, prereleases=True)
+    good = SpecifierSet(required.python).contains(python, prereleases=True)
     yield Finding(
         section="versions",
         name="Python",
         status="ok" if good else "problem",
-        value=f"{python} (needs {wanted.python})",
-        remedy="" if good else f"make the environment with a Python {wanted.python}",
-        facts={"version": python, "needs": wanted.python},
+        value=f"{python} (needs {required.python})",
+        remedy="" if good else f"create the environment with Python {required.python}",
+        facts={"version": python, "needs": required.python},
     )
-    for name, text in wanted.needed.items():
+    for name, text in required.needed.items():
         marker = Requirement(text).marker
         if marker is None or marker.evaluate():
             yield package(name, text)
 
 
 def package(name: str, requirement: str) -> Finding:
-    """A needed package against its `requirement`, such as "numpy>=1.26"."""
+    """Return a finding: does the installed version satisfy `requirement` ("numpy>=1.26")?"""
     from packaging.requirements import Requirement
 
     parsed = Requirement(requirement)
@@ -171,7 +179,7 @@ def package(name: str, requirement: str) -> Finding:
 
 
 def torch_build() -> Iterator[Finding]:
-    """What this torch was built for."""
+    """Yield the device type that torch was built for: CPU, or a CUDA version."""
     import torch
 
     cuda = torch.version.cuda
@@ -185,7 +193,7 @@ def torch_build() -> Iterator[Finding]:
 
 
 def cpu() -> Iterator[Finding]:
-    """The processor, what it multiplies with, and how many cores and threads there are."""
+    """Yield the CPU model, its instruction sets, matrix product kernels, cores and threads."""
     import torch
 
     from slipstream.kernels import processor as kernels
@@ -196,32 +204,34 @@ def cpu() -> Iterator[Finding]:
         products_are_exact,
     )
 
-    here = this_machine()
+    machine = this_machine()
     yield Finding(
         section="processor",
         name="model",
         status="ok",
-        value=here.cpu,
-        facts={"model": here.cpu},
+        value=machine.cpu,
+        facts={"model": machine.cpu},
     )
     yield Finding(
         section="processor",
         name="features",
         status="ok",
-        value=", ".join(here.cpu_flags) or "none of those that matter",
-        facts={"features": list(here.cpu_flags)},
+        value=", ".join(machine.cpu_flags) or "no instruction sets that the kernels use",
+        facts={"features": list(machine.cpu_flags)},
     )
     device = torch.device("cpu")
-    usual = str(default_dtype(device)).removeprefix("torch.")
+    dtype = str(default_dtype(device)).removeprefix("torch.")
     products = kernels.bf16_products()
-    forbidden = os.environ.get(kernels.NO_AMX, "0") not in ("", "0")
+    amx_disabled = os.environ.get(kernels.NO_AMX, "0") not in ("", "0")
     yield Finding(
         section="processor",
         name="dtype=auto",
-        status="note" if forbidden else "ok",
-        value=f"{usual}; bf16 is multiplied by {products}",
-        remedy=f"{kernels.NO_AMX} is set: unset it to use the matrix unit" if forbidden else "",
-        facts={"dtype": usual, "bf16_products": products},
+        status="note" if amx_disabled else "ok",
+        value=f"{dtype}; bf16 matrix products use {products}",
+        remedy=f"AMX is disabled because {kernels.NO_AMX} is set; unset it to use AMX"
+        if amx_disabled
+        else "",
+        facts={"dtype": dtype, "bf16_products": products},
     )
     compiled = kernels_supported() and has_kernels(torch.float32, device)
     exact = compiled or products_are_exact()
@@ -230,11 +240,11 @@ def cpu() -> Iterator[Finding]:
         name="products",
         status="ok" if exact else "note",
         value=("compiled kernels" if compiled else "torch's operations")
-        + (", exact for any batch" if exact else ", not exact"),
+        + (", the same bits for any batch size" if exact else ", bits depend on the batch size"),
         remedy=""
         if exact
-        else "rollout and trainer may differ in last bits; a torch with OpenBLAS or oneDNN, or a "
-        "processor with fused multiply-adds, is exact",
+        else "log-probs of rollout and trainer may differ in their last bits; for exact mode use a "
+        "torch with OpenBLAS or oneDNN, or a processor with fused multiply-adds",
         facts={"kernels": compiled, "exact": exact},
     )
     yield _threads(torch.get_num_threads())
@@ -243,26 +253,26 @@ def cpu() -> Iterator[Finding]:
 def _threads(threads: int) -> Finding:
     from slipstream.threads import usable_cores
 
-    there, usable = os.cpu_count() or 1, usable_cores()
-    given = os.environ.get("OMP_NUM_THREADS")
-    # Without the variable it is the library's choice, and a run's to measure.
-    idle = given is not None and threads < usable
-    value = f"{usable} usable of {there}, {threads} thread{'s' if threads > 1 else ''}"
+    total, usable = os.cpu_count() or 1, usable_cores()
+    variable = os.environ.get("OMP_NUM_THREADS")
+    # Without the variable torch chooses, and a run measures which number is fastest.
+    idle = variable is not None and threads < usable
+    value = f"{usable} of {total} usable, {threads} thread{'s' if threads > 1 else ''}"
     return Finding(
         section="processor",
         name="cores",
         status="note" if idle else "ok",
-        value=value + (f" (OMP_NUM_THREADS={given})" if given else ""),
+        value=value + (f" (OMP_NUM_THREADS={variable})" if variable else ""),
         remedy=f"{usable - threads} idle: unset OMP_NUM_THREADS, or set "
         f"trainer.num_threads={usable}"
         if idle
         else "",
-        facts={"cores": there, "usable": usable, "threads": threads, "omp_num_threads": given},
+        facts={"cores": total, "usable": usable, "threads": threads, "omp_num_threads": variable},
     )
 
 
 def memory() -> Iterator[Finding]:
-    """What there is, what is free, and what a control group allows."""
+    """Compare the memory that this process may still allocate with the needs of a small run."""
     import torch
 
     from slipstream.inference.engine.memory import free_bytes
@@ -271,13 +281,17 @@ def memory() -> Iterator[Finding]:
     free = free_bytes(torch.device("cpu"))
     status: Status = "ok"
     remedy = ""
-    if free < LEAST_MEMORY:
-        status, remedy = "problem", "end other programs, or raise the limit of the container"
-    elif free < LITTLE_MEMORY:
+    if free < MIN_MEMORY:
+        status = "problem"
+        remedy = (
+            f"a run needs at least {_gb(MIN_MEMORY)}: end other programs, or raise the memory "
+            "limit of the container"
+        )
+    elif free < LOW_MEMORY:
         status = "note"
-        remedy = "enough for small models alone"
-    value = f"{_gb(free)} free for this process, of {_gb(total)}"
-    # What is available changes from one moment to the next.
+        remedy = "enough for small models only"
+    value = f"{_gb(free)} of {_gb(total)} free for this process"
+    # The margin of 5% is needed because available memory changes all the time.
     if free < 0.95 * available:
         value += " (limited by a control group)"
     yield Finding(
@@ -291,28 +305,29 @@ def memory() -> Iterator[Finding]:
 
 
 def disk(folder: Path) -> Iterator[Finding]:
-    """Room where runs are to be."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    """Check that `folder`, or its nearest existing parent, is writable and has free space."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
     status: Status = "ok"
     remedy = ""
     if not writable:
-        status, remedy = "problem", "set trainer.default_local_dir to a folder that can be written"
-    elif free < LITTLE_DISK:
-        status, remedy = "note", "checkpoints take three times the weights in fp32: make room"
+        status, remedy = "problem", "set trainer.default_local_dir to a writable folder"
+    elif free < LOW_DISK:
+        status = "note"
+        remedy = "free disk space: a checkpoint is three times as large as the weights in fp32"
     yield Finding(
         section="memory and disk",
         name="disk",
         status=status,
-        value=f"{_gb(free)} free in {there.absolute()}" + ("" if writable else ", not writable"),
+        value=f"{_gb(free)} free in {existing.absolute()}" + ("" if writable else ", not writable"),
         remedy=remedy,
-        facts={"folder": str(there.absolute()), "free": free, "writable": writable},
+        facts={"folder": str(existing.absolute()), "free": free, "writable": writable},
     )
 
 
 def gpus() -> Iterator[Finding]:
-    """Those that torch can use, and those that the system has beside."""
+    """Yield each GPU that torch can use. If it can use none, report GPUs that the system has."""
     import torch
 
     visible = detect_hardware().gpus
@@ -322,10 +337,10 @@ def gpus() -> Iterator[Finding]:
             section="GPUs",
             name="GPUs",
             status="note" if visible else "ok",
-            value=f"{visible} here, none that torch can use"
+            value=f"{visible} present, but torch can use none of them"
             if visible
-            else "none: runs compute on the CPU",
-            remedy="install a torch built for CUDA, or see to the driver (nvidia-smi)"
+            else "none; runs will use the CPU",
+            remedy="install a torch built for CUDA, or check the driver (nvidia-smi)"
             if visible
             else "",
             facts={"visible": visible, "usable": 0},
@@ -351,20 +366,20 @@ def gpus() -> Iterator[Finding]:
 
 
 def driver_version() -> str | None:
-    """What `nvidia-smi` says of the driver; None where it is not there or does not answer."""
+    """Return the driver version that `nvidia-smi` prints; None if it is missing or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    line = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(line, capture_output=True, text=True, timeout=10, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip().partition("\n")[0] or None
+    return result.stdout.strip().partition("\n")[0] or None
 
 
 def engines() -> Iterator[Finding]:
-    """What can roll out, and what `slipstream bench` could compare with."""
+    """Yield the rollout engines, and the engines that `slipstream bench` can compare with."""
     yield Finding(
         section="engines",
         name="embedded",
@@ -377,28 +392,30 @@ def engines() -> Iterator[Finding]:
         section="engines",
         name="hf",
         status="ok" if found else "problem",
-        value="transformers is here" if found else "transformers is not here",
+        value="transformers is installed" if found else "transformers is not installed",
         remedy="" if found else "pip install transformers",
         facts={"found": found},
     )
     for name in PEERS:
-        place = None
+        location = None
         if importlib.util.find_spec(name) is not None:
-            place = "importable"
+            location = "installed"
         elif name == "vllm" and PEERS_PYTHON.exists():
-            place = f"in {PEERS_PYTHON.parents[1]}"
+            location = f"in {PEERS_PYTHON.parents[1]}"
         yield Finding(
             section="engines",
             name=name,
             status="ok",
-            value=f"{place}, for `slipstream bench`" if place else "not here, and not needed",
-            remedy="" if place or name != "vllm" else "to compare with: make peers",
-            facts={"found": place is not None},
+            value=f"{location}, used only by `slipstream bench`"
+            if location
+            else "not installed; only `slipstream bench` uses it",
+            remedy="" if location or name != "vllm" else "to compare with vLLM: make peers",
+            facts={"found": location is not None},
         )
 
 
 def sandbox() -> Iterator[Finding]:
-    """Whether programs of responses run here, isolated: one in Python and one in C++."""
+    """Run a small Python program and a small C++ program in the sandbox for rewards."""
     from slipstream.errors import RewardError
     from slipstream.rewards.sandbox.local import BubblewrapSandbox
     from slipstream.rewards.sandbox.protocol import Program, SandboxError
@@ -409,22 +426,22 @@ def sandbox() -> Iterator[Finding]:
     }
     for language, code in programs.items():
         try:
-            (ran,) = BubblewrapSandbox().run(Program(code, language), [""])
-            wrong = "" if ran.stdout == "42\n" else f"{ran.verdict}: {ran.stderr[-200:]}"
+            (result,) = BubblewrapSandbox().run(Program(code, language), [""])
+            failure = "" if result.stdout == "42\n" else f"{result.verdict}: {result.stderr[-200:]}"
         except (RewardError, SandboxError, ValueError) as error:
-            wrong = str(error)
+            failure = str(error)
         yield Finding(
             section="sandbox",
             name=f"bubblewrap, {language}",
-            status="note" if wrong else "ok",
-            value="does not work" if wrong else "runs programs in isolation",
-            remedy=f"only rewards that run programs need it: {wrong}" if wrong else "",
-            facts={"works": not wrong},
+            status="note" if failure else "ok",
+            value="does not work" if failure else "runs programs in isolation",
+            remedy=f"{failure} (only rewards that run programs need it)" if failure else "",
+            facts={"works": not failure},
         )
 
 
 def extras() -> Iterator[Finding]:
-    """Packages that only some settings need."""
+    """Yield the optional packages, installed or not."""
     known = requirements().optional
     for name, use in EXTRAS.items():
         try:
@@ -442,7 +459,7 @@ def extras() -> Iterator[Finding]:
 
 
 def kernels() -> Iterator[Finding]:
-    """Where compiled code is kept, and whether there is some."""
+    """Report the cache folder of compiled kernels and the number and size of its files."""
     from slipstream.kernels.compiling import cache_folder, cached_files
 
     folder = cache_folder()
@@ -451,8 +468,8 @@ def kernels() -> Iterator[Finding]:
             section="kernels",
             name="compiled code",
             status="note",
-            value="cannot be kept: every start compiles",
-            remedy="set NUMBA_CACHE_DIR to a folder that can be written",
+            value="no writable cache folder, so each start compiles all kernels",
+            remedy="set NUMBA_CACHE_DIR to a writable folder",
             facts={"folder": None, "files": 0, "bytes": 0},
         )
         return
@@ -464,14 +481,16 @@ def kernels() -> Iterator[Finding]:
         value=f"{len(sizes)} files, {sum(sizes) / 1e6:.0f} MB, in {folder}"
         if sizes
         else f"none yet in {folder}",
-        remedy="" if sizes else "the first start compiles it, once: a minute or two",
+        remedy="" if sizes else "the first start compiles the kernels once (one or two minutes)",
         facts={"folder": folder, "files": len(sizes), "bytes": sum(sizes)},
     )
 
 
 def self_test() -> Iterator[Finding]:
-    """A rollout, an update and another rollout of a model of two layers, in each dtype that a run
-    may take."""
+    """Run the self-test in the default dtype of the device and in fp32.
+
+    The device is the GPU if torch can use one, else the CPU.
+    """
     import torch
 
     from slipstream.models.numerics import default_dtype
@@ -484,16 +503,16 @@ def self_test() -> Iterator[Finding]:
         for dtype in dict.fromkeys((default_dtype(device), torch.float32)):
             result = run(dtype, device, compute)
             name = str(dtype).removeprefix("torch.")
-            same = f"the same bits for {result.tokens} log-probs"
-            apart = (
-                f"{result.differing} of {result.tokens} log-probs differ, by "
-                f"{result.largest:.2g} at most"
+            same = f"engine and trainer compute the same bits for all {result.tokens} log-probs"
+            different = (
+                f"{result.differing} of {result.tokens} log-probs differ between engine and "
+                f"trainer, by at most {result.largest:.2g}"
             )
             yield Finding(
                 section="self-test",
                 name=f"{name} on {device.type}",
                 status="ok" if result.passed else "problem",
-                value=f"engine and trainer compute {same}" if not result.differing else apart,
+                value=different if result.differing else same,
                 remedy="" if result.passed else _DIFFERING,
                 facts={
                     "tokens": result.tokens,
@@ -507,8 +526,8 @@ def self_test() -> Iterator[Finding]:
 
 
 _DIFFERING = (
-    "they are promised to be equal here: remove the folder of compiled code (above), and report it "
-    "with the output of `slipstream doctor --json`"
+    "this device supports exact mode, so they must be equal: delete the folder of compiled code "
+    "(see kernels), run again, and report a bug with the output of `slipstream doctor --json`"
 )
 
 
@@ -516,8 +535,8 @@ def _gb(nbytes: float) -> str:
     return f"{nbytes / 1e9:.1f} GB"
 
 
-def of_sections(findings: Sequence[Finding]) -> dict[str, list[Finding]]:
-    """Findings by section, in order."""
+def by_section(findings: Sequence[Finding]) -> dict[str, list[Finding]]:
+    """Group the findings by section; sections and findings keep their order."""
     found: dict[str, list[Finding]] = {}
     for finding in findings:
         found.setdefault(finding.section, []).append(finding)

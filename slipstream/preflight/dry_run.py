@@ -1,8 +1,8 @@
-"""`--dry-run`: what a run would do, without doing it.
+"""`--dry-run` checks the settings of a run and runs one tiny step.
 
-Prints the settings, what they come to in prompts, samples, tokens and micro-batches, and how much
-memory that takes; refuses what the run itself would refuse; and takes one tiny step with the run's
-model, data, reward, engine, trainer and checkpoint. Leaves nothing behind.
+It prints the settings, the sizes of batches and micro-batches, and a memory estimate. It raises the
+same errors for invalid settings as the run itself. Then it runs one tiny step with the run's
+model, data, rewards, engine, trainer and checkpoints. It deletes all files that it wrote.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from slipstream.metrics.progress import Progress, SteadyConsole
 from slipstream.metrics.tables import Page
 from slipstream.models.config import ModelConfig
 from slipstream.models.policy import PolicyConfig
-from slipstream.preflight.batch_table import Batches, batches_of, rows_of
+from slipstream.preflight.batch_table import Batches, batches_of, table_rows
 from slipstream.preflight.memory_estimate import MemoryEstimate, estimate_memory
 from slipstream.run.context import check_resumable, open_run
 from slipstream.run.folder import check_same_run
@@ -43,42 +43,50 @@ from slipstream.run.train import check_phases, check_validation, trial
 from slipstream.training.compute_thread import ComputeThread
 
 TINY_PROMPTS = 2
+"""Maximum number of prompts in the tiny step."""
+
 TINY_TOKENS = 16
-"""Of the one step: prompts, and tokens of a response."""
+"""Maximum number of tokens per response in the tiny step."""
 
 
 def dry_run(config: Config, mode: Mode) -> int:
-    """Returns the exit status; raises what the run would, and ConfigError where it only
-    validates."""
+    """Print settings, batches and memory, run one tiny step, and return the exit status.
+
+    Raises the errors that the run would raise, and ConfigError if trainer.val_only=true.
+    """
     if config.trainer.val_only:
         raise ConfigError(
-            "--dry-run tries a step of training, and with trainer.val_only=true there is none; set "
-            "trainer.val_only=false"
+            "--dry-run runs a training step, but trainer.val_only=true does not train; set "
+            "trainer.val_only=false, or omit --dry-run"
         )
     page = Page()
     print(to_yaml(config), end="")
     policy, batches = looked_at(config, mode)
     page.title("batches")
-    page.table(list(rows_of(batches)))
+    page.table(list(table_rows(batches)))
     page.title("memory")
     if isinstance(policy, ModelConfig):
         _print_memory(page, estimate_memory(config, mode, policy, batches), config)
     else:
         page.line(
-            f"what a {policy.family} takes in transformers is not estimated: only the run shows it"
+            f"no estimate: the model family {policy.family} runs through transformers, whose "
+            "memory is only known from the run"
         )
     page.title("one tiny step")
     start = time.perf_counter()
     finished = _tiny_step(config, mode)
     seconds = time.perf_counter() - start
     page.line(
-        f"{'done in' if finished else 'stopped after'} {seconds:.1f} s; nothing is left of it"
+        f"{'done in' if finished else 'interrupted after'} {seconds:.1f} s; its files are deleted"
     )
     return 0 if finished else INTERRUPTED
 
 
 def looked_at(config: Config, mode: Mode) -> tuple[PolicyConfig, Batches]:
-    """Its policy's sizes and its batches, all checked as a run's are. Raises what a run would."""
+    """Check the settings like a run does, and return the policy's config and the batch sizes.
+
+    Raises the errors that the run would raise.
+    """
     set_threads(config)
     import_external(config)
     folder = Path(config.trainer.default_local_dir)
@@ -100,26 +108,27 @@ def looked_at(config: Config, mode: Mode) -> tuple[PolicyConfig, Batches]:
 
 def _print_memory(page: Page, estimate: MemoryEstimate, config: Config) -> None:
     device = device_of(config)
-    rows = [("the process itself", _size(estimate.base))]
+    rows = [("process without a run", _size(estimate.base))]
     for name, phase in estimate.phases.items():
         several = len(estimate.phases) > 1
         prefix = f"{name}: " if several else ""
-        rows += [(prefix + what, _size(size)) for what, size in phase.held.items()]
-        largest = max(phase.one_at_a_time, key=lambda what: phase.one_at_a_time[what])
-        rows.append((f"{prefix}{largest}, at its peak", _size(phase.one_at_a_time[largest])))
+        rows += [(prefix + part, _size(size)) for part, size in phase.held.items()]
+        largest = max(phase.one_at_a_time, key=lambda part: phase.one_at_a_time[part])
+        rows.append((f"{prefix}{largest} (peak)", _size(phase.one_at_a_time[largest])))
     free = free_bytes(device)
     count = process_count(config)
     each = f" (each of {count} processes)" if count > 1 else ""
-    rows.append((f"at most, all responses at full length{each}", _size(estimate.total)))
+    rows.append((f"total if all responses have full length{each}", _size(estimate.total)))
     rows.append((f"free on {device.type} now", _size(free)))
     page.table(rows)
     if estimate.uncounted:
         page.line(f"not counted: {', '.join(estimate.uncounted)}")
     if (estimate.total - estimate.base) * memory_sharers(config) > free:
         page.line(
-            "that is more than is free: lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu "
-            "(an optimizer step), actor_rollout_ref.rollout.max_num_seqs (keys and values), or "
-            "set actor_rollout_ref.model.enable_gradient_checkpointing=true",
+            "the run may need more memory than is free. To reduce the memory of an optimizer step, "
+            "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu or set "
+            "actor_rollout_ref.model.enable_gradient_checkpointing=true. To reduce the KV cache, "
+            "lower actor_rollout_ref.rollout.max_num_seqs.",
             style="bold red",
         )
 
@@ -129,16 +138,20 @@ def _size(size: int) -> str:
 
 
 def _tiny_step(config: Config, mode: Mode) -> bool:
-    """A step of each phase, on the run's disk. Returns whether it came to its end."""
-    home = Path(config.trainer.default_local_dir).absolute()
-    while not home.is_dir():
-        home = home.parent
-    if not os.access(home, os.W_OK):
+    """Run one step of each phase in a temporary folder on the run's disk.
+
+    Returns false if the user interrupted it. Raises CheckpointError if the run's folder, or its
+    nearest existing parent, is not writable.
+    """
+    parent = Path(config.trainer.default_local_dir).absolute()
+    while not parent.is_dir():
+        parent = parent.parent
+    if not os.access(parent, os.W_OK):
         raise CheckpointError(
-            f"{home} cannot be written to, so the run could not keep anything there; set another "
-            "trainer.default_local_dir"
+            f"the folder {parent} is not writable, so the run cannot store checkpoints and logs; "
+            "set trainer.default_local_dir to a writable folder"
         )
-    with TemporaryDirectory(prefix=".dry-run-", dir=home) as folder:
+    with TemporaryDirectory(prefix=".dry-run-", dir=parent) as folder:
         file = Path(folder) / CONFIG_FILE
         file.write_text(to_yaml(config))
         values = tiny_values(config, Path(folder) / "run")
@@ -146,9 +159,12 @@ def _tiny_step(config: Config, mode: Mode) -> bool:
 
 
 def tiny_values(config: Config, folder: Path) -> dict[str, Any]:
-    """By dotted key: what makes one small step of `config` in `folder`, whatever the responses are
-    worth. It has no schedule, and validates nothing but a built-in task: all else of that was
-    checked before."""
+    """Return settings by dotted key that reduce the run of `config` to one tiny step in `folder`.
+
+    The step trains on any responses, whatever their rewards: groups are not filtered. Learning
+    rates are constant. Only a built-in task has validation prompts; `looked_at` has checked the
+    validation settings already.
+    """
     actor_ref, critic = config.actor_rollout_ref, config.critic
     prompts = min(TINY_PROMPTS, config.data.train_batch_size)
     sequences = prompts * actor_ref.rollout.n

@@ -1,10 +1,10 @@
-"""How much memory a run will take, from its settings and the sizes of its models.
+"""Estimates the memory of a run from its settings and the sizes of its models.
 
-A trainer's share is measured on little ones (`footprint`); weights, keys and values and rows are
-counted. Each phase holds some things from its beginning to its end and others one at a time: it
-takes the sum of the ones and the largest of the others. All responses count as long as they may be,
-so a run whose responses stay short takes less. What is left out is said (`Estimate.uncounted`).
-Called by `dry_run`.
+The memory of a trainer is measured on small models (`trainer_memory`). Weights, KV cache and
+sampled tokens are counted. Each phase holds some parts all the time, and needs others one after
+the other. So a phase needs the sum of the former plus the largest of the latter. All responses are
+assumed to have their maximum length, so a run with shorter responses needs less. Parts without an
+estimate are listed in `MemoryEstimate.uncounted`. Called by `dry_run`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from slipstream.models.numerics import row_multiple
 from slipstream.models.policy import PolicyConfig, policy_config
 from slipstream.preflight.batch_table import Batches
 from slipstream.preflight.trainer_memory import (
-    MOST_TOKENS,
+    MAX_TOKENS,
     MakeTrainer,
     TrainerBytes,
     logits_bytes,
@@ -56,23 +56,32 @@ from slipstream.training.optim import OptimSettings
 from slipstream.training.protocol import TrainingBackend
 
 ROW_BYTES = 240
-"""Host memory of a sampled token: 140 bytes in the lists of its `Sample`, and 100 at the peak of
-the update in the columns of its `TrainBatch` and in padded tensors. Measured with GRPO and
-responses of equal length (`python -m bench.train_batch --spread 0`)."""
+"""Bytes of host memory per sampled token.
 
-_GAPS, _GAPS_AGAIN = 1.2, 2.0
-"""Resident bytes of a step on a CPU over allocated ones: what is freed and allocated anew leaves
-gaps in the C library's heap, most where activations are computed again. Measured, with glibc
-(`python -m bench.memory`)."""
+140 bytes are in the lists of its `Sample`. At the peak of the update, 100 bytes are in the columns
+of its `TrainBatch` and in padded tensors. Measured with GRPO and responses of equal length
+(`python -m bench.train_batch --spread 0`).
+"""
 
-_COPIED = {"cuda": 1.5}
-"""By device: keys and values while they grow, half as many and these. A CPU's system gives pages
-only when they are written to, and then the half is gone."""
+_HEAP_FACTOR, _HEAP_FACTOR_CHECKPOINTING = 1.2, 2.0
+"""Resident bytes of an optimizer step on a CPU, divided by its allocated bytes.
+
+Freed memory leaves gaps in the heap of the C library. With gradient checkpointing, which allocates
+activations again, the gaps are larger. Measured with glibc (`python -m bench.memory`).
+"""
+
+_KV_GROWTH = {"cuda": 1.5}
+"""By device type: peak bytes of the KV cache while it grows, divided by its final bytes.
+
+While the cache grows, the old cache of half the size still exists. On a CPU the factor is 1: the
+operating system allocates pages when they are first written. The new half of the cache is first
+written after the old cache is freed.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseBytes:
-    """By what it is for: what is held throughout a phase, and what is there one at a time."""
+    """Bytes of a phase by part: `held` all the time, and `one_at_a_time` one after the other."""
 
     held: Mapping[str, int]
     one_at_a_time: Mapping[str, int] = field(default_factory=dict)
@@ -84,8 +93,11 @@ class PhaseBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on the run's device: `base` is the process without a run in it, `phases` by name.
-    `uncounted` names what the run has and no line counts."""
+    """Bytes on the run's device.
+
+    `base` is the memory of the process without a run. `phases` has an entry for SFT and RL, if the
+    run has them. `uncounted` names parts of the run without an estimate.
+    """
 
     base: int
     phases: Mapping[str, PhaseBytes]
@@ -99,13 +111,17 @@ class MemoryEstimate:
 def estimate_memory(
     config: Config, mode: Mode, policy: ModelConfig, batches: Batches
 ) -> MemoryEstimate:
-    """Trains little models, so on the main thread (`metrics.allocations`)."""
+    """Estimate the memory of a run.
+
+    It trains small models to measure their memory. Call it on the main thread, as
+    `metrics.allocations` requires.
+    """
     phases: dict[str, PhaseBytes] = {}
     if batches.sft is not None:
         phases["SFT"] = _sft(config, policy, batches, before_rl="rl" in mode)
     if batches.rl is not None:
         phases["RL"] = _rl(config, policy, batches)
-    # Now: what the little trainers have loaded stays, as it does in a run.
+    # Measured last: libraries that the small trainers have loaded stay in memory, as in a run.
     return MemoryEstimate(
         base=_process(device_of(config)),
         phases=phases,
@@ -114,7 +130,10 @@ def estimate_memory(
 
 
 def _process(device: torch.device) -> int:
-    """Bytes that this process takes on the run's device; of a GPU, all that is in use there."""
+    """Return the bytes of this process on the run's device.
+
+    On a GPU, return all bytes in use there, also by other processes.
+    """
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
@@ -128,19 +147,19 @@ def _uncounted(config: Config) -> Iterator[str]:
     if config.reward_model.enable:
         yield "the learned reward model"
     if isinstance(_named_reference(config), HFPolicyConfig):
-        yield "the reference, which transformers computes"
+        yield "the reference policy (runs through transformers)"
     if takes_full_kl(config):
         yield "the KL over the whole vocabulary"
     if train.enable_drafter_training:
         if train.mode == "opportunistic":
-            yield "the process in which the draft head learns"
-        yield "what the draft head learns from (speculative.train.buffer_bytes at most)"
+            yield "the process that trains the draft head"
+        yield "training data of the draft head (at most speculative.train.buffer_bytes)"
     if config.speculative.enable and config.speculative.spec_strategy != "eagle":
-        yield "the history that is drafted from"
+        yield "the text that history drafts come from"
     if process_count(config) > 1 and device_of(config).type == "cuda":
-        yield "12 bytes a weight in the first machine's memory while a checkpoint is written"
+        yield "12 bytes per weight of main memory on the first machine during a checkpoint"
     if device_of(config).type == "cuda" and not rollout.enforce_eager:
-        yield "recorded decode steps (CUDA graphs)"
+        yield "CUDA graphs of decode steps"
 
 
 def _sft(config: Config, policy: ModelConfig, batches: Batches, *, before_rl: bool) -> PhaseBytes:
@@ -148,9 +167,9 @@ def _sft(config: Config, policy: ModelConfig, batches: Batches, *, before_rl: bo
     optim = optim_settings(config.sft.optim, config.sft.total_training_steps, key="sft.optim")
     trainer = _trainer(config, policy, optim)
     held = {"policy and optimizer": _kept(trainer, policy)}
-    # The last step is validated, unless RL begins by it.
-    last = not (before_rl and config.trainer.val_before_train)
-    if batches.validation and (config.sft.test_freq > 0 or last):
+    # SFT ends with a validation, unless RL starts with one.
+    validates_at_end = not (before_rl and config.trainer.val_before_train)
+    if batches.validation and (config.sft.test_freq > 0 or validates_at_end):
         held |= _engine(config, policy, batches.validation, held)
     tokens, length = batches.sft.micro_batch_tokens, config.sft.max_length
     return PhaseBytes(
@@ -183,10 +202,12 @@ def _rl(config: Config, policy: ModelConfig, batches: Batches) -> PhaseBytes:
             batches.longest,
             logits=0,
         )
-        again = config.critic.model.enable_gradient_checkpointing
-        one_at_a_time["a critic's step"] = _resident(config, step, recomputes=again)
+        checkpointing = config.critic.model.enable_gradient_checkpointing
+        one_at_a_time["an optimizer step of the critic"] = _resident(
+            config, step, recomputes=checkpointing
+        )
     if config.trainer.sync_every > 1:
-        held["weights that were published last"] = 4 * _parameters(policy)
+        held["last published weights"] = 4 * _parameters(policy)
     held |= _engine(config, policy, max(rl.in_flight, batches.validation), held)
     if config.speculative.enable and config.speculative.spec_strategy != "history":
         held["draft head"] = _head(config, policy, rl.in_flight)
@@ -196,8 +217,10 @@ def _rl(config: Config, policy: ModelConfig, batches: Batches) -> PhaseBytes:
 
 
 def _reference(config: Config, policy: ModelConfig) -> ModelConfig | None:
-    """What is compared with, where that has weights of its own that are counted; under LoRA those
-    of the base are there already."""
+    """Return the sizes of the reference policy if it needs its own weights and has an estimate.
+
+    With LoRA, the reference uses the policy's base weights, so the result is None.
+    """
     actor_ref = config.actor_rollout_ref
     if not wants_reference(config):
         return None
@@ -209,7 +232,7 @@ def _reference(config: Config, policy: ModelConfig) -> ModelConfig | None:
 
 
 def _named_reference(config: Config) -> PolicyConfig | None:
-    """That of `ref.path`, if one is wanted and named."""
+    """Return the sizes of the model at `ref.path`; None without a reference or path."""
     ref, model = config.actor_rollout_ref.ref, config.actor_rollout_ref.model
     if ref.path is None or not wants_reference(config):
         return None
@@ -217,62 +240,69 @@ def _named_reference(config: Config) -> PolicyConfig | None:
 
 
 def _trainer(config: Config, policy: ModelConfig, optim: OptimSettings) -> TrainerBytes:
-    """Of the policy."""
+    """Return the memory of the policy's trainer in each process."""
     recompute = config.actor_rollout_ref.model.enable_gradient_checkpointing
-    make = _maker(config, optim, _little_adapter(config))
+    make = _maker(config, optim, _small_adapter(config))
     device = device_of(config)
     trainer = measure_trainer(policy, make, device=device, recomputes=recompute)
     count = process_count(config)
     if count == 1:
         return trainer
     one = replace(policy, num_layers=1, windowed_layers=())
-    # In fp32 a layer, and what belongs to none.
+    # A process gathers one layer at a time, in fp32, and all weights outside of layers.
     muon = 4 * _parameters(policy) if optim.optimizer == "Muon" else None
-    return trainer.spread(count, 4 * _parameters(one), recomputes=recompute, whole_optimizer=muon)
+    return trainer.sharded(count, 4 * _parameters(one), recomputes=recompute, whole_optimizer=muon)
 
 
 def _critic(config: Config, policy: ModelConfig, rl_steps: int) -> tuple[ModelConfig, TrainerBytes]:
-    """The sizes of the critic, and what it takes: as much as a policy of these sizes, but for
-    logits. It has no adapter."""
-    given = config.critic.model
-    model = policy if given.path is None else load_config(policy_folder(Path(given.path)))
-    # There is no LM head.
+    """Return the sizes of the critic, and the memory of its trainer.
+
+    A critic needs as much memory as a policy of the same sizes without logits and LoRA adapter.
+    """
+    critic = config.critic.model
+    model = policy if critic.path is None else load_config(policy_folder(Path(critic.path)))
+    # A critic has no LM head.
     model = replace(model, tie_word_embeddings=True)
     make = _maker(config, critic_optim(config, rl_steps), None)
-    recompute = given.enable_gradient_checkpointing
+    recompute = critic.enable_gradient_checkpointing
     device = device_of(config)
     return model, measure_trainer(model, make, device=device, recomputes=recompute)
 
 
 def _maker(config: Config, optim: OptimSettings, lora: LoraConfig | None) -> MakeTrainer:
-    """Of trainers as the run's, whose forward passes take all of a little step."""
+    """Return a function that makes small trainers with the settings of the run.
+
+    Their micro-batch limit is so high that a small step is a single forward pass.
+    """
     ref = config.actor_rollout_ref
-    actor = replace(ref.actor, use_dynamic_bsz=True, ppo_max_token_len_per_gpu=MOST_TOKENS)
+    actor = replace(ref.actor, use_dynamic_bsz=True, ppo_max_token_len_per_gpu=MAX_TOKENS)
 
-    def make(little: ModelConfig, compute: ComputeThread, recompute: bool) -> TrainingBackend:
+    def make(small: ModelConfig, compute: ComputeThread, recompute: bool) -> TrainingBackend:
         model = replace(ref.model, enable_gradient_checkpointing=recompute)
-        own = replace(config, actor_rollout_ref=replace(ref, actor=actor, model=model))
+        small_config = replace(config, actor_rollout_ref=replace(ref, actor=actor, model=model))
 
-        def begin() -> TrainingBackend:
-            decoder = Decoder(little)
+        def make_on_thread() -> TrainingBackend:
+            decoder = Decoder(small)
             decoder.init_weights(0)
             if lora is not None:
                 add_lora(decoder, lora)
-            return make_backend(own, decoder, compute, optim=optim)
+            return make_backend(small_config, decoder, compute, optim=optim)
 
-        return compute.run(begin)
+        return compute.run(make_on_thread)
 
     return make
 
 
-def _little_adapter(config: Config) -> LoraConfig | None:
-    """The run's adapter for models of any number of layers: those that only some layers have are
-    taken for all."""
+def _small_adapter(config: Config) -> LoraConfig | None:
+    """Return the run's adapter in a form that fits any number of layers.
+
+    If only some layers adapt a module, the result adapts it in all layers.
+    """
     model = config.actor_rollout_ref.model
     if model.lora_adapter_path is not None:
-        given, _ = read_adapter(lora_folder(Path(model.lora_adapter_path)))
+        lora, _ = read_adapter(lora_folder(Path(model.lora_adapter_path)))
     elif model.lora_rank:
-        given = LoraConfig(
+        lora = LoraConfig(
             rank=model.lora_rank,
             alpha=model.lora_alpha,
             target_modules=model.target_modules,
@@ -281,9 +311,9 @@ def _little_adapter(config: Config) -> LoraConfig | None:
     else:
         return None
     return replace(
-        given,
-        target_modules=tuple(dict.fromkeys(name.split(".")[-1] for name in given.target_modules)),
-        exclude_modules=tuple(name for name in given.exclude_modules if "." not in name),
+        lora,
+        target_modules=tuple(dict.fromkeys(name.split(".")[-1] for name in lora.target_modules)),
+        exclude_modules=tuple(name for name in lora.exclude_modules if "." not in name),
     )
 
 
@@ -302,18 +332,22 @@ def _step(
         keep=actor.log_prob_keep_bytes,
     )
     step = trainer.step(policy.num_layers, policy.vocab_size, tokens, length, logits=logits)
-    again = config.actor_rollout_ref.model.enable_gradient_checkpointing
-    return _resident(config, step, recomputes=again)
+    checkpointing = config.actor_rollout_ref.model.enable_gradient_checkpointing
+    return _resident(config, step, recomputes=checkpointing)
 
 
 def _resident(config: Config, step: int, *, recomputes: bool) -> int:
     if device_of(config).type != "cpu":
         return step
-    return round((_GAPS_AGAIN if recomputes else _GAPS) * step)
+    return round((_HEAP_FACTOR_CHECKPOINTING if recomputes else _HEAP_FACTOR) * step)
 
 
 def _optimizer_state(config: Config, trainer: TrainerBytes, policy: ModelConfig) -> int:
-    """A copy of it is what is written: of several processes by the first, in its host's memory."""
+    """Return the bytes of the copy of the optimizer's state that writing a checkpoint makes.
+
+    The first of several processes copies the state of all, into the main memory of its machine. So
+    the result is 0 for several GPU processes: it counts GPU memory.
+    """
     count, weights = process_count(config), 4 * _parameters(policy)
     if count > 1 and device_of(config).type != "cpu":
         return 0
@@ -330,8 +364,13 @@ def _parameters(model: ModelConfig) -> int:
 def _engine(
     config: Config, policy: ModelConfig, in_flight: int, held: Mapping[str, int]
 ) -> dict[str, int]:
-    """Weights as they are computed with and, unless one copy is all, in fp32; keys and values of so
-    many responses, of which the store takes its share of what is free beside `held`."""
+    """Return the bytes of the engine's weights and of its KV cache.
+
+    Weights count in the compute dtype and, unless the engine keeps a single copy, in fp32. The KV
+    cache holds `in_flight` responses of maximum length. Its size is limited by
+    rollout.kv_cache_bytes, or by the share rollout.gpu_memory_utilization of the memory that is
+    free next to `held`.
+    """
     rollout, dtype, device = (
         config.actor_rollout_ref.rollout,
         rollout_dtype(config),
@@ -340,11 +379,11 @@ def _engine(
     store = KVStore(policy, dtype, device, 0, row_multiple=row_multiple(dtype, device))
     rows = min(in_flight, rollout.max_num_seqs)
     size = store.size(rows, max_model_len(config))
-    copied = _COPIED.get(device.type, 1.0)
+    growth = _KV_GROWTH.get(device.type, 1.0)
     if not engine_entry(rollout.name).capabilities.kv_budget:
         return {
-            "engine's weights": dtype.itemsize * _parameters(policy),
-            "keys and values": round(copied * size),
+            "weights of the engine": dtype.itemsize * _parameters(policy),
+            "KV cache": round(growth * size),
         }
     one_copy = keeps_one_copy(config)
     weights = ((0 if one_copy else 4) + dtype.itemsize) * _parameters(policy)
@@ -353,16 +392,18 @@ def _engine(
         free = free_bytes(device) - sum(held.values()) - weights
         share = rollout.gpu_memory_utilization / memory_sharers(config)
         budget = round(share * max(0, free))
-    return {"engine's weights": weights, "keys and values": round(copied * min(size, budget))}
+    return {"weights of the engine": weights, "KV cache": round(growth * min(size, budget))}
 
 
 def _head(config: Config, policy: ModelConfig, in_flight: int) -> int:
-    """Its weights, with gradients and an optimizer where it learns in this process, and its keys
-    and values."""
+    """Return the bytes of the draft head: its weights and the KV cache of its layer.
+
+    If this process trains the head, add 16 bytes per weight for gradients and optimizer.
+    """
     parameters = sum(parameter.numel() for parameter in head_to_be(config, policy).parameters())
     dtype, train = rollout_dtype(config), config.speculative.train
-    each = 4 + dtype.itemsize
+    bytes_per_weight = 4 + dtype.itemsize
     if train.enable_drafter_training and train.mode != "opportunistic":
-        each += 16
+        bytes_per_weight += 16
     layer = KVStore(policy, dtype, device_of(config), 0).slot_bytes // policy.num_layers
-    return each * parameters + in_flight * max_model_len(config) * layer
+    return bytes_per_weight * parameters + in_flight * max_model_len(config) * layer

@@ -1,7 +1,8 @@
-"""Whether the engine and the trainer compute the same numbers here, on a model of two layers.
+"""Tests whether engine and trainer compute the same log-probs, with a model of two layers.
 
-A rollout, the trainer's log-probs of it, an update, and the new weights in the engine: all that an
-RL step computes, in a second once the kernels are compiled. Called by `doctor`.
+The test does what an RL step does: a rollout, the trainer's log-probs of the sampled tokens, an
+update, and sending the new weights to the engine. It needs about a second once the kernels are
+compiled. Called by `doctor_checks`.
 """
 
 from __future__ import annotations
@@ -37,12 +38,17 @@ MODEL = ModelConfig(
     max_position_embeddings=64,
 )
 RESPONSES, TOKENS = 4, 12
+"""Responses of a rollout, and tokens of each response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfTest:
-    """`differing` of `tokens` log-probs are not the same bits in engine and trainer, by at most
-    `largest`, in `dtype` on `device`; `exact`: they are promised to be the same."""
+    """Result of the self-test in `dtype` on `device`.
+
+    `differing` of `tokens` log-probs differ between engine and trainer, and `largest` is the
+    largest absolute difference. `exact` is true if row identity holds for this dtype and device,
+    so that no log-prob may differ.
+    """
 
     dtype: torch.dtype
     device: torch.device
@@ -57,8 +63,11 @@ class SelfTest:
 
 
 def self_test(dtype: torch.dtype, device: torch.device, compute: ComputeThread) -> SelfTest:
-    """Not for the event loop, nor for the compute thread itself. Raises EngineError and
-    TrainingError where engine or trainer do not compute at all."""
+    """Run two rollouts, with an update after each, and compare log-probs of engine and trainer.
+
+    Blocks, so do not call it on the event loop or on the compute thread. Raises EngineError if a
+    response has too few tokens, and TrainingError if the gradient is not finite.
+    """
 
     def make() -> tuple[SingleProcessBackend, Engine]:
         decoder, own = Decoder(MODEL), Decoder(MODEL)
@@ -71,53 +80,55 @@ def self_test(dtype: torch.dtype, device: torch.device, compute: ComputeThread) 
         return backend, Engine(own.to(device), EngineSettings(max_model_len=limit, dtype=dtype))
 
     backend, engine = compute.run(make)
-    apart: list[float] = []
-    # Twice: before an update and after it.
+    differences: list[float] = []
+    # The first pass uses the initial weights, the second the weights after an update.
     for version in range(2):
         batch = compute.run(partial(_rollout, engine, version))
-        ours, theirs = backend.compute_log_probs(batch).wait(), batch.rollout_log_probs
-        assert theirs is not None
-        apart += (ours.double() - theirs.double())[batch.targets].abs().tolist()
+        trainer, rollout = backend.compute_log_probs(batch).wait(), batch.rollout_log_probs
+        assert rollout is not None
+        differences += (trainer.double() - rollout.double())[batch.targets].abs().tolist()
         backend.forward_backward(batch).wait()
         metrics = backend.optim_step().wait()
         if not math.isfinite(metrics.get("actor/grad_norm", math.nan)):
-            raise TrainingError("self-test: the gradient of a small model is not finite here")
+            raise TrainingError(
+                f"self-test: the gradient of a model with {MODEL.num_layers} layers is not finite"
+            )
         update = backend.publish()
         compute.run(partial(engine.update_weights, update))
     return SelfTest(
         dtype=dtype,
         device=device,
-        tokens=len(apart),
-        differing=sum(map(bool, apart)),
-        largest=max(apart),
+        tokens=len(differences),
+        differing=sum(map(bool, differences)),
+        largest=max(differences),
         exact=rows_are_exact(dtype, device),
     )
 
 
 def _rollout(engine: Engine, version: int) -> TrainBatch:
-    draw = random.Random(version)
+    rng = random.Random(version)
     requests = [
         GenerateRequest(
             request_id=f"{version}-{row}",
-            prompt_ids=tuple(draw.randrange(MODEL.vocab_size) for _ in range(3 + 5 * row)),
+            prompt_ids=tuple(rng.randrange(MODEL.vocab_size) for _ in range(3 + 5 * row)),
             params=SamplingParams(max_tokens=TOKENS, ignore_eos=True),
             key=NoiseKey(seed=version, uid=str(row)),
         )
         for row in range(RESPONSES)
     ]
     rows = []
-    for request, made in zip(requests, engine.run(requests), strict=True):
-        if len(made.token_ids) != TOKENS:
+    for request, response in zip(requests, engine.run(requests), strict=True):
+        if len(response.token_ids) != TOKENS:
             raise EngineError(
-                f"self-test: {TOKENS} tokens were asked for and {len(made.token_ids)} came "
-                f"({made.error or made.stop_reason})"
+                f"self-test: a response has {len(response.token_ids)} tokens instead of {TOKENS} "
+                f"({response.error or response.stop_reason})"
             )
         prompt = len(request.prompt_ids)
         rows.append(
             TrainRow(
-                tokens=[*request.prompt_ids, *made.token_ids],
+                tokens=[*request.prompt_ids, *response.token_ids],
                 loss_mask=[0.0] * prompt + [1.0] * TOKENS,
-                rollout_log_probs=[0.0] * prompt + list(made.log_probs),
+                rollout_log_probs=[0.0] * prompt + list(response.log_probs),
                 uid=request.request_id,
             )
         )

@@ -1,14 +1,14 @@
-"""What a trainer of a decoder takes, found by training little ones of the same widths.
+"""Predicts the memory of a decoder's trainer by training small models of the same widths.
 
-Three moments of a step may be its largest: after the forward pass, when all activations are there;
-at the end of the backward pass, when all gradients are; and within the optimizer. What is there at
-each is linear in the numbers of layers, words and tokens, in layers times tokens, and where
-attention keeps its scores in tokens times the length of their sequences; steps of one and two
-layers give the numbers. Which moment is the largest changes with all of them, so the largest of a
-little step would say nothing. Logits, whose chunks are not linear in tokens, are reckoned. Called
-by `memory_estimate`; knows nothing of runs.
+The peak of an optimizer step can occur at three points: after the forward pass, when all
+activations exist; at the end of the backward pass, when all gradients exist; and inside the
+optimizer. The memory at each point is linear in L, V, T and L T. If attention stores its scores, it
+is also linear in T S and L T S. Steps of models with one and two layers determine the coefficients.
+Each point is predicted separately, because a small step can have its peak at another point than a
+large step. The memory of logits is computed, because their chunks are not linear in T. Called by
+`memory_estimate`. This module does not know runs or options.
 
-Shapes: L layers, V words, T tokens of a micro-batch, S tokens of each of its sequences.
+Shapes: L layers, V vocabulary size, T tokens of a micro-batch, S tokens of each sequence.
 """
 
 from __future__ import annotations
@@ -27,26 +27,29 @@ from slipstream.training.protocol import TrainingBackend
 from slipstream.types import TrainRow
 
 LENGTH = 64
-"""Tokens of a sequence of the little steps, and half of those of the longer ones."""
+"""Tokens per sequence in small steps; steps with longer sequences use twice as many."""
 
 ROWS = 4
-"""Sequences of the little steps, and half of those of the larger ones."""
+"""Sequences in small steps; steps with more sequences use twice as many."""
 
 WORDS = 64
-"""Of the smaller vocabulary: its logits are few bytes beside all else of a token."""
+"""Size of the smaller vocabulary, so small that its logits need few bytes per token."""
 
-MOST_TOKENS = 2 * ROWS * LENGTH
-"""Of a little step: a forward pass of a trainer has to take them all."""
+MAX_TOKENS = 2 * ROWS * LENGTH
+"""Maximum tokens of a small step. A trainer must process them in one forward pass."""
 
 MakeTrainer = Callable[[ModelConfig, ComputeThread, bool], TrainingBackend]
-"""A trainer of a model of such sizes, made and working on the thread, with gradient checkpointing
-or without."""
+"""Makes a trainer: arguments are the model's sizes, the thread that the trainer is made and works
+on, and whether it uses gradient checkpointing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """`constant` + `layer` L + `word` V + `token` T + `layer_token` L T + `score` T S +
-    `layer_score` L T S."""
+    """Coefficients of a number of bytes as a function of the sizes L, V, T and S:
+
+    `constant` + `layer` L + `word` V + `token` T + `layer_token` L T + `score` T S +
+    `layer_score` L T S.
+    """
 
     constant: float
     layer: float
@@ -57,22 +60,25 @@ class Linear:
     layer_score: float = 0.0
 
     def at(self, layers: int, words: int, tokens: int = 0, length: int = 0) -> int:
-        """Not below 0."""
+        """Return the bytes for these sizes, at least 0."""
         value = self.constant + self.layer * layers + self.word * words
         value += (self.token + self.layer_token * layers) * tokens
         return max(0, round(value + (self.score + self.layer_score * layers) * tokens * length))
 
     def of_one_layer(self, tokens: int, length: int) -> int:
-        """What `tokens` take of one layer."""
+        """Return the bytes that `tokens` tokens of sequences of `length` need in one layer."""
         return max(0, round((self.layer_token + self.layer_score * length) * tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerBytes:
-    """What a trainer keeps from step to step (weights, the optimizer's state), and beyond that:
-    `forward`, all that a forward pass leaves; `gradients`; `optimizer`, the most within it, with
-    the gradients; `layer`, of which `of_one_layer` is what one layer leaves where nothing is
-    computed again."""
+    """Bytes of a trainer at different points of an optimizer step.
+
+    `kept` counts what stays between steps: weights and the optimizer's state. The other fields
+    count memory in addition to `kept`: `forward` after the forward pass, `gradients` after the
+    backward pass, and `optimizer` at the peak inside the optimizer, including gradients.
+    `layer.of_one_layer` returns the activations of one layer without gradient checkpointing.
+    """
 
     kept: Linear
     forward: Linear
@@ -81,7 +87,7 @@ class TrainerBytes:
     layer: Linear
 
     def step(self, layers: int, words: int, tokens: int, length: int, *, logits: int) -> int:
-        """What a step takes at its peak beyond what is kept, with `logits` bytes of those."""
+        """Return the peak bytes of a step in addition to `kept`, if logits need `logits` bytes."""
         one = self.layer.of_one_layer(tokens, length)
         return max(
             self.forward.at(layers, words, tokens, length) + max(logits, one),
@@ -89,16 +95,20 @@ class TrainerBytes:
             self.optimizer.at(layers, words),
         )
 
-    def spread(
+    def sharded(
         self, processes: int, gathered: int, *, recomputes: bool, whole_optimizer: int | None = None
     ) -> TrainerBytes:
-        """Of each of so many processes that share weights, gradients and optimizer state: slices of
-        these, and `gathered` bytes of the weights that are there at once. `recomputes`: weights in
-        compute form are there for a layer at a time, and not, with the activations, until the
-        backward pass. `whole_optimizer`: the bytes of the weights, where they alone are shared, and
-        each process has the optimizer's state and what it works on as one would."""
+        """Return the bytes of each of `processes` that shard weights, gradients and optimizer.
 
-        def slices(whole: Linear, extra: int = 0) -> Linear:
+        Each process also holds `gathered` bytes of weights that it has gathered for computing.
+        With `recomputes` (gradient checkpointing), a process holds weights in the compute dtype for
+        one layer at a time. Without it, all layers' weights stay until the backward pass.
+        `whole_optimizer` is for optimizers that are not sharded (Muon). It gives the bytes of all
+        weights: these are sharded, and each process has the whole optimizer state and its
+        temporary memory.
+        """
+
+        def shard(whole: Linear, extra: int = 0) -> Linear:
             part = {
                 name: getattr(whole, name) / processes for name in ("constant", "layer", "word")
             }
@@ -108,12 +118,12 @@ class TrainerBytes:
         if recomputes:
             forward = replace(forward, constant=forward.constant + forward.layer, layer=0.0)
         return TrainerBytes(
-            kept=slices(self.kept)
+            kept=shard(self.kept)
             if whole_optimizer is None
             else self._less(round((1 - 1 / processes) * whole_optimizer)),
             forward=forward,
-            gradients=slices(self.gradients, gathered),
-            optimizer=slices(self.optimizer) if whole_optimizer is None else self.optimizer,
+            gradients=shard(self.gradients, gathered),
+            optimizer=shard(self.optimizer) if whole_optimizer is None else self.optimizer,
             layer=self.layer,
         )
 
@@ -124,8 +134,10 @@ class TrainerBytes:
 def measure_trainer(
     config: ModelConfig, make: MakeTrainer, *, device: torch.device, recomputes: bool = False
 ) -> TrainerBytes:
-    """Of trainers that `make` makes of models like `config`; `recomputes`: with gradient
-    checkpointing."""
+    """Measure trainers that `make` returns, for small models with the widths of `config`.
+
+    `recomputes` turns on gradient checkpointing.
+    """
 
     def step(
         layers: int = 1,
@@ -133,44 +145,44 @@ def measure_trainer(
         rows: int = ROWS,
         length: int = LENGTH,
         again: bool = recomputes,
-    ) -> Moments:
-        little = replace(
+    ) -> StepBytes:
+        small = replace(
             config,
             num_layers=layers,
             vocab_size=words,
             max_position_embeddings=max(config.max_position_embeddings, 2 * LENGTH),
-            # Which layers have a window does not change what they take.
+            # A layer needs the same memory with a sliding window and without.
             sliding_window=None,
             windowed_layers=(),
             bos_token_id=None,
             eos_token_id=None,
             pad_token_id=None,
         )
-        return one_step(little, make, device, rows=rows, length=length, recomputes=again)
+        return one_step(small, make, device, rows=rows, length=length, recomputes=again)
 
-    step()  # what the first step of a process makes is not one trainer's
+    step()  # the first step of a process also allocates memory that later trainers reuse
 
-    def six(again: bool) -> list[Moments]:
+    def six_steps(again: bool) -> list[StepBytes]:
         return [
             step(again=again),
             step(layers=2, again=again),
             step(rows=2 * ROWS, again=again),
             step(layers=2, rows=2 * ROWS, again=again),
-            # As many tokens as in those of more sequences.
+            # The same number of tokens as in the steps with more sequences.
             step(length=2 * LENGTH, again=again),
             step(layers=2, length=2 * LENGTH, again=again),
         ]
 
-    steps, wider = six(recomputes), step(words=2 * WORDS)
-    whole = six(False) if recomputes else steps
+    steps, wider = six_steps(recomputes), step(words=2 * WORDS)
+    without_checkpointing = six_steps(False) if recomputes else steps
 
-    def fit(of: Callable[[Moments], int], steps: list[Moments] = steps) -> Linear:
+    def fit(of: Callable[[StepBytes], int], steps: list[StepBytes] = steps) -> Linear:
         base, deeper, more, both, longer, deep_longer = (of(each) for each in steps)
         tokens = ROWS * LENGTH
-        products = 2 * tokens * LENGTH  # by which T S is larger in the longer ones
+        products = 2 * tokens * LENGTH  # the difference of T S between `longer` and `more`
         layer_score = (deep_longer - both - longer + more) / products
         score = (longer - more) / products - layer_score
-        # Of T tokens by themselves and times their length.
+        # Bytes per token, including scores, in sequences of LENGTH tokens.
         layer_each = (both - deeper - more + base) / tokens
         each = (more - base) / tokens - layer_each
         layer = deeper - base - layer_each * tokens
@@ -190,13 +202,16 @@ def measure_trainer(
         forward=fit(lambda m: m.forward),
         gradients=fit(lambda m: m.gradients),
         optimizer=fit(lambda m: m.optimizer),
-        layer=fit(lambda m: m.forward, whole),
+        layer=fit(lambda m: m.forward, without_checkpointing),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moments:
-    """Of one step, in bytes; all but `kept` beyond what is kept. `peak`: the most of all."""
+class StepBytes:
+    """Measured bytes of one step. All fields but `kept` are in addition to `kept`.
+
+    `peak` is the maximum over the whole step.
+    """
 
     kept: int
     forward: int
@@ -213,9 +228,9 @@ def one_step(
     rows: int,
     length: int,
     recomputes: bool = False,
-) -> Moments:
-    """Of the second step: the first one makes the optimizer's state."""
-    compute = ComputeThread("footprint")
+) -> StepBytes:
+    """Measure the second step of a new trainer. The first step creates the optimizer's state."""
+    compute = ComputeThread("trainer_memory")
     trace = AllocationTrace(device)
     batch = train_batch(
         [
@@ -226,10 +241,10 @@ def one_step(
             for place in range(rows)
         ]
     )
-    usual = sft_loss()
+    base_loss = sft_loss()
 
     def loss(inputs: LossInputs) -> LossOutputs:
-        outputs = usual(inputs)
+        outputs = base_loss(inputs)
         trace.mark("forward")
         return outputs
 
@@ -246,7 +261,7 @@ def one_step(
     finally:
         compute.close()
     kept = held["kept"]
-    return Moments(
+    return StepBytes(
         kept=kept,
         forward=held["forward"] - kept,
         gradients=held["gradients"] - kept,
@@ -256,7 +271,10 @@ def one_step(
 
 
 def logits_bytes(words: int, tokens: int, *, chunk: int, keep: int) -> int:
-    """Of `tokens` predictions: what is kept of them for the backward pass, and two chunks at work
-    (`algorithms.log_probs`)."""
+    """Return the bytes of the fp32 logits of `tokens` predictions.
+
+    At most `keep` bytes stay for the backward pass, and two chunks of `chunk` tokens are in use at
+    a time (see `algorithms.log_probs`).
+    """
     row = 4 * words
     return min(tokens * row, keep) + 2 * min(tokens, chunk) * row

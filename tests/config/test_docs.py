@@ -1,4 +1,4 @@
-"""The generated page is up to date, and single keys are explained."""
+"""Tests of the generated page of options, and of `slipstream config KEY`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_page_has_every_option() -> None:
     assert len(rows) == sum(option.section is None for option in options().values())
 
 
-def test_a_key_is_described() -> None:
+def test_describe_shows_meaning_type_default_and_example() -> None:
     assert describe("actor_rollout_ref.rollout.n") == (
         "actor_rollout_ref.rollout.n\n"
         "  Responses per prompt: the group size.\n"
@@ -39,18 +39,18 @@ def test_a_key_is_described() -> None:
     )
 
 
-def test_a_section_is_described_by_its_keys() -> None:
+def test_describe_lists_the_keys_of_a_section() -> None:
     lines = describe("algorithm").splitlines()
     assert lines[1] == "  From rewards to advantages."
     assert "  algorithm.kl_ctrl.kl_coef = 0.001" in lines
 
 
-def test_an_unknown_key_is_refused_with_the_nearest() -> None:
+def test_an_unknown_key_is_an_error_with_similar_keys() -> None:
     with pytest.raises(ConfigError, match=r"did you mean trainer\.seed or data\.seed"):
         describe("trainer.sed")
 
 
-def test_examples_have_the_type_they_are_examples_of() -> None:
+def test_every_example_has_the_type_of_its_option() -> None:
     leaves = [option for option in options().values() if option.section is None]
     examples = {option.key: example(option) for option in leaves}
     assert examples["data.val_files"] == "data.val_files=[name]"

@@ -1,4 +1,4 @@
-"""The registry of engines, and what rules and remedies make of it."""
+"""Tests of the registry of engines, and of rules and remedies that use it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def load(*overrides: str) -> Config:
     return load_config(overrides, recipe="tiny", hardware=Hardware(gpus=0))
 
 
-def test_the_built_in_engines() -> None:
+def test_capabilities_of_the_built_in_engines() -> None:
     assert engine_names() == ("embedded", "hf", "fake")
     embedded, hf, fake = (engine_entry(name).capabilities for name in engine_names())
     assert embedded == EngineCapabilities(
@@ -65,11 +65,13 @@ def test_the_registry_imports_neither_torch_nor_an_engine() -> None:
         "print([n for n in ('torch', 'slipstream.inference', 'slipstream.build') "
         "if n in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
 
 
-def test_a_remedy_names_every_engine_that_a_run_can_select() -> None:
+def test_a_remedy_names_all_engines_that_a_run_can_use() -> None:
     assert engines_with(lambda engine: engine.drafts) == f"{NAME}=embedded"
     assert engines_with(lambda engine: engine.keyed_noise) == f"{NAME}=embedded or {NAME}=hf"
     register_engine("mine", replace(HF, drafts=True), print)
@@ -77,20 +79,20 @@ def test_a_remedy_names_every_engine_that_a_run_can_select() -> None:
     assert engines_with(lambda engine: engine.drafts) == f"{NAME}=embedded or {NAME}=mine"
 
 
-def test_rules_ask_the_registered_engine() -> None:
+def test_rules_use_the_capabilities_of_a_registered_engine() -> None:
     drafts = ("speculative.enable=true", "speculative.spec_strategy=history")
     register_engine("plain", HF, print)
     register_engine("drafting", replace(HF, drafts=True), print)
     assert load(f"{NAME}=drafting", *drafts).actor_rollout_ref.rollout.name == "drafting"
     with pytest.raises(ConfigError) as caught:
         load(f"{NAME}=plain", *drafts)
-    assert f"{NAME}=plain takes no drafts" in str(caught.value)
+    assert f"{NAME}=plain does not support drafts" in str(caught.value)
     assert f"set {NAME}=embedded or {NAME}=drafting or speculative.enable=false" in str(
         caught.value
     )
 
 
-def test_widths_are_multiples_of_what_the_engine_needs() -> None:
+def test_widths_must_be_multiples_of_the_number_that_the_engine_needs() -> None:
     register_engine("eights", replace(EMBEDDED, width_multiple=8), print)
     size = "actor_rollout_ref.model.init.intermediate_size"
     assert load(f"{NAME}=eights", f"{size}=72").actor_rollout_ref.model.init is not None
@@ -100,7 +102,7 @@ def test_widths_are_multiples_of_what_the_engine_needs() -> None:
         load(f"{size}=72")
 
 
-def test_an_unknown_engine_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_engine_is_an_error_that_lists_known_engines() -> None:
     with pytest.raises(ConfigError) as caught:
         load(f"{NAME}=embeded")
     message = str(caught.value)
@@ -109,7 +111,7 @@ def test_an_unknown_engine_is_refused_with_the_known_ones() -> None:
     assert "actor_rollout_ref.model.external_lib" in message
 
 
-def test_an_engine_of_a_module_that_is_not_imported_yet_passes() -> None:
+def test_an_engine_of_a_module_that_is_not_imported_yet_is_accepted() -> None:
     config = load(
         f"{NAME}=mine",
         "actor_rollout_ref.model.external_lib=engine_of_mine",
@@ -122,16 +124,16 @@ def test_an_engine_of_a_module_that_is_not_imported_yet_passes() -> None:
         engine_entry("mine")
 
 
-def test_a_name_belongs_to_one_engine() -> None:
+def test_two_engines_with_the_same_name_are_an_error() -> None:
     register_engine("mine", HF, print)
     register_engine("mine", HF, print)
-    with pytest.raises(ConfigError, match="engine 'mine' exists already"):
+    with pytest.raises(ConfigError, match="engine named 'mine' is already registered"):
         register_engine("mine", HF, repr)
-    with pytest.raises(ConfigError, match="engine 'hf' exists already"):
+    with pytest.raises(ConfigError, match="engine named 'hf' is already registered"):
         register_engine("hf", EMBEDDED, print)
 
 
-def test_factories_are_functions_or_dotted_paths() -> None:
+def test_factories_can_be_functions_or_dotted_paths() -> None:
     register_engine("function", HF, str.upper)
     register_engine("path", HF, "operator:neg", check="operator:truediv")
     assert engine_entry("function").make("a") == "A"
@@ -139,5 +141,5 @@ def test_factories_are_functions_or_dotted_paths() -> None:
     with pytest.raises(ZeroDivisionError):
         engine_entry("path").check_settings(1, 0)  # type: ignore[arg-type]
     engine_entry("function").check_settings(Config(), None)
-    with pytest.raises(ConfigError, match=f"{NAME}=fake: a run cannot make this engine"):
+    with pytest.raises(ConfigError, match=f"{NAME}=fake cannot be used in a run"):
         engine_entry("fake").make(None)

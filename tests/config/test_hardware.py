@@ -1,4 +1,4 @@
-"""Counting GPUs without torch."""
+"""Tests of counting GPUs without torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slipstream.config import detect_hardware
         ("0,1,2,0", 3),
     ],
 )
-def test_visible_gpus(
+def test_cuda_visible_devices_limits_the_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str | None, gpus: int
 ) -> None:
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm", "null"):
@@ -36,6 +36,8 @@ def test_visible_gpus(
     assert found.gpus == gpus
 
 
-def test_no_device_files_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_device_files_there_are_no_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert detect_hardware(tmp_path).gpus == 0

@@ -1,4 +1,4 @@
-"""Composition, types, unknown keys, interpolation, round trips and differences."""
+"""Tests of loading a configuration: composition, types, unknown keys, interpolation, YAML, diff."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def load(*overrides: str, recipe: str | None = "tiny", file: Path | None = None)
     return config
 
 
-def refusal(*overrides: str, **arguments: Any) -> str:
+def error_of(*overrides: str, **arguments: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         load(*overrides, **arguments)
     return str(caught.value)
 
 
-def test_without_sources_the_defaults_hold() -> None:
+def test_without_sources_all_options_have_defaults() -> None:
     config = load(recipe=None)
     assert config.data.train_batch_size == 16
     assert config.actor_rollout_ref.rollout.n == 8
@@ -54,7 +54,7 @@ def test_without_sources_the_defaults_hold() -> None:
     assert config.trainer.default_local_dir == "checkpoints/slipstream/run"
 
 
-def test_overrides_win_over_the_recipe_and_that_over_the_defaults() -> None:
+def test_overrides_win_over_the_recipe_and_the_recipe_over_defaults() -> None:
     config = load("data.train_batch_size=6")
     assert config.data.train_batch_size == 6
     assert config.actor_rollout_ref.rollout.n == 2
@@ -104,7 +104,7 @@ def test_training_files_are_one_path_or_a_list() -> None:
     assert two.data.train_files == ("a.parquet", "b.jsonl")
 
 
-def test_free_form_mappings_take_lose_and_merge_keys() -> None:
+def test_keys_of_free_form_mappings_can_be_added_deleted_and_merged() -> None:
     key = "reward_model.reward_kwargs"
     config = load(f"+{key}.buffer.length=4", f"{key}.buffer.factor=0.5", f"{key}={{other:[1,2]}}")
     assert dict(config.reward_model.reward_kwargs) == {
@@ -115,16 +115,16 @@ def test_free_form_mappings_take_lose_and_merge_keys() -> None:
     assert dict(config.reward_model.reward_kwargs) == {"b": 2}
 
 
-def test_free_form_mappings_refuse_keys_below_a_plain_value() -> None:
+def test_keys_below_a_plain_value_and_invalid_deletions_are_errors() -> None:
     key = "reward_model.reward_kwargs"
-    assert refusal(f"{key}.a=1", f"{key}.a.b=2") == (
-        f"{key}.a.b: {key}.a holds a plain value and takes no keys"
-    )
-    assert "no such key to delete" in refusal(f"~{key}.a")
-    assert refusal("~trainer.seed").startswith("~trainer.seed: only keys of free-form mappings")
+    message = error_of(f"{key}.a=1", f"{key}.a.b=2")
+    assert message.startswith(f"{key}.a.b cannot be set: ")
+    assert message.endswith(f"set {key}.a={{b:2}}")
+    assert error_of(f"~{key}.a").startswith(f"~{key}.a: this key is not set")
+    assert error_of("~trainer.seed").startswith("~trainer.seed: only keys of free-form mappings")
 
 
-def test_an_absent_section_comes_into_being_with_its_defaults() -> None:
+def test_setting_one_key_of_a_null_section_gives_the_others_defaults() -> None:
     assert load(recipe=None).actor_rollout_ref.model.init is None
     init = load(
         "actor_rollout_ref.model.init.num_layers=3", recipe=None
@@ -138,7 +138,7 @@ def test_interpolations_are_resolved() -> None:
     config = load("trainer.seed=9", "data.seed=${trainer.seed}", "trainer.experiment_name=x")
     assert config.data.seed == 9
     assert config.trainer.default_local_dir == "checkpoints/slipstream/x"
-    message = refusal("data.seed=${trainer.sed}")
+    message = error_of("data.seed=${trainer.sed}")
     assert message.startswith("data.seed: ")
     assert "trainer.sed" in message
 
@@ -153,17 +153,17 @@ def test_interpolations_are_resolved() -> None:
         ("actor.clip_ratio_hig=1", "actor_rollout_ref.actor.clip_ratio_high"),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest_ones(override: str, nearest: str) -> None:
-    message = refusal(override)
+def test_an_unknown_key_is_an_error_that_names_similar_keys(override: str, nearest: str) -> None:
+    message = error_of(override)
     assert message.startswith(
         f"{override.partition('=')[0]}: there is no such option; did you mean"
     )
     assert re.search(rf"\b{re.escape(nearest)}\b", message)
 
 
-def test_an_unknown_key_like_no_other_points_to_the_list() -> None:
-    assert refusal("qqq.zzz=1") == (
-        "qqq.zzz: there is no such option; `slipstream config` lists them all"
+def test_an_unknown_key_without_similar_keys_names_the_command_that_lists_all() -> None:
+    assert error_of("qqq.zzz=1") == (
+        "qqq.zzz: there is no such option; `slipstream config` lists all options"
     )
 
 
@@ -240,29 +240,29 @@ def test_an_unknown_key_like_no_other_points_to_the_list() -> None:
         ),
         (
             "trainer=5",
-            "trainer=5: trainer is a section; set its options, such as "
+            "trainer=5: trainer is a section; set its options instead, such as "
             "trainer.mode, trainer.seed, trainer.total_epochs",
         ),
     ],
 )
-def test_a_value_of_the_wrong_type_is_refused(override: str, message: str) -> None:
-    assert refusal(override) == message
+def test_a_value_of_the_wrong_type_is_an_error(override: str, message: str) -> None:
+    assert error_of(override) == message
 
 
-def test_draft_shapes_are_not_numbers_with_underscores() -> None:
-    for given in ("8_4_32", "[8_4_32]", "['8_4_32']"):
-        config = load(f"speculative.eagle.mab_configs={given}")
+def test_draft_plans_are_not_read_as_numbers_with_underscores() -> None:
+    for text in ("8_4_32", "[8_4_32]", "['8_4_32']"):
+        config = load(f"speculative.eagle.mab_configs={text}")
         assert config.speculative.eagle.mab_configs == ("8_4_32",)
     config = load("speculative.eagle.mab_configs=[8_4_32,6_2_8]")
     assert config.speculative.eagle.mab_configs == ("8_4_32", "6_2_8")
-    assert "needs quotes" in refusal("speculative.eagle.mab_configs=8432")
+    assert "needs quotes" in error_of("speculative.eagle.mab_configs=8432")
 
 
 CORRECTION = "algorithm.rollout_correction"
 
 
 @pytest.mark.parametrize("interval", ["0.5_5", "1_5", "0.5_5.0", "'0.5_5'"])
-def test_an_interval_is_not_a_number_with_an_underscore(interval: str) -> None:
+def test_an_interval_is_not_read_as_a_number(interval: str) -> None:
     config = load(f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold={interval}")
     assert config.algorithm.rollout_correction.rollout_is_threshold == interval.strip("'")
 
@@ -277,16 +277,16 @@ def test_an_interval_is_not_a_number_with_an_underscore(interval: str) -> None:
         ("trainer.project_name= 2024_01", "2024_01"),
     ],
 )
-def test_numbers_within_names_and_paths_stay_there(override: str, value: object) -> None:
+def test_joined_numbers_in_names_and_paths_stay_unchanged(override: str, value: object) -> None:
     node: Any = load(override, "data.task=null", recipe=None)
     for part in override.partition("=")[0].split("."):
         node = getattr(node, part)
     assert node == value
 
 
-def test_an_interval_within_a_mapping_or_a_list_is_none_either() -> None:
-    given = "{rollout_is: token, rollout_is_threshold: 0.5_5, rollout_token_veto_threshold: 0.1}"
-    correction = load(f"{CORRECTION}={given}").algorithm.rollout_correction
+def test_an_interval_in_a_mapping_or_list_is_not_read_as_a_number() -> None:
+    text = "{rollout_is: token, rollout_is_threshold: 0.5_5, rollout_token_veto_threshold: 0.1}"
+    correction = load(f"{CORRECTION}={text}").algorithm.rollout_correction
     assert correction.rollout_is_threshold == "0.5_5"
     assert correction.rollout_token_veto_threshold == 0.1
     listed = load(
@@ -298,7 +298,7 @@ def test_an_interval_within_a_mapping_or_a_list_is_none_either() -> None:
     assert mixed.algorithm.rollout_correction.rollout_rs_threshold == ("0.5_2", 3.0)
 
 
-def test_names_with_underscores_and_long_numbers_are_what_they_look_like(tmp_path: Path) -> None:
+def test_underscores_stay_in_names_and_separate_digits_in_integers(tmp_path: Path) -> None:
     config = load("trainer.project_name=2024_01", "trainer.seed=1_000", "trainer.logger=[file]")
     assert (config.trainer.project_name, config.trainer.seed) == ("2024_01", 1000)
     path = tmp_path / "run.yaml"
@@ -306,21 +306,19 @@ def test_names_with_underscores_and_long_numbers_are_what_they_look_like(tmp_pat
     assert load(file=path).trainer.seed == 1000
 
 
-def test_an_interval_in_a_file_is_in_quotes(tmp_path: Path) -> None:
+def test_an_interval_without_quotes_in_a_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     lines = "algorithm:\n  rollout_correction:\n    rollout_is: token\n    rollout_is_threshold: "
     path.write_text(lines + "0.5_5\n")
-    assert 'is read as one number without the underscore; write "0.5_5", in quotes' in refusal(
-        file=path
-    )
+    assert 'write "0.5_5" with quotes' in error_of(file=path)
     base = tmp_path / "base.yaml"
     base.write_text(path.read_text())
     path.write_text("defaults:\n  - base\n  - _self_\n")
-    assert "base.yaml: algorithm.rollout_correction.rollout_is_threshold" in refusal(file=path)
+    assert "base.yaml: algorithm.rollout_correction.rollout_is_threshold" in error_of(file=path)
     merged = "x: &x\n  rollout_is_threshold: 1_5\nalgorithm:\n  rollout_correction:\n    <<: *x\n"
     path.write_text(merged)
-    assert "rollout_is_threshold: 1_5 is read as" in refusal(file=path)
-    # What YAML reads as text needs no quotes.
+    assert "rollout_is_threshold: YAML reads 1_5 as" in error_of(file=path)
+    # YAML reads this interval as text, so it needs no quotes.
     path.write_text(lines + "0.5_5.0\n")
     assert load(file=path).algorithm.rollout_correction.rollout_is_threshold == "0.5_5.0"
     path.write_text(lines + '"0.5_5"\n')
@@ -328,11 +326,11 @@ def test_an_interval_in_a_file_is_in_quotes(tmp_path: Path) -> None:
 
 
 def test_all_problems_are_reported_at_once() -> None:
-    message = refusal("trainer.seed=x", "data.shuffle=3", "actor_rollout_ref.rollout.name=vllm")
+    message = error_of("trainer.seed=x", "data.shuffle=3", "actor_rollout_ref.rollout.name=vllm")
     assert message.startswith("3 settings cannot be used:\n  - ")
     for part in ("trainer.seed: ", "data.shuffle: ", "actor_rollout_ref.rollout.name=embedded"):
         assert part in message
-    message = refusal("trainer.sead=1", "data.shufle=true")
+    message = error_of("trainer.sead=1", "data.shufle=true")
     assert "trainer.seed" in message
     assert "data.shuffle" in message
 
@@ -341,22 +339,22 @@ def test_all_problems_are_reported_at_once() -> None:
     ("override", "part"),
     [
         ("word", "'word' is not an override; write key=value"),
-        ("trainer.seed=1,2", "is a sweep over several values and a run takes one"),
+        ("trainer.seed=1,2", "is a sweep over several values"),
         ("trainer.seed=range(1,4)", "is a sweep"),
         ("trainer.experiment_name=a=[", "override 'trainer.experiment_name=a=[' cannot be read"),
     ],
 )
-def test_unreadable_overrides(override: str, part: str) -> None:
-    assert part in refusal(override)
+def test_invalid_overrides_are_errors(override: str, part: str) -> None:
+    assert part in error_of(override)
 
 
-def test_recipe_and_file_exclude_each_other(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="give one"):
+def test_a_recipe_and_a_file_cannot_be_combined(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"recipe 'tiny' and config file .* cannot be combined"):
         load_config(recipe="tiny", file=tmp_path / "a.yaml", hardware=CPU)
 
 
-def test_an_unknown_recipe_is_refused_with_the_known_ones() -> None:
-    message = refusal(recipe="tinny")
+def test_an_unknown_recipe_is_an_error_that_lists_known_recipes() -> None:
+    message = error_of(recipe="tinny")
     assert message.startswith("recipe 'tinny' does not exist; known recipes: default, long_tail, ")
 
 
@@ -380,7 +378,7 @@ def test_a_file_composes_recipes_and_group_choices(tmp_path: Path) -> None:
     assert config.actor_rollout_ref.actor.clip_ratio_low == 0.4
     config = load("loss=narrow", file=file)
     assert config.actor_rollout_ref.actor.clip_ratio_low == 0.1
-    assert "loss/wider" in refusal("loss=wider", file=file)
+    assert "loss/wider" in error_of("loss=wider", file=file)
 
 
 def test_a_file_without_self_in_its_defaults_wins_over_them(tmp_path: Path) -> None:
@@ -393,20 +391,20 @@ def test_a_file_without_self_in_its_defaults_wins_over_them(tmp_path: Path) -> N
     ("text", "part"),
     [
         ("a: [", "cannot be read"),
-        ("- 1\n- 2\n", "must hold a mapping"),
+        ("- 1\n- 2\n", "must contain a mapping"),
         ("trainer:\n  sead: 1\n", "trainer.sead: there is no such option"),
         ("trainer: 3\n", "trainer is a section"),
         ("defaults: [nowhere]\n", "cannot be composed"),
     ],
 )
-def test_bad_files(tmp_path: Path, text: str, part: str) -> None:
+def test_invalid_files_are_errors(tmp_path: Path, text: str, part: str) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(text)
-    assert part in refusal(file=file)
+    assert part in error_of(file=file)
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
-    assert "does not exist; check --config" in refusal(file=tmp_path / "none.yaml")
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    assert "does not exist; check --config" in error_of(file=tmp_path / "none.yaml")
 
 
 def test_yaml_reads_back_to_an_equal_tree(tmp_path: Path) -> None:
@@ -422,7 +420,7 @@ def test_yaml_reads_back_to_an_equal_tree(tmp_path: Path) -> None:
     assert "${" not in to_yaml(config)
 
 
-def test_text_that_looks_like_an_interpolation_survives(tmp_path: Path) -> None:
+def test_text_that_looks_like_an_interpolation_stays_text(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("trainer:\n  experiment_name: a\\${b}\n")
     config = load(file=file)
@@ -431,7 +429,7 @@ def test_text_that_looks_like_an_interpolation_survives(tmp_path: Path) -> None:
     assert load(file=file).trainer.experiment_name == "a${b}"
 
 
-def test_differences_are_listed_by_key_and_resumable_keys_do_not_count() -> None:
+def test_diff_lists_changed_keys_except_resumable_ones() -> None:
     old = load()
     new = load(
         "trainer.seed=2",
@@ -449,7 +447,7 @@ def test_differences_are_listed_by_key_and_resumable_keys_do_not_count() -> None
     assert diff(old, old) == []
 
 
-def test_an_initialised_model_differs_from_a_loaded_one() -> None:
+def test_diff_between_a_random_model_and_a_checkpoint() -> None:
     loaded = load("actor_rollout_ref.model.init=null", "actor_rollout_ref.model.path=m")
     changes = diff(load(), loaded)
     assert changes[0] == "actor_rollout_ref.model.path: null -> m"
@@ -460,18 +458,18 @@ def test_resumable_keys_exist() -> None:
     assert set(options()) >= RESUMABLE_KEYS
 
 
-def test_to_dict_is_plain() -> None:
+def test_to_dict_returns_plain_lists_and_dictionaries() -> None:
     plain = to_dict(load("trainer.logger=file"))
     assert plain["trainer"]["logger"] == ["file"]
     assert type(plain["reward_model"]["reward_kwargs"]) is dict
 
 
-def test_notices_are_logged_where_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
+def test_notices_are_logged_without_notify(caplog: pytest.LogCaptureFixture) -> None:
     load_config(["trainer.balance_batch=true"], recipe="tiny", hardware=CPU)
     assert [record.name for record in caplog.records] == ["slipstream.config"]
 
 
-def test_an_option_that_a_tree_was_written_without_has_its_default() -> None:
+def test_options_missing_from_a_tree_get_their_defaults() -> None:
     config = load_config(recipe="tiny")
     tree = to_dict(config)
     del tree["speculative"]["train"]["depth"]

@@ -1,6 +1,6 @@
-"""The option tree: what it holds, that it is documented, frozen and fit to travel.
+"""Tests of the tree of options: it is complete, documented, frozen, and can be pickled.
 
-`python -m tests.config.test_schema` rewrites keys.txt after an option was added or changed.
+After you add or change an option, run `python -m tests.config.test_schema` to rewrite keys.txt.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def listed_keys() -> str:
     )
 
 
-def test_the_list_of_options_is_the_committed_one() -> None:
+def test_options_equal_the_committed_list() -> None:
     assert listed_keys() == KEYS.read_text(encoding="utf-8"), (
         "an option was added, removed or changed: python -m tests.config.test_schema"
     )
@@ -41,7 +41,7 @@ def test_every_option_and_section_is_documented() -> None:
     assert unfinished == []
 
 
-def test_the_defaults_fit_their_own_types() -> None:
+def test_defaults_have_the_types_of_their_options() -> None:
     config, problems = from_dict(to_dict(Config()))
     assert problems == []
     assert config == Config()
@@ -70,12 +70,12 @@ def test_every_level_of_a_loaded_tree_is_frozen() -> None:
         kwargs["b"] = 1  # type: ignore[index]
 
 
-def test_a_tree_pickles() -> None:
+def test_a_tree_can_be_pickled() -> None:
     config = load_config(["+custom_reward_function.reward_kwargs={}"], recipe="tiny", hardware=CPU)
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-def test_frozen_mapping_hands_out_plain_copies() -> None:
+def test_frozen_mapping_returns_plain_copies() -> None:
     source = {"limits": {"low": 1}}
     mapping = FrozenMapping(source)
     source["limits"]["low"] = 5
@@ -97,7 +97,7 @@ def test_frozen_mapping_hands_out_plain_copies() -> None:
         (Range(high=1), 1.5, False),
     ],
 )
-def test_ranges(bounds: Range, value: float, inside: bool) -> None:
+def test_range_holds_values_within_its_bounds(bounds: Range, value: float, inside: bool) -> None:
     assert bounds.holds(value) is inside
 
 
@@ -116,14 +116,14 @@ def test_ranges(bounds: Range, value: float, inside: bool) -> None:
         ("a/b-c.d", "a/b-c.d"),
     ],
 )
-def test_values_are_shown_as_hydra_reads_them(value: object, text: str) -> None:
+def test_hydra_reads_shown_values_back(value: object, text: str) -> None:
     assert show(value) == text
     key = "reward_model.reward_kwargs.x"
     loaded = load_config([f"+{key}={text}"], recipe="tiny", hardware=CPU)
     assert loaded.reward_model.reward_kwargs["x"] == value
 
 
-def test_ranges_say_what_they_hold() -> None:
+def test_range_as_text() -> None:
     assert str(Range(low=0, high=1)) == "at least 0 and at most 1"
     assert str(Range(low=0, above=True)) == "above 0"
 

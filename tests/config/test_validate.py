@@ -1,4 +1,4 @@
-"""Rules between options: each broken rule is named, and its remedy works."""
+"""Tests of rules between options: the error names each broken rule, and its remedy works."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
 @pytest.mark.parametrize(
     ("broken", "message", "remedy"),
     [
-        ("data.train_files=a.parquet", "makes its own problems", "data.train_files=null"),
-        ("data.val_files=a.parquet", "makes its own problems", "data.val_files=null"),
-        ("data.train_max_samples=5", "counts rows of files", "data.train_max_samples=-1"),
-        ("data.val_max_samples=5", "counts rows of files", "data.val_max_samples=-1"),
+        ("data.train_files=a.parquet", "but data.train_files is set", "data.train_files=null"),
+        ("data.val_files=a.parquet", "but data.val_files is set", "data.val_files=null"),
+        ("data.train_max_samples=5", "data.train_max_samples=5", "data.train_max_samples=-1"),
+        ("data.val_max_samples=5", "data.val_max_samples=5", "data.val_max_samples=-1"),
         (
             "data.task=null sft.total_training_steps=0 data.task_kwargs={a:1}",
-            "data.task_kwargs has no task to go to",
+            "data.task_kwargs={a:1} has no effect",
             "data.task=countdown",
         ),
         (
             "data.mixture_weights=[1,2]",
-            "data.mixture_weights has 2 numbers for 0 files",
+            "data.mixture_weights has 2 numbers",
             "data.mixture_weights=null",
         ),
         (
             "sft.mixture_weights=[1,2] sft.train_files=a.jsonl",
-            "sft.mixture_weights has 2 numbers for 1 files",
+            "sft.mixture_weights has 2 numbers",
             "sft.mixture_weights=null",
         ),
         (
             "reward_model.sandbox.total_timeout_s=28",
-            "may take longer than reward_model.timeout_s=30",
+            "reward_model.timeout_s=30",
             "reward_model.sandbox.total_timeout_s=null",
         ),
         (
             "reward_model.sandbox.total_timeout_s=28",
-            "for a last run, may take longer",
+            "reward_model.sandbox.run_timeout_s=5",
             "reward_model.timeout_s=35",
         ),
         (
             "reward_model.sandbox_fusion.url=http://x reward_model.sandbox.python=/usr/bin/python3",
-            "sends them to a service",
+            "reward_model.sandbox_fusion.url=http://x",
             "reward_model.sandbox.python=null",
         ),
         (
@@ -59,10 +59,10 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
             "sft.total_training_steps=2 needs demonstrations",
             "sft.total_training_steps=0",
         ),
-        ("sft.batch_tokens=100", "cannot hold one demonstration", "sft.batch_tokens=256"),
+        ("sft.batch_tokens=100", "sft.max_length=256", "sft.batch_tokens=256"),
         (
             "sft.max_tokens_per_micro_batch=100",
-            "cannot hold one demonstration",
+            "sft.max_length=256",
             "sft.max_length=100",
         ),
         (
@@ -82,40 +82,40 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
         ),
         (
             f"{MODEL}.lora_rank=4 {MODEL}.target_modules=[q_proj] {MODEL}.lora_adapter_path=a",
-            "whose adapter has its own",
+            "the adapter has its own",
             f"{MODEL}.lora_adapter_path=null",
         ),
         (
             f"algorithm.filter_groups.enable=true {ROLLOUT}.n=1 algorithm.adv_estimator=remax",
-            "keeps single ones",
+            f"has no effect with {ROLLOUT}.n=1",
             f"{ROLLOUT}.n=8",
         ),
         (
             f"{ACTOR}.policy_loss.loss_mode=dro",
-            f"{ACTOR}.policy_loss.loss_mode=dro needs the weight",
+            f"{ACTOR}.policy_loss.dro_beta is not set",
             f"{ACTOR}.policy_loss.dro_beta=0.1",
         ),
         (f"{ACTOR}.optim.muon_lr=0.1", "has no effect", f"{ACTOR}.optim.optimizer=Muon"),
         ("sft.optim.betas=[0.9,1]", "must be below 1", "sft.optim.betas=[0.9,0.999]"),
         (
             f"{ACTOR}.optim.lr_warmup_steps=1 {ACTOR}.optim.lr_warmup_steps_ratio=0.1",
-            "two lengths of one warm-up",
+            "both set the length of the warm-up",
             f"{ACTOR}.optim.lr_warmup_steps=-1",
         ),
         (
             "sft.optim.lr_scheduler_type=linear sft.optim.lr_warmup_steps=2",
-            "2 optimizer steps with a warm-up of 2",
+            "2 optimizer steps, 2 of them for warm-up",
             "sft.optim.lr_scheduler_type=constant",
         ),
         (
             f"{ACTOR}.optim.lr_scheduler_type=cosine {ACTOR}.optim.lr_warmup_steps=8 "
             f"{ACTOR}.ppo_mini_batch_size=1 {ACTOR}.ppo_epochs=2",
-            "8 optimizer steps with a warm-up of 8",
+            "8 optimizer steps, 8 of them for warm-up",
             f"{ACTOR}.optim.lr_scheduler_type=constant",
         ),
         (
             f"{ACTOR}.optim.min_lr_ratio=0.1",
-            "has no effect with a constant rate",
+            f"has no effect with {ACTOR}.optim.lr_scheduler_type=constant",
             f"{ACTOR}.optim.lr_scheduler_type=cosine",
         ),
         (
@@ -155,11 +155,11 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
             f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
         ),
         (f"{ACTOR}.clip_ratio_c=1", "must be above 1", f"{ACTOR}.clip_ratio_c=3"),
-        (f"{ACTOR}.clip_ratio=1.5", "turn negative", f"{ACTOR}.clip_ratio_low=0.2"),
+        (f"{ACTOR}.clip_ratio=1.5", "is above 1", f"{ACTOR}.clip_ratio_low=0.2"),
         (
             f"{ROLLOUT}.n=4 algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive "
             "algorithm.kl_ctrl.horizon=1",
-            "could turn the coefficient negative",
+            "horizon=1 must be above a fifth of the 8 samples",
             "algorithm.kl_ctrl.horizon=80",
         ),
         (
@@ -167,13 +167,13 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
             "has no effect",
             f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
         ),
-        (f"{MODEL}.path=m", "name two models", f"{MODEL}.init=null"),
+        (f"{MODEL}.path=m", "both name a model", f"{MODEL}.init=null"),
         (
             f"{MODEL}.implementation=transformers",
-            "draws the weights of the built-in decoder",
+            "needs a checkpoint",
             f"{MODEL}.implementation=auto",
         ),
-        (f"{MODEL}.init=null", "no model is named", f"{MODEL}.init.num_layers=12"),
+        (f"{MODEL}.init=null", "no model is set", f"{MODEL}.init.num_layers=12"),
         (
             f"{MODEL}.init.hidden_size=33",
             "is not a multiple",
@@ -210,28 +210,28 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
             "has no effect",
             f"{ROLLOUT}.val_kwargs.do_sample=true",
         ),
-        (f"{ROLLOUT}.val_kwargs.n=4", "are all the same", f"{ROLLOUT}.val_kwargs.n=1"),
-        (f"{ROLLOUT}.top_p=0", "keeps no token", f"{ROLLOUT}.top_p=1"),
-        (f"{ROLLOUT}.val_kwargs.top_p=0", "keeps no token", f"{ROLLOUT}.val_kwargs.top_p=1"),
+        (f"{ROLLOUT}.val_kwargs.n=4", "generates equal responses", f"{ROLLOUT}.val_kwargs.n=1"),
+        (f"{ROLLOUT}.top_p=0", "excludes all tokens", f"{ROLLOUT}.top_p=1"),
+        (f"{ROLLOUT}.val_kwargs.top_p=0", "excludes all tokens", f"{ROLLOUT}.val_kwargs.top_p=1"),
         (
             f"{ROLLOUT}.partial_rollout=true",
-            "nothing to carry over",
+            f"has no effect with {ROLLOUT}.over_sample_rate=0",
             f"{ROLLOUT}.over_sample_rate=0.5",
         ),
         (
             "algorithm.adv_estimator=gae critic.enable=false",
-            "takes a critic's values",
+            "but critic.enable=false",
             "critic.enable=null",
         ),
         (
             "algorithm.adv_estimator=gdpo",
-            "none is named",
+            "algorithm.gdpo_reward_keys is not set",
             "algorithm.gdpo_reward_keys=[acc,format]",
         ),
         (
             "algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=[acc,format] "
             "algorithm.gdpo_reward_weights=[1]",
-            "1 numbers for 2 parts",
+            "algorithm.gdpo_reward_weights has 1 numbers",
             "algorithm.gdpo_reward_weights=null",
         ),
         (
@@ -241,7 +241,7 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
         ),
         (
             f"algorithm.adv_estimator=grpo-passk {ROLLOUT}.n=1",
-            "leaves none to compare with",
+            f"but {ROLLOUT}.n=1 generates only one",
             f"{ROLLOUT}.n=8",
         ),
         (
@@ -252,7 +252,7 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
         (
             f"algorithm.rollout_correction.support_replay=true {ROLLOUT}.top_p=0.9 "
             "trainer.sync_every=2",
-            "not those that sampled",
+            "but trainer.sync_every=2",
             "trainer.sync_every=1",
         ),
         (
@@ -282,12 +282,12 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
         (
             "algorithm.rollout_correction.preset=decoupled_token_is "
             "algorithm.rollout_correction.rollout_is=token",
-            "sets all of them",
+            "conflicts with algorithm.rollout_correction.preset=decoupled_token_is",
             "algorithm.rollout_correction.preset=null",
         ),
         (
             f"algorithm.rollout_correction.bypass_mode=true {ACTOR}.policy_loss.loss_mode=gspo",
-            "has a loss of its own",
+            "uses its own loss",
             f"{ACTOR}.policy_loss.loss_mode=vanilla",
         ),
         (
@@ -297,12 +297,12 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
         ),
         (
             "algorithm.adv_estimator=on_policy_distillation",
-            "learns from a teacher",
+            "needs a teacher",
             "actor_rollout_ref.ref.path=FOLDER",
         ),
         (
             f"algorithm.adv_estimator=remax {ROLLOUT}.do_sample=false",
-            "the same",
+            f"{ROLLOUT}.do_sample=false makes all of them equal",
             f"{ROLLOUT}.do_sample=true",
         ),
         (
@@ -310,13 +310,13 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
             "is above the 8 sequences",
             f"{ACTOR}.ppo_micro_batch_size_per_gpu=8",
         ),
-        (f"{ROLLOUT}.n=1", "leaves none to compare with", f"{ROLLOUT}.n=8"),
+        (f"{ROLLOUT}.n=1", f"but {ROLLOUT}.n=1 generates only one", f"{ROLLOUT}.n=8"),
         (
             f"algorithm.adv_estimator=rloo {ROLLOUT}.n=1",
-            "leaves none to compare with",
+            f"but {ROLLOUT}.n=1 generates only one",
             f"{ROLLOUT}.n=8",
         ),
-        (f"{ROLLOUT}.do_sample=false", "the same", f"{ROLLOUT}.do_sample=true"),
+        (f"{ROLLOUT}.do_sample=false", "makes all of them equal", f"{ROLLOUT}.do_sample=true"),
         (
             "trainer.resume_mode=resume_path",
             "needs a checkpoint",
@@ -330,44 +330,44 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
         ("trainer.critic_warmup=1", "needs a critic", "trainer.critic_warmup=0"),
         (
             "speculative.enable=true",
-            "needs a draft model; train one with `slipstream draft`",
+            "spec_strategy=eagle needs a draft model",
             "speculative.spec_strategy=history",
         ),
         (
             "speculative.enable=true speculative.spec_strategy=history "
             "actor_rollout_ref.rollout.name=hf",
-            "name=hf takes no drafts",
+            "name=hf does not support drafts",
             "speculative.enable=false",
         ),
         (
             "speculative.enable=true speculative.eagle.spec_model_path=x "
             "speculative.eagle.spec_topk=9 speculative.eagle.spec_verify_tokens=16",
-            "a tree follows at most 8 tokens of a level",
+            "spec_topk=9 is above the maximum, 8",
             "speculative.eagle.spec_topk=8",
         ),
         (
             "speculative.enable=true speculative.spec_strategy=history "
             "speculative.eagle.spec_topk=2 speculative.eagle.spec_verify_tokens=8",
-            "what was written before is drafted in chains",
+            "history drafts only chains",
             "speculative.eagle.spec_topk=1",
         ),
         (
             "speculative.enable=true speculative.eagle.spec_model_path=x "
             "speculative.eagle.spec_topk=4",
-            "say how many of their tokens are verified",
+            "spec_verify_tokens is not set",
             "speculative.eagle.spec_verify_tokens=16",
         ),
         (
             "speculative.enable=true speculative.eagle.spec_model_path=x "
             "speculative.eagle.spec_steps=2 speculative.eagle.spec_topk=2 "
             "speculative.eagle.spec_verify_tokens=9",
-            "spec_steps=2 of speculative.eagle.spec_topk=2 give at most 6 drafts",
+            "must be at least 2, and at most 7",
             "speculative.eagle.spec_verify_tokens=7",
         ),
         (
             "speculative.enable=true speculative.eagle.spec_model_path=x "
             "speculative.eagle.spec_verify_tokens=4",
-            "a chain of speculative.eagle.spec_steps=7 drafts is verified in 8 rows",
+            "speculative.eagle.spec_steps=7 draft tokens needs 8 tokens",
             "speculative.eagle.spec_verify_tokens=null",
         ),
         (
@@ -384,31 +384,31 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
         ),
         (
             "speculative.train.enable_drafter_training=true",
-            "trains a draft model that nothing drafts with",
+            "speculative.enable=false",
             "speculative.train.enable_drafter_training=false",
         ),
         (
             "speculative.enable=true speculative.train.enable_drafter_training=true "
             "speculative.spec_strategy=history",
-            "that nothing drafts with",
+            "speculative.spec_strategy=history",
             "speculative.spec_strategy=eagle",
         ),
         (
             "speculative.enable=true speculative.train.enable_drafter_training=true "
             "speculative.train.min_workers_for_training=2",
-            "this version has one worker",
+            "min_workers_for_training=2 is not supported",
             "speculative.train.min_workers_for_training=1",
         ),
         (
             "speculative.train.collect_hidden_states_from_sgl=true "
             "actor_rollout_ref.rollout.name=hf",
-            "actor_rollout_ref.rollout.name=hf hands over no hidden states",
+            "actor_rollout_ref.rollout.name=hf returns no hidden states",
             "speculative.train.collect_hidden_states_from_engine=false",
         ),
         (
             "speculative.enable=true speculative.train.enable_drafter_training=true "
             "speculative.train.checkpoint_path=x",
-            "part of the run's checkpoints",
+            "checkpoint_path=x is not supported",
             "speculative.train.checkpoint_path=null",
         ),
         (
@@ -420,18 +420,18 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
         (
             "speculative.enable=true speculative.train.enable_drafter_training=true "
             "speculative.train.held_out_every=1",
-            "leaves nothing to train on",
+            "held_out_every=1",
             "speculative.train.held_out_every=8",
         ),
         (
             "speculative.enable=true speculative.train.enable_drafter_training=true "
             "speculative.train.max_seq_len=2",
-            "leaves nothing to draft",
+            "max_seq_len=2 is too short",
             "speculative.train.max_seq_len=8192",
         ),
         (
             "speculative.draft.total_training_steps=20",
-            "nothing to decay over",
+            "no steps for the decay",
             "speculative.draft.optim.lr_scheduler_type=constant",
         ),
         (
@@ -446,32 +446,32 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
         ),
         (
             "speculative.train.value_weight=0 speculative.train.soft_weight=0",
-            "leave a draft model nothing to learn",
+            "leave no loss to train a draft model with",
             "speculative.train.value_weight=1",
         ),
         (
             "speculative.train.value_weight=0 speculative.train.soft_weight=0",
-            "leave a draft model nothing to learn",
+            "leave no loss to train a draft model with",
             "speculative.train.acceptance_weight=1",
         ),
         (
             "custom_reward_function.reward_kwargs={a:1}",
-            "has no function to go to",
+            "reward_kwargs has no effect",
             "custom_reward_function.path=FILE",
         ),
         (
             "trainer.nnodes=2 algorithm.adv_estimator=gae",
-            "several processes: algorithm.adv_estimator=gae has a critic",
+            "algorithm.adv_estimator=gae trains a critic, which supports only one process",
             "algorithm.adv_estimator=grpo",
         ),
         (
             "trainer.nnodes=2 critic.enable=true",
-            "several processes: critic.enable=true",
+            "critic.enable=true trains a critic",
             "critic.enable=false",
         ),
         (
             "trainer.nnodes=2 actor_rollout_ref.rollout.name=hf",
-            "rollout.name=hf does not take weights from several",
+            "rollout.name=hf supports only one process",
             "actor_rollout_ref.rollout.name=embedded",
         ),
         (
@@ -487,7 +487,7 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
         ("trainer.device=cuda", "this machine has 0 usable GPUs", "trainer.device=cpu"),
     ],
 )
-def test_a_broken_rule_is_named_and_its_remedy_works(
+def test_error_names_the_broken_rule_and_its_remedy_works(
     broken: str, message: str, remedy: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -498,7 +498,7 @@ def test_a_broken_rule_is_named_and_its_remedy_works(
     load(f"{broken} {remedy}")
 
 
-def test_a_horizon_may_be_the_critics_alone() -> None:
+def test_loss_scale_factor_is_valid_if_only_the_critic_uses_it() -> None:
     config = load(
         f"{ACTOR}.loss_scale_factor=9 critic.loss_agg_mode=seq-mean-token-sum-norm "
         "algorithm.adv_estimator=gae"
@@ -507,7 +507,7 @@ def test_a_horizon_may_be_the_critics_alone() -> None:
 
 
 @pytest.mark.parametrize("mode", ["cispo", "geo_mean", "dppo_kl"])
-def test_a_loss_whose_ratio_has_no_lower_bound_takes_any_distance(mode: str) -> None:
+def test_losses_without_lower_bound_accept_clip_ratio_low_above_1(mode: str) -> None:
     config = load(f"{ACTOR}.policy_loss.loss_mode={mode} {ACTOR}.clip_ratio_low=10")
     assert config.actor_rollout_ref.actor.clip_ratio_low == 10
 
@@ -530,40 +530,39 @@ def test_a_loss_whose_ratio_has_no_lower_bound_takes_any_distance(mode: str) -> 
         ("critic.optim.muon_lr=1", "set critic.optim.optimizer=Muon"),
     ],
 )
-def test_rules_of_a_critic(broken: str, message: str) -> None:
+def test_rules_of_the_critic_apply_only_if_it_is_trained(broken: str, message: str) -> None:
     load(broken)
     with pytest.raises(ConfigError) as caught:
         load(f"{broken} algorithm.adv_estimator=gae")
     assert message in str(caught.value)
 
 
-def test_no_training_rows_is_refused() -> None:
-    with pytest.raises(ConfigError, match="leaves no data; set a positive number, or -1"):
+def test_train_max_samples_of_0_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"data.train_max_samples=0 leaves no data"):
         load(f"data.train_files=a data.train_max_samples=0 {MODEL}.path=m", recipe=None)
 
 
-def test_weights_fit_their_files() -> None:
+def test_one_mixture_weight_per_file_is_valid() -> None:
     config = load(f"data.train_files=[a,b] data.mixture_weights=[1,3] {MODEL}.path=m", recipe=None)
     assert config.data.mixture_weights == (1.0, 3.0)
 
 
-def test_a_model_is_asked_for_only_where_one_is_needed() -> None:
-    with pytest.raises(ConfigError, match="no model is named"):
+def test_a_model_is_required_only_with_complete() -> None:
+    with pytest.raises(ConfigError, match="no model is set"):
         load_config(hardware=CPU)
     assert load_config(hardware=CPU, complete=False).actor_rollout_ref.model.path is None
 
 
-def test_gpus_that_are_there_can_be_used() -> None:
+def test_n_gpus_per_node_is_limited_by_the_usable_gpus() -> None:
     two = Hardware(gpus=2)
     assert load("trainer.device=cuda", two).trainer.device == "cuda"
     assert load("trainer.n_gpus_per_node=1", two).trainer.n_gpus_per_node == 1
     assert load("trainer.n_gpus_per_node=2", two).trainer.n_gpus_per_node == 2
     with pytest.raises(ConfigError) as caught:
         load("trainer.n_gpus_per_node=3 trainer.device=auto", two)
-    assert str(caught.value) == (
-        "trainer.n_gpus_per_node=3: this machine has 2 usable GPUs; set trainer.n_gpus_per_node=2, "
-        "or trainer.device=cpu, where it counts processes"
-    )
+    message = str(caught.value)
+    assert message.startswith("trainer.n_gpus_per_node=3: this machine has 2 usable GPUs; ")
+    assert "set trainer.n_gpus_per_node=2, or trainer.device=cpu" in message
 
 
 @pytest.mark.parametrize(
@@ -584,7 +583,7 @@ def test_gpus_that_are_there_can_be_used() -> None:
         ("data.task=null sft.train_files=b", "sft"),
     ],
 )
-def test_the_mode_follows_from_steps_and_data(overrides: str, mode: str) -> None:
+def test_auto_mode_depends_on_steps_and_data(overrides: str, mode: str) -> None:
     assert resolve_mode(load(overrides)) == mode
 
 
@@ -598,27 +597,27 @@ def test_the_mode_follows_from_steps_and_data(overrides: str, mode: str) -> None
         ),
         (
             "sft.total_training_steps=0 trainer.mode=sft",
-            "has no SFT steps",
+            "but sft.total_training_steps=0",
             "sft.total_training_steps=100",
         ),
         (
             "trainer.mode=rl data.task=null sft.total_training_steps=0",
-            "has no prompts",
+            "trainer.mode=rl needs prompts",
             "data.task=countdown",
         ),
         (
             "trainer.mode=rl trainer.total_training_steps=0",
-            "has no RL steps",
+            "but trainer.total_training_steps=0",
             "trainer.total_training_steps=100",
         ),
         (
             "trainer.total_training_steps=null",
-            "never ends",
+            "data.task=countdown generates prompts without end",
             "trainer.total_training_steps=100",
         ),
     ],
 )
-def test_a_run_without_work_is_refused(overrides: str, message: str, remedy: str) -> None:
+def test_a_run_without_steps_or_data_is_an_error(overrides: str, message: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_mode(load(overrides))
     assert message in str(caught.value)
@@ -626,13 +625,13 @@ def test_a_run_without_work_is_refused(overrides: str, message: str, remedy: str
     resolve_mode(load(f"{overrides} {remedy}"))
 
 
-def test_heads_of_odd_width_are_refused_for_every_engine() -> None:
-    with pytest.raises(ConfigError, match="odd width 5"):
+def test_an_odd_head_width_is_an_error_for_every_engine() -> None:
+    with pytest.raises(ConfigError, match=r"odd \(5\).*init.head_dim=6"):
         load(f"{ROLLOUT}.name=hf {MODEL}.init.head_dim=5")
 
 
-def test_multiples_are_those_of_exact_mode() -> None:
-    # The rules may not import torch, and so repeat two numbers.
+def test_copied_multiples_equal_those_of_exact_mode() -> None:
+    # `config` may not import torch, so it has copies of two constants.
     from slipstream.config.engines import EMBEDDED
     from slipstream.config.validate import _CHUNK_MULTIPLE
     from slipstream.models.numerics import ROW_MULTIPLE, WIDTH_MULTIPLE

@@ -1,4 +1,4 @@
-"""Runs in these tests draw no pictures."""
+"""Fixtures: runs in these tests draw no pictures."""
 
 from tests.run.conftest import quick_picture
 

@@ -1,7 +1,9 @@
+"""Tests of the predicted sizes of batches and micro-batches, and of the table that shows them."""
+
 from __future__ import annotations
 
 from slipstream.config.load import load_config
-from slipstream.preflight.batch_table import Batches, RlBatches, SftBatches, batches_of, rows_of
+from slipstream.preflight.batch_table import Batches, RlBatches, SftBatches, batches_of, table_rows
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -29,7 +31,7 @@ def rl(*overrides: str) -> RlBatches:
     return found
 
 
-def test_one_update_of_the_whole_batch() -> None:
+def test_sizes_of_an_rl_step_with_one_update() -> None:
     assert rl(f"{ACTOR}.ppo_max_token_len_per_gpu=1000") == RlBatches(
         steps=7,
         prompts=6,
@@ -48,16 +50,16 @@ def test_one_update_of_the_whole_batch() -> None:
     )
 
 
-def test_processes_share_samples() -> None:
+def test_processes_divide_samples_and_requests() -> None:
     found = rl(f"{ACTOR}.ppo_max_token_len_per_gpu=1000", "trainer.nnodes=3")
     assert (found.samples, found.mini_samples, found.processes) == (24, 24, 3)
     assert (found.micro_batches, found.micro_batch_tokens, found.in_flight) == (1, 800, 8)
-    lines = dict(rows_of(table(f"{ACTOR}.ppo_max_token_len_per_gpu=1000", "trainer.nnodes=3")))
-    assert lines["processes"] == "3, which share samples and weights"
-    assert lines["decoded at once"] == "at most 8 responses in each process"
+    lines = dict(table_rows(table(f"{ACTOR}.ppo_max_token_len_per_gpu=1000", "trainer.nnodes=3")))
+    assert lines["processes"] == "3; they share samples and weights"
+    assert lines["concurrent responses"] == "at most 8 per process"
 
 
-def test_mini_batches_epochs_and_rows() -> None:
+def test_updates_with_mini_batches_epochs_and_fixed_micro_batches() -> None:
     found = rl(
         f"{ACTOR}.ppo_mini_batch_size=2",
         f"{ACTOR}.ppo_epochs=2",
@@ -68,28 +70,28 @@ def test_mini_batches_epochs_and_rows() -> None:
     assert (found.micro_batches, found.micro_batch_tokens) == (3, 300)
 
 
-def test_budgets_that_no_number_of_long_sequences_fills() -> None:
-    # Shorter ones are packed until it is full.
+def test_micro_batch_tokens_are_the_budget_unless_the_mini_batch_is_smaller() -> None:
+    # Long sequences do not fill 1,050 tokens exactly, but shorter ones can.
     found = rl(f"{ACTOR}.ppo_max_token_len_per_gpu=1050")
     assert (found.micro_batch_tokens, found.micro_batches) == (1050, 3)
     assert rl(f"{ACTOR}.ppo_max_token_len_per_gpu=5000").micro_batch_tokens == 2400
 
 
-def test_a_critics_own_forward_passes() -> None:
+def test_critic_micro_batches_follow_the_settings_of_the_critic() -> None:
     gae = "algorithm.adv_estimator=gae"
     assert rl(gae, "critic.ppo_max_token_len_per_gpu=700").critic_micro_batch_tokens == 700
-    own = ("critic.use_dynamic_bsz=false", "critic.ppo_micro_batch_size_per_gpu=5")
-    assert rl(gae, *own).critic_micro_batch_tokens == 500
+    fixed = ("critic.use_dynamic_bsz=false", "critic.ppo_micro_batch_size_per_gpu=5")
+    assert rl(gae, *fixed).critic_micro_batch_tokens == 500
 
 
-def test_over_sampling_greedy_baselines_and_the_engines_limit() -> None:
+def test_requests_in_flight_with_over_sampling_greedy_baselines_and_max_num_seqs() -> None:
     assert rl(f"{ROLLOUT}.over_sample_rate=0.5").in_flight == 36
     assert rl("data.train_batch_size=100", f"{ROLLOUT}.over_sample_rate=0.1").started == 110
     assert rl("algorithm.adv_estimator=remax").in_flight == 30
     assert rl(f"{ROLLOUT}.max_num_seqs=10").in_flight == 10
 
 
-def test_sft_takes_whole_texts() -> None:
+def test_an_sft_step_can_exceed_batch_tokens_by_one_text() -> None:
     budget = "sft.max_tokens_per_micro_batch=4096"
     found = table(budget, "sft.batch_tokens=512", "sft.max_length=64").sft
     assert found == SftBatches(steps=2, step_tokens=512, micro_batch_tokens=512 + 63)
@@ -98,21 +100,21 @@ def test_sft_takes_whole_texts() -> None:
     assert found.micro_batch_tokens == 256
 
 
-def test_validation_decodes_some_at_once() -> None:
+def test_concurrent_validation_requests() -> None:
     assert table(f"{ROLLOUT}.max_num_seqs=8", held_out=5).validation == 5
     assert table(f"{ROLLOUT}.max_num_seqs=8", held_out=50).validation == 8
     several = [
         f"{ROLLOUT}.val_kwargs.{text}" for text in ("n=2", "do_sample=true", "temperature=1")
     ]
     assert table("data.val_batch_size=3", *several, held_out=50).validation == 6
-    # Of the source that has most.
+    # The source with the most responses per prompt counts.
     one = f"{ROLLOUT}.val_kwargs.by_source={{countdown: {{n: 8}}}}"
     found = table("data.val_batch_size=3", *several, one, held_out=50)
     assert (found.validation, found.val_per_prompt) == (24, 8)
 
 
-def test_the_table_in_words() -> None:
-    rows = dict(rows_of(table("data.train_batch_size=1000", f"{ROLLOUT}.over_sample_rate=0.1")))
-    assert rows["an RL step"] == "1,000 prompts, 1,100 started x 4 responses = 4,000 samples"
-    assert rows["tokens of a step"] == "at most 400,000"
-    assert rows["a validation"] == "none: there are no validation prompts"
+def test_rows_of_the_printed_table() -> None:
+    rows = dict(table_rows(table("data.train_batch_size=1000", f"{ROLLOUT}.over_sample_rate=0.1")))
+    assert rows["RL step"] == "1,000 prompts (1,100 started) x 4 responses = 4,000 samples"
+    assert rows["tokens per step"] == "at most 400,000"
+    assert rows["validation"] == "none: there are no validation prompts"

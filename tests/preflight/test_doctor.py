@@ -1,4 +1,4 @@
-"""What `slipstream doctor` finds, and how it says so."""
+"""Tests of `slipstream doctor`: its findings, its output and its exit status."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def finding(status: str = "ok", **more: Any) -> Finding:
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
-    """Nothing else is looked at."""
+    """Replace all checks of the doctor by one check with these findings."""
     monkeypatch.setattr(doctor, "all_checks", lambda folder: [("versions", lambda: findings)])
 
 
-def test_this_machine_is_fine_and_all_of_it_is_told_to_programs(
+def test_json_output_contains_the_facts_of_all_checks(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["doctor", "--json", "--folder", str(tmp_path / "runs")]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["ok"] is True
-    by_name = {(f["section"], f["name"]): f for f in told["findings"]}
-    assert [status for f in told["findings"] if (status := f["status"]) == "problem"] == []
-    # The build stands behind a plus sign, in one of the two or in both.
+    output = json.loads(capsys.readouterr().out)
+    assert output["ok"] is True
+    by_name = {(f["section"], f["name"]): f for f in output["findings"]}
+    assert [status for f in output["findings"] if (status := f["status"]) == "problem"] == []
+    # One or both of the versions can have a build suffix such as "+cpu".
     torches = [torch.__version__, by_name["versions", "torch"]["facts"]["version"]]
     assert len({version.partition("+")[0] for version in torches}) == 1
     assert by_name["memory and disk", "disk"]["facts"]["folder"] == str(tmp_path)
@@ -54,7 +54,7 @@ def test_this_machine_is_fine_and_all_of_it_is_told_to_programs(
     assert by_name["engines", "embedded"]["facts"] == {"found": True}
 
 
-def test_a_check_that_fails_is_a_problem_and_the_others_are_still_done(
+def test_a_check_that_raises_is_a_problem_and_later_checks_still_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken() -> Iterator[Finding]:
@@ -65,21 +65,22 @@ def test_a_check_that_fails_is_a_problem_and_the_others_are_still_done(
     monkeypatch.setattr(doctor, "all_checks", lambda folder: checks)
     assert cli.main(["doctor"]) == 1
     printed = capsys.readouterr().out
-    assert "failed: OSError: no such device; repair what it names" in printed
+    assert "failed: OSError: no such device; " in printed
+    assert "make install" in printed
     assert printed.index("first") < printed.index("failed") < printed.index("engines")
-    assert printed.rstrip().endswith("1 problem: runs will not work until solved")
+    assert printed.rstrip().splitlines()[-1].startswith("1 problem found")
 
 
-def test_notes_do_not_fail(
+def test_notes_do_not_change_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     only(monkeypatch, finding("note", remedy="unset it"), finding("note"))
     assert cli.main(["doctor"]) == 0
-    assert capsys.readouterr().out.rstrip().endswith("runs can work here (2 notes)")
+    assert capsys.readouterr().out.rstrip().endswith("no problems found (2 notes)")
 
 
 @pytest.mark.parametrize("columns", [20, 40, 80])
-def test_lines_fit_a_narrow_terminal_without_colours(
+def test_output_fits_a_narrow_terminal_and_has_no_color_codes(
     columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -100,7 +101,7 @@ def test_lines_fit_a_narrow_terminal_without_colours(
         ("no-such-package>=2", "problem", "not installed (needs >=2)", "no-such-package>=2"),
     ],
 )
-def test_packages_are_held_against_what_is_asked_for(
+def test_versions_of_packages_are_compared_with_their_requirements(
     requirement: str, status: str, value: str, remedy: str
 ) -> None:
     name = requirement.partition(">")[0]
@@ -110,7 +111,7 @@ def test_packages_are_held_against_what_is_asked_for(
     assert remedy in found.remedy
 
 
-def test_requirements_are_those_of_the_source_tree(tmp_path: Path) -> None:
+def test_requirements_come_from_the_source_tree_or_the_installed_package(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(
         '[project]\nname = "slipstream-rl"\nrequires-python = ">=3.11"\n'
         'dependencies = ["numpy>=2"]\n[project.optional-dependencies]\ngym = ["reasoning-gym>=1"]\n'
@@ -118,12 +119,14 @@ def test_requirements_are_those_of_the_source_tree(tmp_path: Path) -> None:
     found = doctor_checks.requirements(tmp_path)
     assert (found.python, found.needed) == (">=3.11", {"numpy": "numpy>=2"})
     assert found.optional == {"reasoning-gym": "reasoning-gym>=1"}
-    # Elsewhere there may be another project's file.
+    # The pyproject.toml of another project is ignored.
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "other"\n')
     assert "torch" in doctor_checks.requirements(tmp_path).needed
 
 
-def test_optional_packages_are_those_of_the_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_optional_packages_are_notes_with_a_pip_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     known = doctor_checks.requirements().optional
     assert set(doctor_checks.EXTRAS) <= set(known)
 
@@ -137,60 +140,58 @@ def test_optional_packages_are_those_of_the_extras(monkeypatch: pytest.MonkeyPat
     assert found["mlflow-skinny"].value.endswith("(trainer.logger=mlflow)")
 
 
-def test_a_folder_that_is_a_file_is_a_problem(tmp_path: Path) -> None:
+def test_a_run_folder_that_is_a_file_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (found,) = doctor_checks.disk(tmp_path / "file")
     assert found.status == "problem"
     assert found.remedy.startswith("set trainer.default_local_dir")
-    (fine,) = doctor_checks.disk(tmp_path / "not" / "yet")
-    assert fine.facts["folder"] == str(tmp_path)
+    (missing,) = doctor_checks.disk(tmp_path / "not" / "yet")
+    assert missing.facts["folder"] == str(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("free", "status"), [(10**8, "problem"), (10**9, "note"), (5 * 10**9, "ok")]
 )
-def test_little_memory(free: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_by_free_memory(free: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.inference.engine.memory.free_bytes", lambda device: free)
     (found,) = doctor_checks.memory()
     assert found.status == status
-    assert found.value.startswith(f"{free / 1e9:.1f} GB free for this process")
+    assert found.value.startswith(f"{free / 1e9:.1f} GB of ")
 
 
-def test_idle_cores_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_idle_because_of_omp_num_threads_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.threads.usable_cores", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     found = doctor_checks._threads(1)
     assert found.status == "note"
-    assert "4 usable" in found.value
+    assert found.value.startswith("4 of ")
     assert found.value.endswith("1 thread (OMP_NUM_THREADS=1)")
     assert found.remedy.startswith("3 idle: unset OMP_NUM_THREADS")
     assert doctor_checks._threads(4).status == "ok"
-    # The library's own choice is not second-guessed.
+    # Without the variable, torch's choice is accepted.
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert doctor_checks._threads(2).status == "ok"
 
 
-def test_a_driver_without_a_torch_for_it_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_torch_cannot_use_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor_checks, "detect_hardware", lambda: Hardware(gpus=2))
     (found,) = doctor_checks.gpus()
-    assert (found.status, found.value) == ("note", "2 here, none that torch can use")
+    assert (found.status, found.value) == ("note", "2 present, but torch can use none of them")
     assert "torch built for CUDA" in found.remedy
 
 
-def test_a_sandbox_that_does_not_work_is_no_problem_of_other_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(*given: object) -> None:
+def test_a_broken_sandbox_is_only_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
         raise SandboxError("bwrap is not installed")
 
     monkeypatch.setattr("slipstream.rewards.sandbox.local.BubblewrapSandbox.run", refuse)
     for found in doctor_checks.sandbox():
         assert found.status == "note"
-        assert found.remedy == "only rewards that run programs need it: bwrap is not installed"
+        assert found.remedy.startswith("bwrap is not installed (only rewards that run programs")
 
 
-def test_numbers_that_differ_where_they_may_not_are_a_problem(
+def test_differing_log_probs_are_a_problem_if_row_identity_holds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compute = ComputeThread()
@@ -199,12 +200,13 @@ def test_numbers_that_differ_where_they_may_not_are_a_problem(
     finally:
         compute.close()
     assert result.passed
-    apart = {name: getattr(result, name) for name in result.__slots__}
-    apart |= {"differing": 3, "largest": 0.5, "exact": True}
-    bad = type(result)(**apart)
-    assert not bad.passed
-    monkeypatch.setattr("slipstream.preflight.self_test.self_test", lambda *given: bad)
+    values = {name: getattr(result, name) for name in result.__slots__}
+    values |= {"differing": 3, "largest": 0.5, "exact": True}
+    failed = type(result)(**values)
+    assert not failed.passed
+    monkeypatch.setattr("slipstream.preflight.self_test.self_test", lambda *args: failed)
     for found in doctor_checks.self_test():
         assert found.status == "problem"
-        assert found.value == f"3 of {result.tokens} log-probs differ, by 0.5 at most"
+        assert found.value.startswith(f"3 of {result.tokens} log-probs differ")
+        assert found.value.endswith(" 0.5")
         assert "slipstream doctor --json" in found.remedy

@@ -1,4 +1,4 @@
-"""`slipstream train --dry-run`, through the command line."""
+"""Tests of `slipstream train --dry-run` through the command line, and of the memory estimate."""
 
 from __future__ import annotations
 
@@ -23,31 +23,33 @@ from tests.docs.pages import ROOT
 from tests.run.helpers import ACTOR, ROLLOUT, rl_only, tiny
 
 
-def test_prints_everything_and_leaves_nothing(
+def test_prints_settings_batches_memory_and_a_step_and_leaves_no_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*tiny(tmp_path / "run"), "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "train_batch_size: 2" in out
-    assert re.search(r"^an RL step +2 prompts x 2 responses = 4 samples$", out, re.MULTILINE)
-    assert re.search(r"^at most, all responses at full length +[\d.]+ [MG]B$", out, re.MULTILINE)
+    assert re.search(r"^RL step +2 prompts x 2 responses = 4 samples$", out, re.MULTILINE)
+    assert re.search(r"^total if all responses have full length +[\d.]+ [MG]B$", out, re.MULTILINE)
     assert re.search(r"^SFT 1/1 +loss", out, re.MULTILINE)
     assert re.search(r"^RL 1/1 +reward", out, re.MULTILINE)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_stops_where_the_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_raises_the_same_error_as_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     line = rl_only(tmp_path / "run", f"{ROLLOUT}.kv_cache_bytes=1000")
-    said = []
+    errors = []
     for more in ([], ["--dry-run"]):
         assert main([*line, *more]) == 2
-        said.append(capsys.readouterr().err)
-    assert said[0] == said[1]
-    assert "kv_cache_bytes=1000 is too small" in said[1]
+        errors.append(capsys.readouterr().err)
+    assert errors[0] == errors[1]
+    assert "kv_cache_bytes=1000 is too small" in errors[1]
 
 
-def test_a_step_whatever_the_settings_of_the_run(tmp_path: Path) -> None:
-    """Schedules, warm-ups, mini-batches and filters of long runs."""
+def test_the_tiny_step_works_with_the_settings_of_a_long_run(tmp_path: Path) -> None:
+    """The settings include schedules, warm-ups, mini-batches and group filters."""
     line = rl_only(
         tmp_path / "run",
         "algorithm.adv_estimator=gae",
@@ -70,7 +72,7 @@ def test_a_step_whatever_the_settings_of_the_run(tmp_path: Path) -> None:
     assert main([*line, "--dry-run"]) == 0
 
 
-def test_what_a_user_keeps_elsewhere_stays_as_it_is(tmp_path: Path) -> None:
+def test_existing_files_in_the_output_folders_stay_unchanged(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("rollouts", "validation", "run")]
     for folder in folders:
         (folder / "rollouts").mkdir(parents=True)
@@ -85,8 +87,8 @@ def test_what_a_user_keeps_elsewhere_stays_as_it_is(tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
 
 
-class Tried:
-    """The real step, and what its folder held at its end."""
+class RecordingTrial:
+    """Runs the real tiny step, and records its folder and metrics before they are deleted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._trial = trial
@@ -100,62 +102,63 @@ class Tried:
 
 
 @pytest.mark.parametrize("where", ["a=b,c", "out"])
-def test_the_step_is_taken_where_the_run_will_be(
+def test_the_tiny_step_uses_the_run_folder_or_its_nearest_existing_parent(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In its folder, which may be all that can be written to; where there is none, in the nearest
-    one that there is."""
-    tried, folder = Tried(monkeypatch), tmp_path / where
+    """The run folder may be the only writable folder, so an existing one is used."""
+    recorded, folder = RecordingTrial(monkeypatch), tmp_path / where
     line = [*tiny(folder)[:3], f"trainer.default_local_dir='{folder}'", "--dry-run"]
     assert main(line) == 0
-    assert tried.folder.parents[1] == tmp_path
+    assert recorded.folder.parents[1] == tmp_path
     folder.mkdir()
     assert main(line) == 0
-    assert tried.folder.parents[1] == folder
+    assert recorded.folder.parents[1] == folder
     assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("settings", "status", "said"),
+    ("settings", "status", "message"),
     [
         (
             ("trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere"),
             4,
             "/nowhere",
         ),
-        (("trainer.val_only=true",), 2, "--dry-run tries a step of training"),
+        (("trainer.val_only=true",), 2, "trainer.val_only=true"),
     ],
 )
-def test_what_else_is_refused(
+def test_missing_checkpoints_and_val_only_are_errors(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     settings: tuple[str, ...],
     status: int,
-    said: str,
+    message: str,
 ) -> None:
     assert main([*rl_only(tmp_path / "run", *settings), "--dry-run"]) == status
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_another_runs_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_a_run_with_other_settings_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "run"
     assert main(["sft", *tiny(folder)[1:]]) == 0
     assert main(["sft", *tiny(folder, "sft.optim.lr=0.5")[1:], "--dry-run"]) == 4
     assert "holds a run with other settings" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_it(
+def test_an_interrupted_step_returns_status_130(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("slipstream.preflight.dry_run.trial", lambda config, mode: False)
     assert main([*tiny(tmp_path / "run"), "--dry-run"]) == 130
-    assert "stopped after" in capsys.readouterr().out
+    assert "interrupted after" in capsys.readouterr().out
 
 
-def test_a_head_that_learns_beside_rl_learns_once(
+def test_the_tiny_step_trains_the_draft_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried = Tried(monkeypatch)
+    recorded = RecordingTrial(monkeypatch)
     line = rl_only(
         tmp_path / "run",
         "speculative.enable=true",
@@ -164,11 +167,11 @@ def test_a_head_that_learns_beside_rl_learns_once(
         "speculative.train.training_interval_steps=20",
     )
     assert main([*line, "--dry-run"]) == 0
-    ((_, metrics),) = tried.metrics
+    ((_, metrics),) = recorded.metrics
     assert metrics["drafter/updates"] > 0
 
 
-def test_another_command_of_the_same_settings(tmp_path: Path) -> None:
+def test_dry_runs_of_the_commands_sft_and_rl(tmp_path: Path) -> None:
     line = tiny(tmp_path / "run")
     assert main(["sft", *line[1:], "--dry-run"]) == 0
     assert main(["rl", *line[1:], "--dry-run"]) == 0
@@ -184,19 +187,19 @@ def estimated(*overrides: str) -> PhaseBytes:
     return estimate_memory(config, "rl", policy, batches).phases["RL"]
 
 
-def test_what_more_takes_more() -> None:
+def test_the_estimate_grows_with_models_samples_and_micro_batches() -> None:
     plain = estimated()
     assert set(plain.held) == {
         "policy and optimizer",
-        "engine's weights",
-        "keys and values",
+        "weights of the engine",
+        "KV cache",
         "sampled tokens",
     }
     critic = estimated("algorithm.adv_estimator=gae")
     assert critic.held["critic and optimizer"] == pytest.approx(
         plain.held["policy and optimizer"], rel=0.05
     )
-    # Under LoRA the critic learns all of its weights still.
+    # With LoRA, the critic still trains all of its weights.
     lora = "actor_rollout_ref.model.lora_rank=4"
     both = estimated("algorithm.adv_estimator=gae", lora)
     assert both.held["critic and optimizer"] == critic.held["critic and optimizer"]
@@ -210,7 +213,7 @@ def test_what_more_takes_more() -> None:
     assert longer.held["sampled tokens"] == 4 * plain.held["sampled tokens"]
     step = "an optimizer step"
     assert longer.one_at_a_time[step] > 1.5 * plain.one_at_a_time[step]
-    # Sequences of a forward pass, where they are counted.
+    # With a fixed micro-batch size, more sequences per forward pass need more memory.
     rows = [
         estimated(
             f"{ROLLOUT}.n=8",
@@ -222,7 +225,7 @@ def test_what_more_takes_more() -> None:
     assert rows[1] > 1.5 * rows[0]
 
 
-def test_an_adapter_of_some_layers_is_estimated_of_all() -> None:
+def test_an_adapter_of_one_layer_has_an_estimate() -> None:
     found = estimated(
         "actor_rollout_ref.model.lora_rank=4",
         "actor_rollout_ref.model.target_modules=[1.self_attn.q_proj]",
@@ -230,13 +233,15 @@ def test_an_adapter_of_some_layers_is_estimated_of_all() -> None:
     assert found.held["policy and optimizer"] > 0
 
 
-def test_what_is_not_counted_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_without_an_estimate_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     line = rl_only(tmp_path / "run", "speculative.enable=true", "speculative.spec_strategy=history")
     assert main([*line, "--dry-run"]) == 0
-    assert "not counted: the history that is drafted from" in capsys.readouterr().out
+    assert "not counted: the text that history drafts come from" in capsys.readouterr().out
 
 
-def test_the_total_is_of_the_largest_phase_and_one_thing_at_a_time() -> None:
+def test_the_total_counts_the_largest_phase_and_its_largest_temporary_part() -> None:
     estimate = MemoryEstimate(
         base=1000,
         phases={
@@ -247,12 +252,12 @@ def test_the_total_is_of_the_largest_phase_and_one_thing_at_a_time() -> None:
     assert estimate.total == 1120
 
 
-def test_the_memory_that_is_told_is_within_a_quarter_of_what_a_run_takes(
+def test_the_estimate_is_within_a_quarter_of_the_memory_of_a_real_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # The smallest case, in processes of its own; it ends the program where it is further off.
+    # The smallest case of the benchmark, which exits with an error if the difference is larger.
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["bench.memory", "quickstart"])
     runpy.run_module("bench.memory", run_name="__main__")
-    said = capsys.readouterr().out
-    assert re.search(r"quickstart +estimated +\d\.\d\d GB .* used +\d\.\d\d GB: ", said)
+    output = capsys.readouterr().out
+    assert re.search(r"quickstart +estimated +\d\.\d\d GB .* used +\d\.\d\d GB: ", output)

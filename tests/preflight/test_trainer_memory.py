@@ -1,4 +1,4 @@
-"""What little trainers say of larger ones."""
+"""Tests of the predicted memory of trainers against the measured memory of larger trainers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def maker(
     optimizer: OptimizerName = "AdamW", dtype: torch.dtype = torch.float32, *, rank: int = 0
 ) -> MakeTrainer:
     def make(config: ModelConfig, compute: ComputeThread, recompute: bool) -> SingleProcessBackend:
-        def begin() -> SingleProcessBackend:
+        def make_on_thread() -> SingleProcessBackend:
             decoder = Decoder(config)
             decoder.init_weights(0)
             if rank:
@@ -51,7 +51,7 @@ def maker(
                 compute=compute,
             )
 
-        return compute.run(begin)
+        return compute.run(make_on_thread)
 
     return make
 
@@ -67,40 +67,42 @@ def maker(
     ],
 )
 @pytest.mark.parametrize(("rows", "length"), [(2, 16), (20, 200)])
-def test_larger_trainers_take_what_is_foretold(
+def test_predicted_memory_matches_a_larger_trainer(
     optimizer: OptimizerName, dtype: torch.dtype, recompute: bool, rank: int, rows: int, length: int
 ) -> None:
-    """Of few tokens, when gradients are most of it, and of many, when activations are."""
+    """With few tokens, most of the memory is gradients; with many tokens, it is activations."""
     make = maker(optimizer, dtype, rank=rank)
-    foretold = measure_trainer(CONFIG, make, device=CPU, recomputes=recompute)
+    predicted = measure_trainer(CONFIG, make, device=CPU, recomputes=recompute)
     small = replace(CONFIG, eos_token_id=None)
     found = one_step(small, make, CPU, rows=rows, length=length, recomputes=recompute)
     logits = logits_bytes(512, rows * length, chunk=512, keep=600_000_000)
-    step = foretold.step(5, 512, rows * length, length, logits=logits)
+    step = predicted.step(5, 512, rows * length, length, logits=logits)
     assert found.kept + step == pytest.approx(found.kept + found.peak, rel=0.15)
-    assert foretold.kept.at(5, 512) == pytest.approx(found.kept, rel=0.02)
+    assert predicted.kept.at(5, 512) == pytest.approx(found.kept, rel=0.02)
 
 
-def test_where_scores_are_kept_long_sequences_take_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: without the kernels."""
+def test_predicted_memory_without_kernels_includes_attention_scores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without the CPU kernels, as on a GPU, attention stores its scores."""
     for module in (decoders, functional):
         monkeypatch.setattr(module, "has_kernels", lambda *_: False)
-    foretold = measure_trainer(CONFIG, maker(), device=CPU)
+    predicted = measure_trainer(CONFIG, maker(), device=CPU)
     small = replace(CONFIG, eos_token_id=None)
     for rows, length in ((12, 64), (2, 384)):
         found = one_step(small, maker(), CPU, rows=rows, length=length)
         logits = logits_bytes(512, rows * length, chunk=512, keep=600_000_000)
-        step = foretold.step(5, 512, rows * length, length, logits=logits)
+        step = predicted.step(5, 512, rows * length, length, logits=logits)
         assert found.kept + step == pytest.approx(found.kept + found.peak, rel=0.2)
 
 
-def test_weights_and_adams_moments_are_twelve_bytes_a_parameter_and_gradients_four() -> None:
+def test_weights_and_adam_moments_need_12_bytes_per_parameter_and_gradients_4() -> None:
     found = measure_trainer(CONFIG, maker(), device=CPU)
     parameters = sum(p.numel() for p in Decoder(CONFIG).parameters())
     assert found.kept.at(5, 512) == pytest.approx(12 * parameters, rel=0.01)
     assert found.gradients.at(5, 512) == pytest.approx(4 * parameters, rel=0.01)
 
 
-def test_logits_are_kept_up_to_a_limit() -> None:
+def test_logits_bytes_kept_for_the_backward_pass_are_limited() -> None:
     assert logits_bytes(1000, 100, chunk=512, keep=10**9) == 3 * 400_000
     assert logits_bytes(1000, 1000, chunk=100, keep=10**6) == 10**6 + 2 * 400_000

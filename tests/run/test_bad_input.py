@@ -401,7 +401,7 @@ def test_reference_or_critic_with_another_tokenizer_is_refused_before_sft(
         (
             "algorithm.adv_estimator=gae critic.optim.lr_scheduler_type=cosine "
             "critic.optim.lr_warmup_steps=99",
-            "critic.optim.lr_scheduler_type=cosine has nothing to decay over",
+            "set critic.optim.lr_scheduler_type=constant or more steps",
         ),
     ],
 )

@@ -217,7 +217,11 @@ def test_resume_refuses_a_checkpoint_of_another_phase(
             "needs prompts for the policy to answer",
         ),
         (["trainer.val_only=true"], 2, "trainer.val_only=true trains nothing"),
-        (["speculative.draft.optim.lr_warmup_steps=7"], 2, "has nothing to decay over"),
+        (
+            ["speculative.draft.optim.lr_warmup_steps=7"],
+            2,
+            "lr_scheduler_type=constant or more steps",
+        ),
         (["speculative.train.max_seq_len=3"], 3, "speculative.train.max_seq_len=3"),
         (["speculative.draft.rollout_files=[none.jsonl]"], 3, "none.jsonl"),
     ],

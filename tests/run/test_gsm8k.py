@@ -197,8 +197,8 @@ def tried(script: str, environment: dict[str, str], *more: str) -> list[str]:
 
 def test_grpo_7b_script_runs_a_dry_run(large: dict[str, str]) -> None:
     lines = tried("grpo_7B.sh", large, "trainer.n_gpus_per_node=0", "data.train_batch_size=8")
-    assert "an RL step 8 prompts x 8 responses = 64 samples" in lines
-    assert "updates of a step 2 of 4 prompts = 32 samples" in lines
+    assert "RL step 8 prompts x 8 responses = 64 samples" in lines
+    assert "optimizer steps 2 per RL step, each on 4 prompts = 32 samples" in lines
 
 
 SRUN = """#!/usr/bin/env bash
@@ -228,9 +228,9 @@ def test_multi_node_script_runs_a_dry_run_on_two_nodes(large: dict[str, str]) ->
     lines = tried("grpo_32B_multi_nodes.sh", {**large, **slurm}, *more)
     flags = ["--nodes=1", "--ntasks=1", "--relative=1", "--cpus-per-task=1"]
     assert Path("srun.log").read_text().split() == flags
-    assert "an RL step 8 prompts x 8 responses = 64 samples" in lines
-    assert "processes 2, which share samples and weights" in lines
-    assert "updates of a step 1 of 8 prompts = 64 samples" in lines
+    assert "RL step 8 prompts x 8 responses = 64 samples" in lines
+    assert "processes 2; they share samples and weights" in lines
+    assert "optimizer steps 1 per RL step, each on 8 prompts = 64 samples" in lines
     # Each Ray node has room for one process.
     assert "Ray runtime started" in Path("ray-others.log").read_text()
 

@@ -219,7 +219,7 @@ def test_hf_policy_trains_architectures_that_the_decoder_lacks(
         (["algorithm.adv_estimator=gae"], ["gae: a critic starts from", "critic.model.path"]),
         (
             ["speculative.enable=true", "speculative.spec_strategy=history"],
-            ["takes no drafts", "speculative.enable=false"],
+            ["does not support drafts", "speculative.enable=false"],
         ),
         (["data.max_response_length=300"], ["but the model has max_position_embeddings=256"]),
         (

@@ -135,9 +135,9 @@ def test_generated_rows_are_used_and_restored_by_a_resume(tmp_path: Path, code: 
         (("data.custom_cls.kwargs.size=0",), "Sums has no rows: give it data files"),
         (("data.sampler.class_name=PassRate",), "did you mean PassRateSampler"),
         (("data.sampler.kwargs.flor=1",), "did you mean floor"),
-        (("data.task=countdown",), "makes its own problems; set data.task=null"),
+        (("data.task=countdown",), "; set data.task=null"),
         (("data.datagen.path=x.py",), "set both, or neither"),
-        (("data.mixture_weights=[1]", "data.train_files=x"), "both decide what is drawn"),
+        (("data.mixture_weights=[1]", "data.train_files=x"), "set data.mixture_weights=null"),
     ],
 )
 def test_invalid_custom_classes_are_refused_before_training(

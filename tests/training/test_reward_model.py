@@ -142,7 +142,7 @@ def test_run_with_a_reward_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("reward_model.enable=true",), "has no model; set reward_model.model.path=FOLDER"),
+        (("reward_model.enable=true",), "set reward_model.model.path=FOLDER"),
         (("reward_model.reward_manager=model",), "set reward_model.enable=true and"),
         (
             (
@@ -158,7 +158,7 @@ def test_run_with_a_reward_model(tmp_path: Path) -> None:
                 "reward_model.model.path=x",
                 "reward_model.reward_manager=prime",
             ),
-            "calls a reward function, and",
+            "set reward_model.reward_manager=naive",
         ),
     ],
 )
