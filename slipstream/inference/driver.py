@@ -263,7 +263,7 @@ class AsyncEngine:
             if self.core.has_work():
                 done = self.core.step()  # Returns requests that ended before the step failed.
         except Exception:
-            _log.exception("engine %s failed to abort its requests", self._name)
+            _log.exception("engine %s failed to abort its requests after a failed step", self._name)
             ended = []
         found = {generation.request_id for generation in [*ended, *done]}
         ended += [_empty(name, StopReason.ERROR) for name in active if name not in found]

@@ -58,7 +58,7 @@ def fake() -> AsyncEngine:
 
 
 def slow_down(engine: AsyncEngine) -> Callable[[float], None]:
-    """Return a function that sets an additional delay in seconds for each decode step of `engine`."""
+    """Return a function that sets a delay in seconds for each decode step of `engine`."""
     seconds = 0.0
 
     def gate(value: float) -> None:
