@@ -260,10 +260,11 @@ class Engine:
     def update_weights(self, update: WeightUpdate) -> None:
         """Load new policy weights between two steps.
 
-        `update.kv_policy` says what happens to the KV cache of running requests. A chunked prefill
-        under way starts again, so that the new weights compute its whole context. Raises
-        EngineError, and changes nothing, if the update does not fit the model. Single-copy weights
-        may then be a mixture of old and new ones.
+        `update.kv_policy` says what happens to the KV cache of running requests. If a new request
+        is in chunked prefill, its prefill starts again with the new weights.
+
+        Raises EngineError if the update does not fit the model. The old weights are kept then, but
+        single-copy weights may be a mixture of old and new ones.
         """
         tensors = {} if self.settings.one_copy else self._runner.check(update)
         self._scheduler.drop_caches()

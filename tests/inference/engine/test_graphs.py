@@ -17,7 +17,7 @@ from slipstream.bench.speculation.drafters import LyingOracle
 from slipstream.inference.engine import Engine
 from slipstream.inference.engine.graph_shapes import Choices
 from slipstream.inference.engine.graphs import DecodeGraphs
-from slipstream.inference.engine.verification import verification
+from slipstream.inference.engine.verification import make_verification
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftTree
 from slipstream.types import GenerateRequest, Generation
@@ -131,7 +131,7 @@ def test_padding_rows_stay_within_the_store() -> None:
     tree, cpu = DraftTree.chain(5, [6, 7]), torch.device("cpu")
 
     def recorded(length: int) -> list[bool]:
-        step = verification([tree], [length], cpu, row_by_row=False, multiple=4)
+        step = make_verification([tree], [length], cpu, row_by_row=False, multiple=4)
         with torch.inference_mode():
             return [graphs.decode(packed, store, step) is not None for _ in range(4)]
 
