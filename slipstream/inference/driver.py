@@ -7,8 +7,8 @@
 
 There is no background task, so nothing has to be started and nothing can leak. All work on the core
 runs on one thread, never on the event loop. The thread belongs to the engine or is shared with a
-trainer. A cancelled call still waits until the step under way ends, because that step may finish
-the generations of other calls.
+trainer. A cancelled call still waits until the current step ends, because that step may finish the
+generations of other calls.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class AsyncEngine:
     def close(self) -> None:
         """Drop all requests, and end the compute thread if the engine made it.
 
-        Waits until the step under way ends. Calls that still wait, and later calls, raise
+        Waits until the current step ends. Calls that still wait, and later calls, raise
         EngineError.
         """
         self._closed = True
@@ -299,7 +299,7 @@ class AsyncEngine:
 
     @asynccontextmanager
     async def _between_steps(self) -> AsyncIterator[None]:
-        """Hold the lock of the core. A step under way is asked to end soon."""
+        """Hold the lock of the core. The current step is asked to end soon."""
         self._interrupt(+1)
         try:
             await self._lock.acquire()

@@ -172,11 +172,14 @@ class HFCore:
             positions = torch.tensor([s.length for s in states], device=device)
             choice = choose(logits.float(), positions, rows)
             tokens = choice.tokens.tolist()
-            full, law = choice.log_probs.tolist(), choice.sampling_log_probs.tolist()
+            log_probs = choice.log_probs.tolist()
+            sampling_log_probs = choice.sampling_log_probs.tolist()
             active = sum(s.stop_reason is None for s in states)
             for i, state in enumerate(states):
                 if state.stop_reason is None:
-                    state.push(tokens[i], full[i], law[i], version, self._decode)
+                    state.push(
+                        tokens[i], log_probs[i], sampling_log_probs[i], version, self._decode
+                    )
             self._stats = replace(
                 self._stats,
                 generated_tokens=self._stats.generated_tokens + active,

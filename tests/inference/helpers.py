@@ -182,6 +182,6 @@ def trainer_log_probs(
         hidden = packed.forward(row[None], torch.arange(width)[None]).final[0]
         logits = packed.lm_head(hidden).float()
         temperature = request.params.temperature or 1.0
-        law = torch.log_softmax(logits / torch.full((), temperature), -1)
+        log_probs = torch.log_softmax(logits / torch.full((), temperature), -1)
     first = len(ids) - len(generation.token_ids)
-    return [law[t - 1, ids[t]].item() for t in range(first, len(ids))]
+    return [log_probs[t - 1, ids[t]].item() for t in range(first, len(ids))]

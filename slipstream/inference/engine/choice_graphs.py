@@ -27,6 +27,8 @@ truncation (top-k, top-p, min-p)."""
 
 @dataclass(frozen=True, slots=True)
 class _ChoiceShape:
+    """The shape of recorded token sampling."""
+
     rows: int
     kinds: tuple[bool, bool, bool]
     """`SamplingRows.kinds`, which determine the operations."""

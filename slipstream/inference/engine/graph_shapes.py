@@ -66,7 +66,7 @@ class Sizes:
 
     def of(self, rows: int, requests: int) -> int | None:
         """The padded number of rows for a step with `rows` rows per request. None if no plan for
-        this number of requests can have so many."""
+        this number of requests can have that many rows."""
         plans = self._plans(requests)
         if rows == 1 or plans is None:
             return bucket(rows)

@@ -22,6 +22,8 @@ BLOCK = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
+    """One cached context."""
+
     tokens: array[int]
     kv: KVPrefix
     """Keys and values of all `tokens`."""

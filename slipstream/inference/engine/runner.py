@@ -52,8 +52,8 @@ class Runner:
         choices: Choices | None = None,
         one_copy: bool = False,
     ) -> None:
-        """Unless `eager`, a GPU runs decode steps as CUDA graphs; `choices` is that of
-        `DecodeGraphs`. `aux_layers` are layers whose inputs are returned with the final states.
+        """Unless `eager`, a GPU runs decode steps as CUDA graphs. `choices` lists the draft plans
+        that may occur. `aux_layers` are layers whose inputs are returned with the final states.
         `one_copy` keeps single-copy weights."""
         self.config = decoder.config
         self.aux_layers = aux_layers

@@ -213,8 +213,8 @@ class Scheduler:
         return ComputedPrefix(kv, request.prompt_features, count)
 
     def begin_partial(self, request: Running, store: KVStore, weights: int) -> Partial:
-        """Start the chunked prefill of `request` in `store`. If another one was under way, it is
-        dropped and starts again later."""
+        """Start the chunked prefill of `request` in `store`. The chunked prefill of another
+        request is dropped and starts again later."""
         prefix = self._computed_prefix(request, self.running, weights)
         store.reserve(1, request.length)
         self.partial = Partial(request, store)
@@ -274,7 +274,7 @@ class Scheduler:
         return sum(prompt.kv.nbytes for prompt in list(self._prompts.values()))
 
     def drop_caches(self) -> None:
-        """Drop the caches and the chunked prefill under way, because the weights change."""
+        """Drop the caches and the unfinished chunked prefill, because the weights change."""
         self.partial = None
         self._prompts.clear()
         if self.prefix_cache is not None:

@@ -120,7 +120,7 @@ def test_a_refused_request_changes_nothing(message: str, settings: dict[str, Any
     for request in requests:
         engine.add(request)
     done = engine.step() + engine.step() + engine.step()
-    # Requests run, and a chunked prefill is under way.
+    # Requests run, and a chunked prefill is unfinished.
     assert engine._scheduler.running
     assert engine._scheduler.partial is not None
     before = engine.stats()

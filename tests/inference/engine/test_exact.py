@@ -409,7 +409,7 @@ def test_an_update_is_refused_as_a_whole(message: str, tensors: dict[str, torch.
     for request in requests:
         engine.add(request)
     done = engine.step()
-    # Requests run, and a chunked prefill is under way.
+    # Requests run, and a chunked prefill is unfinished.
     assert engine._scheduler.partial is not None
     with pytest.raises(
         EngineError, match=rf"version 7 refused, the weights in use stay: .*{message}"
