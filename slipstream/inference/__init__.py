@@ -1,4 +1,4 @@
-"""INFERENCE: engines behind one protocol: `embedded` (ours), `hf` (transformers), `fake`."""
+"""Inference engines behind one protocol: `embedded` (our own), `hf` (transformers) and `fake`."""
 
 from slipstream.config.engines import register_engine
 from slipstream.inference.protocol import EngineStats, InferenceEngine

@@ -1,13 +1,14 @@
-"""From a synchronous core to the asynchronous protocol.
+"""`AsyncEngine` implements the asynchronous engine protocol with a synchronous `EngineCore`.
 
-    generate() ---- add ----> core            one of the waiting calls leads: it runs the core's
-        |                       |             steps on the compute thread and hands each finished
-        +<-- Generation --------+             generation to the call that waits for it; when its
-                                              own is done it hands the lead to another call.
+    generate() ---- add ----> core            One of the waiting calls is the leader. It runs the
+        |                       |             core's steps on the compute thread and passes each
+        +<-- Generation --------+             finished generation to the call that waits for it.
+                                              When its own generation is done, another call leads.
 
-Nothing runs in the background, so there is nothing to start or to leak. All work on the core is
-done on one thread, its own or one that it shares with a trainer, never on the event loop. Work once
-begun is waited for even by a call that is cancelled: what it finished belongs to other calls.
+There is no background task, so nothing has to be started and nothing can leak. All work on the core
+runs on one thread, never on the event loop. The thread belongs to the engine or is shared with a
+trainer. A cancelled call still waits until the current step ends, because that step may finish the
+generations of other calls.
 """
 
 from __future__ import annotations
@@ -43,41 +44,52 @@ _log = logging.getLogger(__name__)
 
 
 class EngineCore(Protocol):
-    """What an engine does on its compute thread."""
+    """The synchronous part of an engine. All methods but `interrupt` and `stats` are called on the
+    compute thread."""
 
-    def add(self, request: GenerateRequest) -> None: ...
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request. Raises RequestError if it can never be served."""
+        ...
 
     def step(self) -> list[Generation]:
-        """Some work; returns the requests that ended."""
+        """Do a small amount of work and return the generations that ended."""
         ...
 
-    def has_work(self) -> bool: ...
-
-    def interrupt(self, wanted: bool) -> None:
-        """Called from another thread: while `wanted`, a step shall end soon, requests kept."""
+    def has_work(self) -> bool:
+        """Whether any request has not ended yet, or has ended but was not returned yet."""
         ...
 
-    def abort(self, request_ids: Sequence[str] | None) -> list[Generation]: ...
+    def interrupt(self, requested: bool) -> None:
+        """Ask a running step to end soon, or withdraw that. The requests of the step are kept.
+        Called from another thread."""
+        ...
 
-    def update_weights(self, update: WeightUpdate) -> None: ...
+    def abort(self, request_ids: Sequence[str] | None) -> list[Generation]:
+        """Stop requests (all if None) and return their partial generations."""
+        ...
 
-    def stats(self) -> EngineStats: ...
+    def update_weights(self, update: WeightUpdate) -> None:
+        """Load new policy weights. Raises EngineError if they do not fit."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Return the counters so far. Called from any thread."""
+        ...
 
 
 @dataclass(slots=True)
 class _Ticket:
-    """A `generate` call: woken when it is done or when it shall lead.
-
-    `known`: the core has been, or is being, given the request.
-    """
+    """A `generate` call that waits. `event` is set when its result is there or when it has become
+    the leader."""
 
     event: anyio.Event = field(default_factory=anyio.Event)
     result: Generation | None = None
-    known: bool = False
+    submitted: bool = False
+    """Whether the request has been passed to the core, or is being passed to it."""
 
 
 class AsyncEngine:
-    """`InferenceEngine` over an `EngineCore`."""
+    """An `InferenceEngine` that runs an `EngineCore` on its compute thread."""
 
     def __init__(
         self,
@@ -88,8 +100,8 @@ class AsyncEngine:
         executor: ThreadPoolExecutor | None = None,
         slice_seconds: float = 0.1,
     ) -> None:
-        """`executor` has one thread and may be shared; without one the engine makes its own.
-        `slice_seconds` bounds how long steps run before the event loop is asked for news."""
+        """`executor` must have one thread and may be shared; without it the engine makes its own.
+        `slice_seconds` is the time after which a series of steps returns to the event loop."""
         self.core = core
         self._name = name
         self._capabilities = capabilities
@@ -111,12 +123,14 @@ class AsyncEngine:
     async def generate(self, request: GenerateRequest) -> Generation:
         name = request.request_id
         if name in self._tickets:
-            raise RequestError(f"request {name!r}: a request of this id is already running")
+            raise RequestError(
+                f"request {name!r}: a request with this request_id is already running"
+            )
         ticket = self._tickets[name] = _Ticket()
         try:
             async with self._lock:
                 if ticket.result is None:
-                    ticket.known = True
+                    ticket.submitted = True
                     await self._call(lambda: self.core.add(request))
             if self._leader is None:
                 self._leader = name
@@ -128,21 +142,21 @@ class AsyncEngine:
                     ticket.event = anyio.Event()
             return ticket.result
         finally:
-            await self._leave(name, ticket)
+            await self._withdraw(name, ticket)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> list[Generation]:
-        wanted = None if request_ids is None else set(request_ids)
-        # Calls that still wait for their turn to be added are requests, too.
-        early = [
+        chosen = None if request_ids is None else set(request_ids)
+        # The core does not know the requests of calls that still wait to add theirs.
+        not_submitted = [
             _empty(name, StopReason.ABORT)
             for name, ticket in self._tickets.items()
-            if not ticket.known and ticket.result is None and (wanted is None or name in wanted)
+            if not ticket.submitted and ticket.result is None and (chosen is None or name in chosen)
         ]
-        self._deliver(early)
+        self._deliver(not_submitted)
         async with self._between_steps():
             partial = await self._call(lambda: self.core.abort(request_ids))
             self._deliver(partial)
-        return early + partial
+        return not_submitted + partial
 
     async def pause(self) -> None:
         self._paused = True
@@ -155,11 +169,15 @@ class AsyncEngine:
 
     async def update_weights(self, update: WeightUpdate) -> None:
         if update.kind is not UpdateKind.FULL:
-            raise EngineError(f"engine {self._name} takes full weights, got {update.kind.value}")
+            raise EngineError(
+                f"engine {self._name}: update_weights needs an update of kind "
+                f"{UpdateKind.FULL.value}, got {update.kind.value}"
+            )
         if update.transport not in self._capabilities.transports:
             known = ", ".join(sorted(self._capabilities.transports))
             raise EngineError(
-                f"engine {self._name} takes weights by {known}, got {update.transport.value}"
+                f"engine {self._name} supports weight updates with transport {known}, "
+                f"got {update.transport.value}"
             )
         async with self._between_steps():
             await self._call(lambda: self.core.update_weights(update))
@@ -179,12 +197,13 @@ class AsyncEngine:
         return self.core.stats()
 
     def lend_to(self, lent: Callable[[bool], None]) -> None:
-        """This engine lends no cores."""
+        """Does nothing: this engine never frees cores."""
 
     def close(self) -> None:
-        """Give up all work, and end the thread if it is the engine's own.
+        """Drop all requests, and end the compute thread if the engine made it.
 
-        Waits for the work under way. Calls that still wait, and later ones, raise EngineError.
+        Waits until the current step ends. Calls that still wait, and later calls, raise
+        EngineError.
         """
         self._closed = True
         self.core.interrupt(True)
@@ -197,68 +216,74 @@ class AsyncEngine:
         self._wake_leader()
 
     async def _advance(self) -> None:
-        """Run steps until something ended or the time slice is over."""
+        """Run steps until a request ends or the time slice is over."""
         async with self._lock:
             if self._paused:
                 return
-            known = [n for n, t in self._tickets.items() if t.known and t.result is None]
-            future = self._submit(lambda: self._run_slice(known))
+            active = [n for n, t in self._tickets.items() if t.submitted and t.result is None]
+            future = self._submit(lambda: self._run_slice(active))
             try:
                 await arrival(future)
             except anyio.get_cancelled_exc_class():
                 self._interrupt(+1)
-                await _finish(future)
+                await _wait_shielded(future)
                 self._interrupt(-1)
                 raise
             finally:
                 if not future.cancelled():
                     self._deliver(future.result())
 
-    def _run_slice(self, known: Sequence[str]) -> list[Generation]:
-        """On the compute thread. A failure is every request's result, never lost: none may wait for
-        a step that will not come."""
+    def _run_slice(self, active: Sequence[str]) -> list[Generation]:
+        """Run steps on the compute thread for one time slice.
+
+        If a step fails, all `active` requests end with the error. Otherwise their calls would wait
+        forever.
+        """
         end = time.monotonic() + self._slice
         ended: list[Generation] = []
         try:
-            # Not ended by who waits for the core: how far the others get must not depend on when a
-            # thread was scheduled, or a run with over-sampling could not be repeated.
+            # A call that waits for the core must not end the slice early. Progress would then
+            # depend on thread scheduling, and a run with over-sampling could not be repeated.
             while not ended and self.core.has_work() and time.monotonic() < end:
                 ended = self.core.step()
             if not ended and not self.core.has_work():
-                # Results are delivered before the next slice begins: who waits now waits in vain.
-                return [_empty(n, StopReason.ERROR, "the engine lost the request") for n in known]
+                # Earlier results were delivered before this slice began, so the core has no
+                # result for the active requests.
+                return [_empty(n, StopReason.ERROR, "the engine lost the request") for n in active]
         except Exception as error:
             _log.exception("engine %s failed in a step", self._name)
-            return self._failed(known, f"engine {self._name}: {type(error).__name__}: {error}")
+            return self._fail_all(active, f"engine {self._name}: {type(error).__name__}: {error}")
         return ended
 
-    def _failed(self, known: Sequence[str], reason: str) -> list[Generation]:
-        """End every request with `reason`; tokens sampled so far are kept where there are any."""
+    def _fail_all(self, active: Sequence[str], reason: str) -> list[Generation]:
+        """End all `active` requests with the error `reason`. Tokens sampled so far are kept."""
         done: list[Generation] = []
         try:
             ended = self.core.abort(None)
             if self.core.has_work():
-                done = self.core.step()  # what had ended before the step failed
+                done = self.core.step()  # Returns requests that ended before the step failed.
         except Exception:
-            _log.exception("engine %s failed to give up its requests", self._name)
+            _log.exception("engine %s failed to abort its requests after a failed step", self._name)
             ended = []
         found = {generation.request_id for generation in [*ended, *done]}
-        ended += [_empty(name, StopReason.ERROR) for name in known if name not in found]
+        ended += [_empty(name, StopReason.ERROR) for name in active if name not in found]
         for generation in ended:
             generation.stop_reason, generation.error = StopReason.ERROR, reason
         return ended + done
 
     def _deliver(self, generations: Sequence[Generation]) -> None:
+        """Wake the calls that wait for these generations."""
         for generation in generations:
             ticket = self._tickets.get(generation.request_id)
             if ticket is not None and ticket.result is None:
                 ticket.result = generation
                 ticket.event.set()
 
-    async def _leave(self, name: str, ticket: _Ticket) -> None:
-        """Withdraw a call: its request, if it has not ended, and its lead."""
+    async def _withdraw(self, name: str, ticket: _Ticket) -> None:
+        """Remove a call that returns: abort its request if it has not ended, and if the call was
+        the leader, make another call the leader."""
         try:
-            if ticket.known and ticket.result is None and not self._closed:
+            if ticket.submitted and ticket.result is None and not self._closed:
                 with anyio.CancelScope(shield=True):
                     async with self._between_steps():
                         await self._call(lambda: self.core.abort([name]))
@@ -274,7 +299,7 @@ class AsyncEngine:
 
     @asynccontextmanager
     async def _between_steps(self) -> AsyncIterator[None]:
-        """Hold the core; a step under way is asked to end soon."""
+        """Hold the lock of the core. The current step is asked to end soon."""
         self._interrupt(+1)
         try:
             await self._lock.acquire()
@@ -298,14 +323,16 @@ class AsyncEngine:
         return future
 
     async def _call(self, work: Callable[[], T]) -> T:
+        """Run `work` on the compute thread and return its result."""
         future = self._submit(work)
-        await _finish(future)
+        await _wait_shielded(future)
         if future.cancelled():
             raise EngineError(f"engine {self._name} is closed")
         return future.result()
 
 
 def _empty(name: str, reason: StopReason, error: str | None = None) -> Generation:
+    """A generation without tokens."""
     return Generation(
         request_id=name,
         token_ids=[],
@@ -317,7 +344,7 @@ def _empty(name: str, reason: StopReason, error: str | None = None) -> Generatio
     )
 
 
-async def _finish(future: Future[Any]) -> None:
-    """Wait, even when cancelled: the compute thread cannot be stopped in the middle of its work."""
+async def _wait_shielded(future: Future[Any]) -> None:
+    """Wait for `future` even if this task is cancelled: its work cannot be stopped midway."""
     with anyio.CancelScope(shield=True):
         await arrival(future)

@@ -1,4 +1,4 @@
-"""`embedded`: our own engine behind the asynchronous protocol."""
+"""The engine `embedded`: our own continuous-batching engine behind the asynchronous protocol."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ _NOT_ARCHITECTURE = {
 
 
 class EmbeddedEngine(AsyncEngine):
-    """`InferenceEngine` on the embedded engine; `decoder` becomes the engine's own copy.
+    """An `InferenceEngine` that runs `inference.engine.Engine`.
 
-    Where `executor` is shared with a trainer, make the engine on its thread.
+    The engine takes ownership of `decoder`: weight updates change it. If `executor` is shared with
+    a trainer, create the engine on the thread of that executor.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class EmbeddedEngine(AsyncEngine):
         plan: DraftPlan = OFF,
         selector: StrategySelector | None = None,
     ) -> None:
-        """`proposer` drafts after `plan`, or as `selector` says: see `Engine`."""
+        """`proposer` makes drafts; `selector` chooses the draft plan of each step, or else `plan`
+        is used. The arguments are those of `Engine`."""
         embedded = Engine(
             decoder, settings, decode=decode, proposer=proposer, plan=plan, selector=selector
         )
@@ -58,7 +60,7 @@ class EmbeddedEngine(AsyncEngine):
 
     @property
     def decoder(self) -> Decoder:
-        """The weights in use; they are the engine's own."""
+        """The engine's own copy of the weights, which are in use."""
         return self._decoder
 
     async def update_drafter(self, update: WeightUpdate) -> None:
@@ -66,19 +68,19 @@ class EmbeddedEngine(AsyncEngine):
             await self._call(lambda: self._embedded.update_drafter(update))
 
     def lend_to(self, lent: Callable[[bool], None]) -> None:
-        """Call `lent` on the compute thread whenever cores become free or are needed again: see
-        `EngineSettings.one_thread_below`."""
+        """Call `lent(True)` on the compute thread when decoding frees cores, and `lent(False)`
+        when it needs them again. `EngineSettings.one_thread_below` says when that happens."""
         self._embedded.lent = lent
 
     async def speculate(self, on: bool) -> None:
-        """Draft, or decode plainly until told otherwise: see `Engine`."""
+        """Switch speculation on or off for the following requests, as `Engine.speculate` does."""
         async with self._between_steps():
             await self._call(lambda: self._embedded.speculate(on))
 
     async def update_weights_from_checkpoint(
         self, path: Path, version: PolicyVersion | None = None
     ) -> None:
-        # Tensors of equal shapes may belong to another architecture (heads, RoPE base, epsilon).
+        # Equal tensor shapes do not prove an equal architecture (heads, RoPE base, epsilon).
         theirs = asdict(await anyio.to_thread.run_sync(load_config, path))
         for name, ours in asdict(self._config).items():
             if name not in _NOT_ARCHITECTURE and theirs[name] != ours:

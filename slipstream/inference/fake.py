@@ -1,6 +1,7 @@
-"""`fake`: a scripted engine. Real asynchronous behaviour, no model.
+"""The engine `fake` answers requests from a script, without a model.
 
-For tests of rollouts and loops, and for trying a reward function without waiting for tokens.
+It has the same asynchronous behavior as the other engines. Use it to test rollouts and training
+loops, or to try a reward function without waiting for a model.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from slipstream.sampling.noise import key_words
 from slipstream.types import GenerateRequest, Generation, StopReason, WeightUpdate
 
 Script = Callable[[GenerateRequest], Sequence[int]]
-"""The tokens to answer a request with; they are repeated until something stops the response."""
+"""Returns the tokens that answer a request. They are repeated until the response ends."""
 
 
 class ScriptedCore:
-    """One token per step and request, taken from the script."""
+    """An `EngineCore` that takes one token per request and step from the script."""
 
     def __init__(
         self,
@@ -46,13 +47,17 @@ class ScriptedCore:
         check_request(request, vocab_size=self._vocab_size, max_model_len=self._max_model_len)
         if request.request_id in self._running:
             raise RequestError(
-                f"request {request.request_id!r}: a request of this id is already running"
+                f"request {request.request_id!r}: a request with this request_id is already running"
             )
         if request.return_hidden_states:
-            raise RequestError(f"request {request.request_id!r}: a script has no hidden states")
+            raise RequestError(
+                f"request {request.request_id!r}: the fake engine has no hidden states; set "
+                "return_hidden_states=False"
+            )
         if request.params.stop and self._decode is None:
             raise RequestError(
-                f"request {request.request_id!r}: stop strings need an engine with a tokenizer"
+                f"request {request.request_id!r}: stop strings need an engine with a tokenizer "
+                "(its argument `decode`)"
             )
         script = self._script(request)
         if not script:
@@ -86,12 +91,12 @@ class ScriptedCore:
     def has_work(self) -> bool:
         return bool(self._running)
 
-    def interrupt(self, wanted: bool) -> None:
+    def interrupt(self, requested: bool) -> None:
         pass
 
     def abort(self, request_ids: Sequence[str] | None) -> list[Generation]:
-        wanted = None if request_ids is None else set(request_ids)
-        stopped = [s for s, _ in self._running.values() if wanted is None or s.request_id in wanted]
+        chosen = None if request_ids is None else set(request_ids)
+        stopped = [s for s, _ in self._running.values() if chosen is None or s.request_id in chosen]
         for state in stopped:
             del self._running[state.request_id]
             state.stop_reason = StopReason.ABORT
@@ -99,7 +104,7 @@ class ScriptedCore:
         return [state.generation(self._decode) for state in stopped]
 
     def update_weights(self, update: WeightUpdate) -> None:
-        """Takes tensors of any name, as long as their values are finite."""
+        """Accept tensors with any names. Raises EngineError if a value is not finite."""
         for name, tensor in update.tensors():
             if not tensor.isfinite().all():
                 raise EngineError(
@@ -113,7 +118,7 @@ class ScriptedCore:
 
 
 class FakeEngine(AsyncEngine):
-    """`InferenceEngine` that answers from a script."""
+    """An `InferenceEngine` that runs a `ScriptedCore`."""
 
     def __init__(self, core: ScriptedCore) -> None:
         super().__init__(core, name="fake", capabilities=FAKE, slice_seconds=0.001)

@@ -1,10 +1,12 @@
-"""`hf`: transformers' `generate` behind the protocol, for architectures the embedded engine lacks.
+"""The engine `hf` runs transformers' `generate`, for models that `embedded` does not support.
 
-Tokens are chosen by our keyed sampler, called as a logits processor, so that a response depends on
-its own key as with the embedded engine (up to last bits: transformers pads on the left). The
-requests that are there form one batch, which runs to its end unless it is interrupted; then, and
-after a weight update whatever its `KVPolicy`, requests under way go on from their tokens, keys and
-values computed again.
+Our keyed sampler chooses the tokens; it is called as a logits processor. So a response depends only
+on its own noise key, as with the embedded engine. Log-probs can differ from those of the embedded
+engine in their last bits, because transformers pads on the left.
+
+All waiting requests form one batch, which runs to its end unless it is interrupted. Interrupted
+requests continue from their tokens, and their keys and values are computed again. So a weight
+update always recomputes the KV cache, whatever its `KVPolicy`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from slipstream.types import GenerateRequest, Generation, StopReason, WeightUpda
 
 
 class HFCore:
-    """One transformers model and the requests that wait for it."""
+    """An `EngineCore` that generates with a transformers model."""
 
     def __init__(
         self,
@@ -42,9 +44,10 @@ class HFCore:
         eos_token_ids: Sequence[int] = (),
         decode: Decode | None = None,
     ) -> None:
-        """`model` is an `AutoModelForCausalLM` that becomes the engine's own.
+        """`model` is an `AutoModelForCausalLM`; the engine takes ownership of it.
 
-        Its generation defaults (repetition penalty, sampling) are dropped: requests say it all.
+        Its generation defaults (repetition penalty, sampling) are dropped, because each request
+        has its own sampling parameters.
         """
         from transformers import GenerationConfig
 
@@ -64,9 +67,14 @@ class HFCore:
         vocab = int(self._model.config.get_text_config().vocab_size)
         check_request(request, vocab_size=vocab, max_model_len=self._max_model_len)
         if name in self._requests:
-            raise RequestError(f"request {name!r}: a request of this id is already running")
+            raise RequestError(
+                f"request {name!r}: a request with this request_id is already running"
+            )
         if request.params.stop and self._decode is None:
-            raise RequestError(f"request {name!r}: stop strings need an engine with a tokenizer")
+            raise RequestError(
+                f"request {name!r}: stop strings need an engine with a tokenizer "
+                "(its argument `decode`)"
+            )
         if request.return_hidden_states:
             raise RequestError(
                 f"request {name!r}: the hf engine has no hidden states; set "
@@ -81,7 +89,7 @@ class HFCore:
 
     @torch.no_grad()
     def step(self) -> list[Generation]:
-        """Generate one batch, the oldest requests first, to its end or until interrupted."""
+        """Generate one batch of the oldest requests, until all have ended or it is interrupted."""
         states = list(self._requests.values())[: self._max_num_seqs]
         if not states:
             return []
@@ -104,15 +112,15 @@ class HFCore:
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    def interrupt(self, wanted: bool) -> None:
-        if wanted:
+    def interrupt(self, requested: bool) -> None:
+        if requested:
             self._interrupt.set()
         else:
             self._interrupt.clear()
 
     def abort(self, request_ids: Sequence[str] | None) -> list[Generation]:
-        wanted = None if request_ids is None else set(request_ids)
-        stopped = [s for name, s in self._requests.items() if wanted is None or name in wanted]
+        chosen = None if request_ids is None else set(request_ids)
+        stopped = [s for name, s in self._requests.items() if chosen is None or name in chosen]
         for state in stopped:
             del self._requests[state.request_id]
             state.stop_reason = StopReason.ABORT
@@ -123,7 +131,7 @@ class HFCore:
     def update_weights(self, update: WeightUpdate) -> None:
         own = self._model.state_dict()
         new = dict(update.tensors())
-        # A tied head shares its memory with the embedding and need not be sent.
+        # A tied LM head shares the memory of the embedding, so the update may omit it.
         sent = {own[name].data_ptr() for name in new if name in own}
         problems = [f"tensor {n} is missing" for n, t in own.items() if t.data_ptr() not in sent]
         for name, tensor in new.items():
@@ -158,28 +166,32 @@ class HFCore:
         rows = sampling_rows(states, device)
         version = self._stats.version
 
-        def pick(_: Tensor, logits: Tensor) -> Tensor:
-            """Logits processor: the keyed choice, as scores with one finite entry per row."""
+        def keyed_choice(_: Tensor, logits: Tensor) -> Tensor:
+            """Logits processor: sample with keyed noise and return scores that are finite only at
+            the sampled token."""
             positions = torch.tensor([s.length for s in states], device=device)
             choice = choose(logits.float(), positions, rows)
             tokens = choice.tokens.tolist()
-            full, law = choice.log_probs.tolist(), choice.sampling_log_probs.tolist()
-            going = sum(s.stop_reason is None for s in states)
+            log_probs = choice.log_probs.tolist()
+            sampling_log_probs = choice.sampling_log_probs.tolist()
+            active = sum(s.stop_reason is None for s in states)
             for i, state in enumerate(states):
                 if state.stop_reason is None:
-                    state.push(tokens[i], full[i], law[i], version, self._decode)
+                    state.push(
+                        tokens[i], log_probs[i], sampling_log_probs[i], version, self._decode
+                    )
             self._stats = replace(
                 self._stats,
-                generated_tokens=self._stats.generated_tokens + going,
+                generated_tokens=self._stats.generated_tokens + active,
                 decode_steps=self._stats.decode_steps + 1,
-                decode_tokens=self._stats.decode_tokens + going,
-                max_batch=max(self._stats.max_batch, going),
+                decode_tokens=self._stats.decode_tokens + active,
+                max_batch=max(self._stats.max_batch, active),
             )
             scores = torch.full_like(logits, float("-inf"))
             return scores.scatter(1, choice.tokens[:, None], 0.0)
 
-        def ended(_: Tensor, __: Tensor, **___: Any) -> Tensor:
-            """Stopping criterion, per row."""
+        def has_ended(_: Tensor, __: Tensor, **___: Any) -> Tensor:
+            """Stopping criterion: whether each row has ended."""
             interrupted = self._interrupt.is_set()
             stop = [interrupted or s.stop_reason is not None for s in states]
             return torch.tensor(stop, device=device)
@@ -190,13 +202,13 @@ class HFCore:
             do_sample=False,
             max_new_tokens=max(s.request.params.max_tokens - len(s.token_ids) for s in states),
             pad_token_id=0,
-            logits_processor=[pick],
-            stopping_criteria=[ended],
+            logits_processor=[keyed_choice],
+            stopping_criteria=[has_ended],
         )
 
 
 class HFEngine(AsyncEngine):
-    """`InferenceEngine` on transformers."""
+    """An `InferenceEngine` that runs an `HFCore`."""
 
     def __init__(self, core: HFCore, *, executor: ThreadPoolExecutor | None = None) -> None:
         super().__init__(core, name="hf", capabilities=HF, executor=executor)

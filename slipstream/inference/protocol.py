@@ -1,8 +1,7 @@
-"""The seam between rollouts and whatever generates tokens.
+"""The protocol of inference engines, its counters, and the checks of requests.
 
-An engine takes token ids and returns token ids. It knows nothing about prompts as text, rewards,
-groups as a statistical notion, or training. One contract suite (`tests/inference/contract.py`) runs
-over every implementation.
+An engine receives and returns token ids. It does not know prompts as text, rewards, groups or
+training. One contract suite (`tests/inference/contract.py`) tests every implementation.
 """
 
 from __future__ import annotations
@@ -24,45 +23,32 @@ from slipstream.types import (
 )
 
 MIN_TEMPERATURE = 1e-5
-"""Below it logits / temperature may overflow in float32."""
+"""With a lower temperature, logits / temperature may overflow in float32."""
 
 MAX_TOP_K = 2**31 - 1
 
 
 BATCH_LIMITS = (1, 4, 16, 64)
-"""Upper ends of the classes of batch sizes that speeds are counted in; the last has none."""
+"""The largest batch size of each batch class but the last, which has no limit. Decode tokens and
+seconds are counted per class."""
 
 
 MOST_DEPTHS = 16
-"""Depths of drafts that are counted apart."""
+"""Number of draft depths that are counted separately; deeper drafts count as the last one."""
 
 
 def batch_class(running: int) -> int:
-    """Index of the class that a batch of `running` requests is in."""
+    """Index of the batch class of a decode step with `running` requests."""
     return bisect_left(BATCH_LIMITS, running)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Counters since the engine was made; seconds are of the compute thread.
+    """Counters of an engine since it was made, and a few current values.
 
-    Of the tokens of contexts, `prompt_tokens` were computed, `shared_prompt_tokens` belonged to a
-    context that another request brought at the same time, and `reused_prompt_tokens` were taken
-    over from other requests.
-    `decode_tokens` were sampled in decode steps, `generated_tokens` counts the first token of each
-    response too. In `draft_steps`, which took `draft_seconds` of the `decode_seconds`, chains of
-    `draft_depth` (their sum) were planned; of `recess_steps` it was clear from the beginning of
-    their requests that nothing would be drafted, for drafts had gained nothing. Of the
-    `draft_tokens` that were verified in `verifications`, one per request and step,
-    `accepted_tokens` were right, among them `sibling_tokens` that were not the first drafts after
-    the tokens before them, but others of a tree. Of the verifications `offered_depths` counts those
-    whose drafts were 1, 2, ... deep, and `accepted_depths` those of which as many were right; the
-    last counts all that is deeper, too. `propose_seconds` is what who drafts took of the
-    `draft_seconds`. `batch_tokens` and `batch_seconds` are those of decode steps by class of batch
-    size (`batch_class`), and `plan_seconds` has the seconds by class and plan (`8_4_32`).
-    `max_batch` is the largest number of requests in one decode step. `kv_bytes`, what keys and
-    values take now, `plan`, that of the last decode step, and `running` and `waiting` are no
-    counters.
+    `version`, `running`, `waiting`, `kv_bytes` and `plan` are current values; all other fields are
+    counters. Seconds are those of the compute thread. A verification is one request in one decode
+    step that verifies its drafts.
     """
 
     version: PolicyVersion = 0
@@ -72,34 +58,60 @@ class EngineStats:
     aborted: int = 0
     preempted: int = 0
     prompt_tokens: int = 0
+    """Context tokens that a prefill computed."""
     shared_prompt_tokens: int = 0
+    """Context tokens that were not computed, because another request of the same prefill had the
+    same context."""
     reused_prompt_tokens: int = 0
+    """Context tokens whose keys and values were copied from an earlier request."""
     generated_tokens: int = 0
+    """Sampled tokens, including the first token of each response, which the prefill samples."""
     decode_steps: int = 0
     decode_tokens: int = 0
+    """Tokens sampled in decode steps."""
     draft_tokens: int = 0
+    """Draft tokens that were verified."""
     head_draft_tokens: int = 0
+    """Draft tokens among them that a draft head proposed."""
     accepted_tokens: int = 0
+    """Draft tokens that were accepted."""
     sibling_tokens: int = 0
+    """Accepted draft tokens of trees that were not the first child of their parent."""
     verifications: int = 0
     draft_steps: int = 0
+    """Decode steps with drafts."""
     draft_depth: int = 0
+    """Sum of the planned draft depths over all decode steps with drafts."""
     draft_seconds: float = 0.0
+    """Part of `decode_seconds` in decode steps with drafts."""
     propose_seconds: float = 0.0
+    """Part of `draft_seconds` that the draft proposer took."""
     recess_steps: int = 0
+    """Decode steps without drafts because of speculation backoff."""
     max_batch: int = 0
+    """The largest number of requests in one decode step."""
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     kv_bytes: int = 0
+    """Bytes of keys and values now."""
     batch_tokens: tuple[int, ...] = (0,) * (len(BATCH_LIMITS) + 1)
+    """`decode_tokens` by `batch_class`."""
     batch_seconds: tuple[float, ...] = (0.0,) * (len(BATCH_LIMITS) + 1)
+    """`decode_seconds` by `batch_class`."""
     offered_depths: tuple[int, ...] = (0,) * MOST_DEPTHS
+    """Entry d - 1 counts the verifications of drafts that were at least d deep."""
     accepted_depths: tuple[int, ...] = (0,) * MOST_DEPTHS
+    """Entry d - 1 counts the verifications that accepted at least d draft tokens."""
     plan: str = ""
+    """The draft plan of the last decode step, such as `8_4_32`."""
     plan_seconds: Mapping[tuple[int, str], float] = field(default_factory=dict)
+    """`decode_seconds` by `batch_class` and draft plan."""
 
     def since(self, before: EngineStats) -> EngineStats:
-        """What was counted after `before`; what is no counter, and `max_batch`, as it is here."""
+        """Return the increase of the counters since `before`.
+
+        Current values and `max_batch` stay as they are in `self`.
+        """
         kept = ("version", "running", "waiting", "kv_bytes", "max_batch", "plan")
         changed: dict[str, Any] = {}
         for f in fields(self):
@@ -115,101 +127,105 @@ class EngineStats:
 
     @property
     def accept_length(self) -> float:
-        """Tokens per verification, the bonus token included; 1 where nothing was verified."""
+        """Mean tokens per verification, including the bonus token; 1 without verifications."""
         return 1 + self.accepted_tokens / self.verifications if self.verifications else 1.0
 
     @property
     def head_fraction(self) -> float:
-        """Share of the drafted tokens that a draft model made; 0 where nothing was drafted."""
+        """Fraction of draft tokens that a draft head proposed; 0 without draft tokens."""
         return self.head_draft_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
     @property
     def on_fraction(self) -> float:
-        """Share of decoding time in steps that draft; 0 where nothing was decoded."""
+        """Fraction of the decoding time in steps with drafts; 0 without decode steps."""
         return self.draft_seconds / self.decode_seconds if self.decode_seconds else 0.0
 
 
 class InferenceEngine(Protocol):
-    """Generates responses; takes weight updates while requests run.
+    """Generates responses, and accepts weight updates while requests run.
 
-    What it is asked while requests run happens between two steps, within a tenth of a second:
-    engines let steps run in slices of that time, for how far requests get should not depend on when
-    a thread was scheduled.
+    Calls such as `abort` and `update_weights` take effect between two steps, within about 0.1 s.
+    Engines run steps in time slices of that length, so that the progress of requests does not
+    depend on thread scheduling.
     """
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """What engines of this kind can do, as registered (`config.engines`)."""
+        """The capabilities that `config.engines` registers for this kind of engine."""
         ...
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """Generate one response; returns when it ends. Many calls run at once.
+        """Generate one response and return it when it ends. Many calls can run concurrently.
 
-        Raises RequestError for a request that can never be served. A failure of the engine under
-        way comes back as a Generation with `StopReason.ERROR` and its reason. Cancelling the call
-        aborts the request.
+        Raises RequestError for a request that can never be served. If the engine fails while it
+        generates, the result has `StopReason.ERROR` and the reason. Cancelling the call aborts the
+        request.
         """
         ...
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> list[Generation]:
-        """Stop requests (all when None) and return their partial generations.
+        """Stop requests (all if None) and return their partial generations.
 
-        Their `generate` calls return the same, with `StopReason.ABORT`. Unknown ids are
-        ignored.
+        Their `generate` calls return the same generations, with `StopReason.ABORT`. Unknown ids
+        are ignored.
         """
         ...
 
     async def pause(self) -> None:
-        """Stop decoding; requests stay."""
+        """Stop decoding until `resume`. Requests are kept."""
         ...
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue decoding after `pause`."""
         ...
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Take new policy weights between two steps.
+        """Load new policy weights between two steps.
 
-        Names, shapes and values are checked first: on EngineError the old weights stay. Tokens
-        sampled from then on carry the new version in their spans. EngineError also if
-        `capabilities.transports` lacks the update's transport.
+        Tokens sampled later have the new version in their spans. Raises EngineError, and keeps the
+        old weights, if names, shapes or values do not fit, or if `capabilities.transports` lacks
+        the update's transport. An engine with single-copy weights may be left with a mixture of
+        old and new weights if the tensors do not fit; the error message says so.
         """
         ...
 
     async def update_drafter(self, update: WeightUpdate) -> None:
-        """Take new draft-head weights. EngineError where the engine has no drafter."""
+        """Load new draft-head weights. Raises EngineError if the engine has no draft head."""
         ...
 
     async def update_weights_from_checkpoint(
         self, path: Path, version: PolicyVersion | None = None
     ) -> None:
-        """Take the weights of a Hugging Face folder, as `update_weights` with `KVPolicy.KEEP`.
+        """Load the weights of a checkpoint folder in Hugging Face format.
 
-        Without `version` they become the one after the engine's present version.
-        Raises CheckpointError when its files cannot be read.
+        It works like `update_weights` with `KVPolicy.KEEP`. Without `version`, the new version is
+        the current version plus 1. Raises CheckpointError if the files cannot be read.
         """
         ...
 
     def stats(self) -> EngineStats:
-        """Counters so far."""
+        """Return the counters so far."""
         ...
 
     def lend_to(self, lent: Callable[[bool], None]) -> None:
-        """Say when cores of this process become free.
+        """Register a callback for when decoding frees CPU cores of this process.
 
-        From now on the engine calls `lent(True)` on its compute thread when it begins to decode on
-        one thread, and `lent(False)` before it uses all threads again. An engine without
+        The engine calls `lent(True)` on its compute thread when it starts to decode on one thread,
+        and `lent(False)` before it uses all threads again. An engine without
         `capabilities.one_thread_tail` never calls it.
         """
         ...
 
     def close(self) -> None:
-        """Stop all work and release what the engine holds. Later calls raise EngineError."""
+        """Stop all work and release the engine's resources. Later calls raise EngineError."""
         ...
 
 
 def check_request(request: GenerateRequest, *, vocab_size: int, max_model_len: int) -> None:
-    """Refuse a request that can never be served. Raises RequestError naming field and limit."""
+    """Check a request. Raises RequestError, which names field and limit, if it can never be served.
+
+    `max_model_len` limits the tokens of prompt, prior tokens and response together.
+    """
     p = request.params
     length = len(request.prompt_ids) + len(request.prior_ids)
     problem = None
@@ -229,18 +245,18 @@ def check_request(request: GenerateRequest, *, vocab_size: int, max_model_len: i
             f"{MIN_TEMPERATURE:g}"
         )
     elif p.top_k > MAX_TOP_K:
-        problem = f"top_k={p.top_k} is more than {MAX_TOP_K} (0 switches it off)"
+        problem = f"top_k={p.top_k} must be at most {MAX_TOP_K} (0 switches it off)"
     elif not 0 < p.top_p <= 1:
         problem = f"top_p={p.top_p} must be in (0, 1] (1 switches it off)"
     elif not 0 <= p.min_p < 1:
         problem = f"min_p={p.min_p} must be in [0, 1) (0 switches it off)"
     elif not all(p.stop):
-        problem = "an empty stop string would end every response before it begins; leave it out"
+        problem = "stop contains an empty string, which would end every response at once; remove it"
     else:
         ids = (*request.prompt_ids, *request.prior_ids, *p.stop_token_ids)
-        strange = next((i for i in ids if type(i) is not int), None)
-        if strange is not None:
-            problem = f"token id {strange!r} is of type {type(strange).__name__}, not an integer"
+        not_int = next((i for i in ids if type(i) is not int), None)
+        if not_int is not None:
+            problem = f"token id {not_int!r} is of type {type(not_int).__name__}, not an integer"
             raise RequestError(f"request {request.request_id!r}: {problem}")
         outside = next((i for i in ids if not 0 <= i < vocab_size), None)
         if outside is not None:

@@ -1,7 +1,7 @@
-"""Weights from a checkpoint to all engines at once (the `rollouts` design's weight sync).
+"""Weight sync from a checkpoint folder to all engines at once, as in the `rollouts` design.
 
-The training loop hands weights over in memory (`loops.rl.publish`); this is for engines that follow
-a folder. Knows no engine's kind.
+The training loop does not use it: `loops.rl.publish` passes weights in memory. It works with every
+engine that implements the protocol.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from slipstream.inference.protocol import InferenceEngine
 async def sync_weights_to_engines(
     engines: Sequence[InferenceEngine], checkpoint_path: str | Path
 ) -> list[dict[str, Any]]:
-    """Load a Hugging Face folder into every engine, all at the same time.
+    """Load a checkpoint folder in Hugging Face format into all engines concurrently.
 
-    One record per engine, in their order: `{"success": True, "version": N}`, or `{"success": False,
-    "error": "..."}` for an engine that refused it and keeps its old weights.
+    Returns one record per engine, in the order of `engines`: `{"success": True, "version": N}`, or
+    `{"success": False, "error": "..."}` if the engine refused the weights and keeps its old ones.
     """
     records: list[dict[str, Any]] = [{} for _ in engines]
 

@@ -1,8 +1,8 @@
-"""The contract of `InferenceEngine`: one suite over every implementation.
+"""The contract suite of `InferenceEngine`: one set of test cases for every implementation.
 
-`test_contract.py` runs it over `embedded`, `hf` and `fake`; `contract_updates.py` goes on with
-weights and failures. A case is a coroutine that takes a harness; it must not depend on which tokens
-come out, only on how many.
+`test_contract.py` runs it on `embedded`, `hf` and `fake`. `contract_updates.py` adds cases about
+weight updates, refused requests and failures. A case is a coroutine that receives a `Harness`. It
+may depend on the number of generated tokens, but not on their ids.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from tests.inference.helpers import EOS, decode, make_request
 
 @dataclass(slots=True)
 class Harness:
-    """`engine` has the weights `make_decoder(0, eos=EOS)`, a limit of 96 tokens, and `decode`.
+    """An engine under test, with `max_model_len` 96 and `decode`.
 
-    `gate` slows every step of its core down, so that there is a middle to act in.
+    Engines with a model have the weights of `make_decoder(0, eos=EOS)`. `gate` sets a delay in
+    seconds for every step of the core, so that a case can act while requests run.
     """
 
     engine: AsyncEngine
@@ -42,7 +43,7 @@ class Harness:
         return self.engine
 
     def check_idle(self) -> None:
-        """No call waits for anything any more."""
+        """Check that no `generate` call is left."""
         if isinstance(self.engine, AsyncEngine):
             assert self.engine._tickets == {}
             assert self.engine._leader is None
@@ -53,16 +54,18 @@ CASES: list[Case] = []
 
 
 def case(function: Case) -> Case:
+    """Add a case to the suite."""
     CASES.append(function)
     return function
 
 
 def endless(name: str, max_tokens: int = 60, **more: Any) -> GenerateRequest:
-    """Runs to its limit."""
+    """A request that ignores the end-of-sequence token, so it runs to `max_tokens`."""
     return make_request(name, max_tokens=max_tokens, ignore_eos=True, **more)
 
 
 def check_shape(generation: Generation) -> None:
+    """Check that the lists of a generation have consistent lengths and valid values."""
     n = len(generation.token_ids)
     assert len(generation.log_probs) == len(generation.sampling_log_probs) == n
     assert [span.start for span in generation.spans[:1]] == [0] * min(n, 1)
@@ -75,6 +78,7 @@ def check_shape(generation: Generation) -> None:
 
 
 async def gather(engine: InferenceEngine, *requests: GenerateRequest) -> dict[str, Generation]:
+    """Run requests concurrently and return their generations by request id."""
     results: dict[str, Generation] = {}
 
     async def one(request: GenerateRequest) -> None:
@@ -89,17 +93,19 @@ async def gather(engine: InferenceEngine, *requests: GenerateRequest) -> dict[st
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 (what it waits for has no event)
+    """Wait until a condition becomes true."""
+    while not condition():  # noqa: ASYNC110 (there is no event to wait for)
         await anyio.sleep(0.001)
 
 
 def running(engine: InferenceEngine) -> int:
+    """The number of requests that run or wait."""
     stats = engine.stats()
     return stats.running + stats.waiting
 
 
 @case
-async def many_at_once_equal_one_by_one(h: Harness) -> None:
+async def concurrent_requests_equal_sequential_ones(h: Harness) -> None:
     requests = [make_request(f"m{i}", [3 + i] * (1 + i), max_tokens=5 + i) for i in range(9)]
     together = await gather(h.protocol, *requests)
     assert set(together) == {r.request_id for r in requests}
@@ -113,7 +119,7 @@ async def many_at_once_equal_one_by_one(h: Harness) -> None:
 
 
 @case
-async def limits_and_stops(h: Harness) -> None:
+async def token_limits_stop_tokens_and_stop_strings_end_responses(h: Harness) -> None:
     engine = h.protocol
     full = await engine.generate(endless("s", 30))
     assert full.stop_reason is StopReason.LENGTH
@@ -139,8 +145,8 @@ async def limits_and_stops(h: Harness) -> None:
 
 
 @case
-async def end_of_sequence(h: Harness) -> None:
-    # A prompt long enough that some sample ends by itself.
+async def eos_ends_a_response_unless_it_is_ignored(h: Harness) -> None:
+    # With up to 200 samples, one of them contains EOS.
     for i in range(200):
         name = f"e{i}"
         ended = await h.protocol.generate(make_request(name, max_tokens=60))
@@ -148,18 +154,18 @@ async def end_of_sequence(h: Harness) -> None:
             break
     assert ended.stop_reason is StopReason.EOS
     assert ended.token_ids.index(EOS) == len(ended.token_ids) - 1
-    on = await h.protocol.generate(endless(name, len(ended.token_ids) + 2))
-    assert on.token_ids[: len(ended.token_ids)] == ended.token_ids
-    assert on.stop_reason is StopReason.LENGTH
+    longer = await h.protocol.generate(endless(name, len(ended.token_ids) + 2))
+    assert longer.token_ids[: len(ended.token_ids)] == ended.token_ids
+    assert longer.stop_reason is StopReason.LENGTH
 
 
 @case
-async def prior_ids_go_on(h: Harness) -> None:
+async def prior_ids_continue_a_response(h: Harness) -> None:
     full = await h.protocol.generate(endless("p", 20))
     rest = await h.protocol.generate(endless("p", 12, prior=full.token_ids[:8]))
     assert rest.token_ids == full.token_ids[8:]
     assert decode(full.token_ids[:8]) + rest.text == full.text
-    # A stop string may begin in one part and end in the other.
+    # A stop string may begin in the prior tokens and end in the new ones.
     text = decode(full.token_ids[7:9])
     across = await h.protocol.generate(
         endless("p", 12, prior=full.token_ids[:8], stop=(text, "no such text"))
@@ -171,7 +177,7 @@ async def prior_ids_go_on(h: Harness) -> None:
 
 
 @case
-async def abort_by_id(h: Harness) -> None:
+async def abort_by_id_returns_partial_generations(h: Harness) -> None:
     engine = h.protocol
     h.gate(0.02)
     results: dict[str, Generation] = {}
@@ -199,7 +205,7 @@ async def abort_by_id(h: Harness) -> None:
 
 
 @case
-async def abort_all(h: Harness) -> None:
+async def abort_without_ids_stops_all_requests(h: Harness) -> None:
     engine = h.protocol
     h.gate(0.004)
     results: list[Generation] = []
@@ -211,7 +217,7 @@ async def abort_all(h: Harness) -> None:
     async with anyio.create_task_group() as tasks:
         for i in range(5):
             tasks.start_soon(one, f"all{i}")
-        # At once: some calls have not even handed their request over.
+        # At this point some calls have not passed their request to the core yet.
         await anyio.lowlevel.checkpoint()
         aborted += await engine.abort()
     assert {g.request_id for g in results} == {f"all{i}" for i in range(5)}
@@ -222,7 +228,7 @@ async def abort_all(h: Harness) -> None:
 
 
 @case
-async def aborted_requests_go_on_where_they_stopped(h: Harness) -> None:
+async def aborted_requests_can_be_continued(h: Harness) -> None:
     engine = h.protocol
     full = await engine.generate(endless("again", 50))
     h.gate(0.02)
@@ -244,11 +250,11 @@ async def aborted_requests_go_on_where_they_stopped(h: Harness) -> None:
 
 
 @case
-async def cancelling_one_call_leaves_the_others(h: Harness) -> None:
+async def cancelling_one_call_does_not_affect_others(h: Harness) -> None:
     engine = h.protocol
     reference = await gather(engine, *(endless(f"c{i}", 40) for i in range(3)))
     h.gate(0.01)
-    for victim in range(3):  # the first one leads
+    for cancelled in range(3):  # Call 0 is the leader.
         results: dict[str, Generation] = {}
         scopes = [anyio.CancelScope() for _ in range(3)]
 
@@ -263,8 +269,8 @@ async def cancelling_one_call_leaves_the_others(h: Harness) -> None:
                 tasks.start_soon(one, i, scopes, results)
             await until(lambda: running(engine) == 3)
             await anyio.sleep(0.01)
-            scopes[victim].cancel()
-        assert f"c{victim}" not in results
+            scopes[cancelled].cancel()
+        assert f"c{cancelled}" not in results
         assert len(results) == 2
         for name, generation in results.items():
             assert generation.token_ids == reference[name].token_ids
@@ -273,7 +279,7 @@ async def cancelling_one_call_leaves_the_others(h: Harness) -> None:
 
 
 @case
-async def cancelling_all_calls_leaves_nothing(h: Harness) -> None:
+async def cancelling_all_calls_leaves_no_requests(h: Harness) -> None:
     h.gate(0.004)
     for delay in (0, 0.001, 0.01):
         with anyio.move_on_after(10) as scope:
@@ -290,7 +296,7 @@ async def cancelling_all_calls_leaves_nothing(h: Harness) -> None:
 
 
 @case
-async def a_call_with_a_deadline(h: Harness) -> None:
+async def a_call_can_have_a_timeout(h: Harness) -> None:
     h.gate(0.005)
     with anyio.move_on_after(0.03) as scope:
         await h.protocol.generate(endless("late", 90))
@@ -299,7 +305,7 @@ async def a_call_with_a_deadline(h: Harness) -> None:
 
 
 @case
-async def pause_and_resume(h: Harness) -> None:
+async def pause_stops_decoding_until_resume(h: Harness) -> None:
     engine = h.protocol
     reference = await gather(engine, endless("p0", 40), endless("p1", 40))
     h.gate(0.01)
@@ -320,7 +326,7 @@ async def pause_and_resume(h: Harness) -> None:
         await anyio.sleep(0.03)
         assert engine.stats().generated_tokens == steps
         assert not results
-        # Also the call that leads can be aborted while the engine stands still.
+        # Requests that arrive while the engine is paused can be aborted, too.
         tasks.start_soon(one, "p3")
         await until(lambda: running(engine) == 4)
         await engine.abort(["p2", "p3"])
@@ -332,7 +338,7 @@ async def pause_and_resume(h: Harness) -> None:
 
 
 @case
-async def the_leader_is_aborted_while_paused(h: Harness) -> None:
+async def the_leader_can_be_aborted_while_paused(h: Harness) -> None:
     results: list[Generation] = []
 
     async def one() -> None:

@@ -1,4 +1,4 @@
-"""Tiny policies and requests for the engine tests."""
+"""Tiny policies, engines and requests for the engine tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EOS = 2
 
 
 def make_decoder(seed: int = 0, *, eos: int | None = None, **sizes: Any) -> Decoder:
-    """A decoder whose distributions are neither flat nor sharp."""
+    """A decoder whose next-token distributions are neither flat nor peaked."""
     values: dict[str, Any] = {
         "family": "qwen3",
         "vocab_size": VOCAB,
@@ -52,7 +52,7 @@ def make_decoder(seed: int = 0, *, eos: int | None = None, **sizes: Any) -> Deco
 
 @cache
 def shared_decoder(eos: int | None = None) -> Decoder:
-    """For tests that do not update weights."""
+    """A decoder that is shared by the tests that do not update weights."""
     return make_decoder(eos=eos)
 
 
@@ -79,7 +79,7 @@ def make_engine(
 
 
 def decode(ids: list[int]) -> str:
-    """Token 0 is invisible, 1 .. 26 are letters, the others digits."""
+    """Turn ids into text: token 0 is empty, tokens 1 to 26 are letters, the others digits."""
     return "".join("" if i == 0 else chr(96 + i) if i < 27 else str(i % 10) for i in ids)
 
 
@@ -113,7 +113,10 @@ def random_prompt(rng: random.Random, length: int) -> list[int]:
 def mixed_requests(
     count: int = 10, *, seed: int = 0, longest: int = 70, tokens: int = 30
 ) -> list[GenerateRequest]:
-    """Greedy, plain, tempered and truncated requests with prompts and lengths of many sizes."""
+    """Requests with various prompt lengths, token limits and sampling settings.
+
+    Prompts have fewer than `longest` tokens, responses fewer than `tokens`.
+    """
     rng = random.Random(seed)
     kinds: list[dict[str, Any]] = [
         {},
@@ -138,17 +141,19 @@ Bits = tuple[list[int], list[float], list[float]]
 
 
 def bits(generation: Generation) -> Bits:
-    """What must be equal to the last bit."""
+    """The values of a generation that must be equal to the last bit."""
     return generation.token_ids, generation.log_probs, generation.sampling_log_probs
 
 
 def all_bits(generations: Sequence[Generation]) -> dict[str, Bits]:
+    """`bits` of several generations by request id."""
     return {g.request_id: bits(g) for g in generations}
 
 
 def update_from(
     decoder: Decoder, version: int, *, kv_policy: KVPolicy = KVPolicy.KEEP
 ) -> WeightUpdate:
+    """An update with the weights of `decoder`, in two buckets."""
     tensors = [(n, p.detach().clone()) for n, p in decoder.named_parameters()]
     half = len(tensors) // 2
     return WeightUpdate(
@@ -157,6 +162,7 @@ def update_from(
 
 
 def drain(engine: Engine) -> list[Generation]:
+    """Step until all requests have ended."""
     done = []
     while engine.has_work():
         done += engine.step()
@@ -166,7 +172,8 @@ def drain(engine: Engine) -> list[Generation]:
 def trainer_log_probs(
     decoder: Decoder, dtype: torch.dtype, request: GenerateRequest, generation: Generation
 ) -> list[float]:
-    """The padded forward pass of training, without a cache."""
+    """Log-probs of the response tokens, from a padded forward pass without a KV cache as in
+    training."""
     ids = [*request.prompt_ids, *request.prior_ids, *generation.token_ids]
     width = -(-len(ids) // 16) * 16
     row = torch.tensor(ids + [0] * (width - len(ids)))
@@ -175,6 +182,6 @@ def trainer_log_probs(
         hidden = packed.forward(row[None], torch.arange(width)[None]).final[0]
         logits = packed.lm_head(hidden).float()
         temperature = request.params.temperature or 1.0
-        law = torch.log_softmax(logits / torch.full((), temperature), -1)
+        log_probs = torch.log_softmax(logits / torch.full((), temperature), -1)
     first = len(ids) - len(generation.token_ids)
-    return [law[t - 1, ids[t]].item() for t in range(first, len(ids))]
+    return [log_probs[t - 1, ids[t]].item() for t in range(first, len(ids))]

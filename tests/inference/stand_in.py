@@ -1,5 +1,8 @@
-"""CUDA graphs on a CPU: torch's tracer records a computation as they do, its operations with the
-addresses and shapes that they had, and nothing of the Python around them."""
+"""A replacement for CUDA graphs on a CPU.
+
+Like a CUDA graph, torch's tracer records operations with fixed shapes and addresses, and none of
+the Python code around them.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from slipstream.inference.engine.recorder import Recorded
 
 MIB = 1 << 20
-"""What a recording is said to take."""
+"""The memory in bytes that `trace` reports for each recording."""
 
 
 def trace(compute: Callable[[], tuple[Tensor, ...]]) -> Recorded:
-    """A `Recorder`."""
+    """Record a computation; a `Recorder`."""
     recorded = make_fx(compute)()
     results = compute()
 

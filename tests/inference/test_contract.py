@@ -1,4 +1,4 @@
-"""The protocol contract over every engine."""
+"""Runs the contract suite on every engine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def fake() -> AsyncEngine:
 
 
 def slow_down(engine: AsyncEngine) -> Callable[[float], None]:
-    """Let each token of `engine` take a given time more."""
+    """Return a function that sets a delay in seconds for each decode step of `engine`."""
     seconds = 0.0
 
     def gate(value: float) -> None:
@@ -85,7 +85,7 @@ def slow_down(engine: AsyncEngine) -> Callable[[float], None]:
     return gate
 
 
-def test_a_checkpoint_of_another_architecture_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_with_another_architecture_is_refused(tmp_path: Path) -> None:
     save_checkpoint(make_decoder(1, rope_theta=500.0), tmp_path)
     engine = embedded()
     with pytest.raises(EngineError, match=r"rope_theta is 500\.0, but .* has 10000\.0"):
@@ -97,8 +97,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(tmp_path: Path) -> None
 ENGINES: dict[str, Callable[[], AsyncEngine]] = {"embedded": embedded, "hf": hf, "fake": fake}
 
 
-def test_every_engine_has_the_capabilities_that_are_registered() -> None:
-    """And every registered engine is in the contract suite."""
+def test_every_registered_engine_is_tested_and_has_its_registered_capabilities() -> None:
     assert engine_names() == tuple(ENGINES)
     for name, make in ENGINES.items():
         engine = make()
@@ -107,17 +106,17 @@ def test_every_engine_has_the_capabilities_that_are_registered() -> None:
 
 
 @pytest.mark.parametrize(("name", "lends"), [("embedded", True), ("hf", False), ("fake", False)])
-def test_an_engine_lends_cores_if_its_capabilities_say_so(name: str, lends: bool) -> None:
+def test_an_engine_frees_cores_if_its_capabilities_say_so(name: str, lends: bool) -> None:
     engine = ENGINES[name]()
     if isinstance(engine, EmbeddedEngine):
         engine.close()
         settings = EngineSettings(max_model_len=96, dtype=torch.float32, one_thread_below=4)
         engine = EmbeddedEngine(make_decoder(0, eos=EOS), settings, decode=decode)
     assert engine.capabilities.one_thread_tail == lends
-    told: list[bool] = []
-    engine.lend_to(told.append)
+    events: list[bool] = []
+    engine.lend_to(events.append)
     anyio.run(engine.generate, make_request("a", max_tokens=4, ignore_eos=True))
-    assert told == ([True, False] if lends else [])
+    assert events == ([True, False] if lends else [])
     engine.close()
 
 

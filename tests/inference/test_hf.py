@@ -1,4 +1,4 @@
-"""The `hf` engine: the keyed choice agrees with the embedded engine's."""
+"""The engine `hf`: it samples the same tokens as the embedded engine."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def test_tokens_agree_with_the_embedded_engine(family: str) -> None:
     decoder = make_decoder(family=family, max_position_embeddings=128)
     requests = mixed_requests(12, longest=40, tokens=16, seed=11)
     core = make_core(decoder, max_num_seqs=5)
-    theirs = run(core, requests)
-    for ours in make_engine(decoder, max_model_len=128).run(requests):
-        other = theirs[ours.request_id]
-        assert other.token_ids == ours.token_ids
-        assert other.stop_reason is ours.stop_reason
-        assert other.text == ours.text
+    by_hf = run(core, requests)
+    for embedded in make_engine(decoder, max_model_len=128).run(requests):
+        hf = by_hf[embedded.request_id]
+        assert hf.token_ids == embedded.token_ids
+        assert hf.stop_reason is embedded.stop_reason
+        assert hf.text == embedded.text
         for a, b in (
-            (other.log_probs, ours.log_probs),
-            (other.sampling_log_probs, ours.sampling_log_probs),
+            (hf.log_probs, embedded.log_probs),
+            (hf.sampling_log_probs, embedded.sampling_log_probs),
         ):
             assert a == pytest.approx(b, abs=1e-4)
 
 
-def test_generation_defaults_of_the_model_do_not_leak() -> None:
+def test_generation_defaults_of_the_model_are_ignored() -> None:
     decoder = make_decoder()
     model = hf_model(decoder)
     model.generation_config.repetition_penalty = 5.0
@@ -64,7 +64,7 @@ def test_generation_defaults_of_the_model_do_not_leak() -> None:
     assert run(core, [request])["d"].token_ids == make_engine(decoder).run([request])[0].token_ids
 
 
-def test_an_incomplete_update_is_refused() -> None:
+def test_an_update_that_does_not_fit_is_refused() -> None:
     core = make_core(make_decoder())
     update = update_from(make_decoder(1), 2)
     tensors = list(update.tensors())
@@ -88,7 +88,7 @@ def test_an_incomplete_update_is_refused() -> None:
     )
 
 
-def test_hidden_states_are_refused_with_a_remedy() -> None:
+def test_hidden_states_are_refused_and_the_error_names_the_engine_to_use() -> None:
     with pytest.raises(RequestError, match=r"rollout\.name=embedded"):
         make_core(make_decoder()).add(make_request("h", hidden=True))
 
@@ -112,7 +112,7 @@ def test_an_interrupted_batch_keeps_its_requests() -> None:
     }
 
 
-def test_non_finite_logits_are_an_error_of_the_request() -> None:
+def test_non_finite_logits_fail_only_their_request() -> None:
     decoder = make_decoder(tie_word_embeddings=False)
     with torch.no_grad():
         decoder.model.embed_tokens.weight[60] = float("inf")

@@ -206,7 +206,7 @@ def test_kv_cache_budget_too_small_for_one_request_is_refused(
 ) -> None:
     # A request has 64 slots of 2 layers x (keys, values) x 16 x 4 bytes = 256 bytes each.
     line = rl_only(tmp_path / "a", f"{ROLLOUT}.kv_cache_bytes=16383")
-    parts = ["kv_cache_bytes=16383 is too small", "48 tokens take 16384 bytes; raise it"]
+    parts = ["kv_cache_bytes=16383 is too small", "48 tokens need 16384 bytes; raise it"]
     refused(line, 2, capsys, *parts)
     line = rl_only(tmp_path / "b", f"{ROLLOUT}.gpu_memory_utilization=0")
     refused(line, 2, capsys, "gpu_memory_utilization=0 of", "is too small", "raise it")

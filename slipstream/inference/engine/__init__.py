@@ -1,18 +1,21 @@
-"""The embedded engine: continuous batching in PyTorch, exact and keyed.
+"""The embedded engine: continuous batching in PyTorch, with exact mode and keyed noise.
 
-    engine        add / step / abort / update_weights: the synchronous core
-    settings      its limits
-    request       one response under way
-    scheduler     who runs, who waits, who is set aside
-    prefill       contexts into keys and values: together, or a long one in pieces
-    prefix_cache  keys and values of ended requests, for contexts that begin as theirs
-    kv_cache      contiguous keys and values, one dense block of rows
-    counters      what it counts
-    memory        how many bytes they may take
-    runner        weights and forward passes: prefill a group once, decode a batch, choose tokens
-    graphs        decode steps that a GPU replays (`graph_shapes`: which; `recorder`: how)
+    engine          the synchronous core: add, step, abort, update_weights
+    settings        the limits of an engine
+    request         the state of one request
+    scheduler       which requests run, wait or are preempted
+    prefill         prefill of new contexts, and chunked prefill of long ones
+    prefix_cache    keys and values of ended requests, reused for contexts with the same prefix
+    kv_cache        the KV cache: contiguous rows, one per running request
+    memory          the byte budget of keys and values
+    counters        the counters of `EngineStats`
+    verification    the input tensors of a decode step with drafts
+    batch_sampling  the sampling settings of a batch, as tensors
+    runner          weights and forward passes
+    graphs          CUDA graphs of decode steps (`graph_shapes`: which shapes; `recorder`: how)
+    choice_graphs   CUDA graphs of token sampling
 
-It knows token ids only. `inference.embedded` puts it behind the asynchronous protocol.
+The engine only knows token ids. `inference.embedded` wraps it in the asynchronous protocol.
 """
 
 from slipstream.inference.engine.engine import Engine

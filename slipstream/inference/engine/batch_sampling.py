@@ -1,4 +1,4 @@
-"""How the requests of a batch sample, as tensors."""
+"""The sampling settings of a batch of requests, as tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.sampling.choose import SamplingRows
 
 
 class BatchSampling:
-    """Who is in a batch, and how it samples: made once per batch, not per step."""
+    """The request ids and sampling settings of a batch. It is made once per batch, not per step."""
 
     def __init__(self, requests: Sequence[Running], device: torch.device) -> None:
         self.names = [request.request_id for request in requests]
@@ -19,14 +19,14 @@ class BatchSampling:
         self._repeated = {1: self.rows}
 
     def repeated(self, width: int) -> SamplingRows:
-        """Settings where each request has `width` rows."""
+        """Settings for `width` rows per request, the rows of a request next to each other."""
         if width not in self._repeated:
             self._repeated[width] = self.rows.repeated(width)
         return self._repeated[width]
 
 
 def sampling_rows(requests: Sequence[Running], device: torch.device) -> SamplingRows:
-    """Settings of `requests` as tensors."""
+    """The sampling settings of `requests` as tensors, one row per request."""
     params = [r.request.params for r in requests]
     return SamplingRows.of(
         [r.key for r in requests],

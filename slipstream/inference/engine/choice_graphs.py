@@ -1,8 +1,9 @@
-"""Choosing tokens from hidden states, recorded: what `graphs` does for the forward pass.
+"""CUDA graphs of token sampling: from hidden states to sampled tokens and their log-probs.
 
-Noise alone is some sixty small operations. Used by `runner`.
+Keyed noise alone takes about 60 small operations, so launching them one by one is slow. `graphs`
+records the forward pass in the same way. Used by `runner`.
 
-Shapes: M rows, D hidden width.
+Shapes: M rows, one per token to sample; D hidden width.
 """
 
 from __future__ import annotations
@@ -20,58 +21,64 @@ from slipstream.sampling.choose import Choice, SamplingRows
 from slipstream.sampling.noise import AT_ONCE
 
 Choosing = Callable[[Tensor, Tensor, SamplingRows], Choice]
-"""From hidden states (M, D), the positions (M,) of what is chosen, and settings, none of which cuts
-the law."""
+"""Samples tokens from hidden states (M, D), their positions (M,) and sampling settings without
+truncation (top-k, top-p, min-p)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ChoiceShape:
+    """The shape of recorded token sampling."""
+
     rows: int
-    # `SamplingRows.kinds`.
-    law: tuple[bool, bool, bool]
+    kinds: tuple[bool, bool, bool]
+    """`SamplingRows.kinds`, which determine the operations."""
 
 
 class ChoiceGraphs:
-    """The recordings for one policy."""
+    """The recordings of token sampling for one policy. `replayed` counts replays."""
 
     def __init__(self, record: Recorder, vocab_size: int) -> None:
-        self._record, self._most_rows = record, AT_ONCE // vocab_size
+        self._record, self._max_rows = record, AT_ONCE // vocab_size
         self._seen: Counter[_ChoiceShape] = Counter()
         self._choices: dict[_ChoiceShape, tuple[Inputs, Recorded]] = {}
         self.memory = RecordedMemory("choice graph")
         self.replayed = 0
 
     def clear(self) -> None:
-        """Let go of all recordings, and of the memory that they hold."""
+        """Delete all recordings and free their memory."""
         self._choices.clear()
         self.memory.clear()
 
     def choose(
         self, choosing: Choosing, hidden_MD: Tensor, positions_M: Tensor, rows: SamplingRows
     ) -> Choice:
-        """What `choosing` gives; from a recording it lies in the CPU's memory, where it is wanted
-        next. `hidden_MD` may have more rows."""
+        """Sample tokens as `choosing` does, from a recording if there is one.
+
+        Results of a recording are on the CPU, where the engine needs them. `hidden_MD` may have
+        more rows than there are positions. Settings with truncation and large batches are never
+        recorded.
+        """
         M = len(positions_M)
         shape = _ChoiceShape(bucket(M), rows.kinds)
-        if rows.any_truncated or shape.rows > self._most_rows:
+        if rows.any_truncated or shape.rows > self._max_rows:
             return choosing(hidden_MD, positions_M, rows)
         self._seen[shape] += 1
         values = [hidden_MD[:M], positions_M, rows.keys_N2, rows.temperature_N]
-        known = self._choices.get(shape)
-        if known is not None:
-            known[0].fill(values)
+        recording = self._choices.get(shape)
+        if recording is not None:
+            recording[0].fill(values)
             self.memory.stepped()
         elif self._seen[shape] > SEEN:
-            known = self._choices[shape] = self._recorded(choosing, values, rows, shape)
-            self.memory.add(shape.rows, known[1].nbytes)
+            recording = self._choices[shape] = self._recorded(choosing, values, rows, shape)
+            self.memory.add(shape.rows, recording[1].nbytes)
         else:
             return choosing(hidden_MD, positions_M, rows)
-        recorded = known[1]
+        recorded = recording[1]
         recorded.replay()
         self.replayed += 1
         (packed_3M,) = recorded.results
-        tokens, full, law = packed_3M[:, :M].cpu()
-        return Choice(tokens.long(), full.float(), law.float())
+        tokens, log_probs, sampling_log_probs = packed_3M[:, :M].cpu()
+        return Choice(tokens.long(), log_probs.float(), sampling_log_probs.float())
 
     def _recorded(
         self, choosing: Choosing, values: list[Tensor], rows: SamplingRows, shape: _ChoiceShape
@@ -82,7 +89,8 @@ class ChoiceGraphs:
 
         def compute() -> tuple[Tensor, ...]:
             choice = choosing(hidden, positions, settings)
-            # All in one: each tensor that is fetched is waited for. None of them is rounded.
+            # One tensor, because each copy to the CPU synchronizes. float64 holds all values
+            # exactly.
             parts = choice.tokens, choice.log_probs, choice.sampling_log_probs
             return (torch.stack([part.double() for part in parts]),)
 

@@ -1,7 +1,7 @@
-"""What the embedded engine counts.
+"""The counters of the embedded engine.
 
-`Counters` has the counters of `EngineStats` under the same names and adds to them on the compute
-thread; any thread may ask for `stats`.
+`Counters` has the counters of `EngineStats` under the same names. The compute thread increases
+them; any thread may call `stats`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ def _depths() -> list[int]:
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
-    """Totals since the engine was made. Seconds are of the compute thread.
+    """Totals since the engine was made. `EngineStats` documents the fields.
 
-    Unlike in `EngineStats`, entry d - 1 of `offered_depths` and `accepted_depths` counts exactly
-    depth d (the last one: d or more), and `plan_seconds` goes by plan instead of its name.
+    There are two differences. Entry d - 1 of `offered_depths` and `accepted_depths` counts depth d
+    exactly; only the last entry includes greater depths. The keys of `plan_seconds` have the plan
+    instead of its name.
     """
 
     finished: int = 0
@@ -61,7 +62,7 @@ class Counters:
     plan_seconds: dict[tuple[int, DraftPlan], float] = field(default_factory=dict)
 
     def decoded(self, requests: int, tokens: int, seconds: float) -> None:
-        """Count a decode step of `requests` that sampled `tokens`."""
+        """Count a decode step of `requests` requests that sampled `tokens` tokens."""
         self.decode_steps += 1
         self.decode_tokens += tokens
         self.decode_seconds += seconds
@@ -73,8 +74,8 @@ class Counters:
     def planned(self, plan: DraftPlan, requests: int, seconds: float) -> None:
         """Count the time of a decode step for its plan, in an engine that can draft."""
         self.plan = plan
-        used = batch_class(requests), plan
-        self.plan_seconds[used] = self.plan_seconds.get(used, 0.0) + seconds
+        key = batch_class(requests), plan
+        self.plan_seconds[key] = self.plan_seconds.get(key, 0.0) + seconds
 
     def drafted(
         self,
@@ -85,8 +86,11 @@ class Counters:
         seconds: float,
         proposing: float,
     ) -> None:
-        """Count a decode step that verified `drafts` tokens, by request, of which a draft head made
-        `by_head`. Proposing them took `proposing` of its `seconds`."""
+        """Count a decode step with drafts.
+
+        `drafts` has the number of verified draft tokens of each request; a draft head proposed
+        `by_head` of them. The step took `seconds`; the proposer took `proposing` of these.
+        """
         self.draft_tokens += sum(drafts)
         self.head_draft_tokens += by_head
         self.verifications += sum(n > 0 for n in drafts)
@@ -96,14 +100,14 @@ class Counters:
         self.propose_seconds += proposing
 
     def verified(self, offered: int, accepted: int) -> None:
-        """Count the verification of drafts `offered` deep, of which `accepted` in a row were
-        accepted."""
+        """Count the verification of one request: drafts of depth `offered`, of which `accepted` in
+        succession were accepted."""
         self.offered_depths[min(offered, MOST_DEPTHS) - 1] += 1
         if accepted:
             self.accepted_depths[min(accepted, MOST_DEPTHS) - 1] += 1
 
     def stats(self, *, version: int, running: int, waiting: int, kv_bytes: int) -> EngineStats:
-        """All counters, with the engine's state at this moment."""
+        """All counters, together with the given current values."""
         return EngineStats(
             version=version,
             running=running,
@@ -137,7 +141,7 @@ class Counters:
             accepted_depths=_at_least(self.accepted_depths),
             plan=_name(self.plan),
             plan_seconds={
-                # Copied at once: a display asks from another thread.
+                # Copied first, because another thread may call this during a step.
                 (size, _name(plan)): seconds
                 for (size, plan), seconds in dict(self.plan_seconds).items()
             },
@@ -145,7 +149,7 @@ class Counters:
 
 
 def _at_least(counts: Sequence[int]) -> tuple[int, ...]:
-    """From counts of each depth to counts of that depth or more."""
+    """Turn counts of exact depths into counts of at least that depth."""
     return tuple(accumulate(counts[::-1]))[::-1]
 
 

@@ -1,6 +1,6 @@
-"""The synchronous core: add requests, step, collect what ended.
+"""The synchronous core of the embedded engine: add requests, call `step`, receive generations.
 
-One thread calls it. It knows nothing about event loops, prompts as text, rewards or training.
+Only one thread may call it. It does not know event loops, prompts as text, rewards or training.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slipstream.inference.engine.request import Decode, Running
 from slipstream.inference.engine.runner import Runner
 from slipstream.inference.engine.scheduler import Admission, Scheduler
 from slipstream.inference.engine.settings import EngineSettings
-from slipstream.inference.engine.verification import verification
+from slipstream.inference.engine.verification import make_verification
 from slipstream.inference.protocol import EngineStats, check_request
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.protocol import (
@@ -58,7 +58,7 @@ from slipstream.types import (
 
 
 class Engine:
-    """Continuous batching over one policy."""
+    """Generates with one policy by continuous batching, with or without speculative decoding."""
 
     def __init__(
         self,
@@ -71,22 +71,22 @@ class Engine:
         selector: StrategySelector | None = None,
         aux_layers: tuple[int, ...] = (),
     ) -> None:
-        """`decode` turns ids into text: needed for stop strings and for `Generation.text`.
+        """`decode` turns token ids into text, for stop strings and `Generation.text`.
 
-        `proposer` drafts after the plans of `selector` or, without one, after `plan`, which may be
-        changed between steps. Hidden states also hold the inputs of the layers `aux_layers`; layers
-        that a proposer asks for need not be named.
+        `proposer` makes the drafts. `selector` chooses the draft plan of each step; without it
+        `plan` is used, which can be changed between steps. `aux_layers` are layers whose inputs are
+        part of the hidden states; the proposer's auxiliary layers are added automatically.
 
-        Raises ConfigError for a model whose widths exact mode does not cover, for a plan or
-        selector without a proposer, and for other auxiliary layers than the proposer's.
+        Raises ConfigError if exact mode does not support the model's widths, if a plan or selector
+        is given without a proposer, or if `aux_layers` are not those of the proposer.
         """
-        wanted = aux_layers_of(proposer)
-        if aux_layers and wanted and aux_layers != wanted:
+        needed_layers = aux_layers_of(proposer)
+        if aux_layers and needed_layers and aux_layers != needed_layers:
             raise ConfigError(
-                f"engine: aux_layers={list(aux_layers)}, but the proposer needs {list(wanted)}; "
-                "leave them out"
+                f"engine: aux_layers={list(aux_layers)}, but the proposer needs "
+                f"{list(needed_layers)}; leave out aux_layers"
             )
-        aux_layers = wanted or aux_layers
+        aux_layers = needed_layers or aux_layers
         config = decoder.config
         check_widths(
             hidden_size=config.hidden_size,
@@ -105,46 +105,50 @@ class Engine:
             one_copy=settings.one_copy,
         )
         self._scheduler = Scheduler(
-            self._store(self._runner.row_multiple, lambda size: self._scheduler.make_way(size)),
+            self._new_store(
+                self._runner.row_multiple, lambda size: self._scheduler.shrink_caches(size)
+            ),
             max_num_seqs=settings.max_num_seqs,
             max_prefill_tokens=settings.max_prefill_tokens,
-            left=self._left,
-            prefixes=PrefixCache() if settings.prefix_caching else None,
+            on_row_freed=self._row_freed,
+            prefix_cache=PrefixCache() if settings.prefix_caching else None,
             stagger=settings.stagger_samples,
         )
         self._prefill = Prefill(
             self._runner,
             self._scheduler,
             max_tokens=settings.max_prefill_tokens,
-            new_row=self._store,
+            new_store=self._new_store,
         )
         self._own_proposer, self._own_selector = proposer, selector
-        self._judge: HasMinAcceptance | None = (
+        self._min_acceptance: HasMinAcceptance | None = (
             selector if isinstance(selector, HasMinAcceptance) else None
         )
-        # None while it is not to speculate, the proposer also while it is not to see what runs.
+        # Both are None while speculation is off. The proposer is also None during backoff.
         self._proposer, self._selector = proposer, selector
-        # How many more steps it is not to see; whether no request has begun since none was left.
-        self._unseen, self._idle = 0, True
+        # Remaining steps of speculation backoff, and whether the engine has no requests.
+        self._backoff_steps, self._idle = 0, True
         if selector is not None and proposer is None:
             raise ConfigError("engine: a selector of draft plans needs a proposer")
         self.plan = plan
-        # Whether the next drafts also have to catch up: a step that did not draft, a new request.
-        self._behind = True
-        # Of the running batch; None where it has changed.
+        # Whether the next drafts include draft catch-up, after a step without drafts or with new
+        # requests.
+        self._needs_catch_up = True
+        # The sampling settings of the running batch; None after the batch has changed.
         self._sampling: BatchSampling | None = None
         self._ended: list[Generation] = []
         self._freed = FreedMemory()
         self.lent: Callable[[bool], None] = lambda free: None
-        """Told when decoding goes on with one thread, and when no longer: see `EngineSettings`."""
-        self._lends = False
-        # Versions may repeat (a resumed run publishes its first one again); loads do not.
+        """Called with True when decoding starts to use one thread only, and with False when it
+        uses all threads again (`EngineSettings.one_thread_below`)."""
+        self._lending = False
+        # Number of weight loads. Versions may repeat: a resumed run publishes its first one again.
         self._weights = 0
         self._counters = Counters()
 
     @property
     def plan(self) -> DraftPlan:
-        """How much is drafted. May be set between steps."""
+        """The draft plan without a selector. It may be set between steps."""
         return self._plan
 
     @plan.setter
@@ -154,29 +158,34 @@ class Engine:
         self._plan = plan
 
     def speculate(self, on: bool) -> None:
-        """Draft, or decode plainly until told otherwise: the same tokens, in another time.
+        """Switch speculation on or off. It changes the speed, not the tokens.
 
-        Raises EngineError where there are requests, for who drafts must see them from their
-        beginning, and where nobody drafts.
+        Raises EngineError if the engine has no proposer, or if requests run or wait, because a
+        proposer must see requests from their start.
         """
         if self._own_proposer is None:
-            raise EngineError("speculate: this engine was made without a proposer of drafts")
+            raise EngineError("speculate: this engine was made without a draft proposer")
         if not self._scheduler.idle:
             raise EngineError("speculate: requests are running; let them end, or abort them")
         self._proposer = self._own_proposer if on else None
         self._selector = self._own_selector if on else None
-        self._unseen = 0
+        self._backoff_steps = 0
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request. Raises RequestError when it can never be served."""
+        """Queue a request. Raises RequestError if it can never be served."""
         config = self._runner.config
         limit = min(self.settings.max_model_len, config.context_limit.tokens)
         check_request(request, vocab_size=config.vocab_size, max_model_len=limit)
         name = request.request_id
         if self._scheduler.knows(name):
-            raise RequestError(f"request {name!r}: a request of this id is already running")
+            raise RequestError(
+                f"request {name!r}: a request with this request_id is already running"
+            )
         if request.params.stop and self._decode_text is None:
-            raise RequestError(f"request {name!r}: stop strings need an engine with a tokenizer")
+            raise RequestError(
+                f"request {name!r}: stop strings need an engine with a tokenizer "
+                "(its argument `decode`)"
+            )
         context = [*request.prompt_ids, *request.prior_ids]
         if not self._scheduler.store.fits(1, len(context) + request.params.max_tokens):
             raise RequestError(
@@ -194,23 +203,26 @@ class Engine:
         )
 
     def step(self) -> list[Generation]:
-        """Admit what fits, decode at least one token for everyone, return what ended."""
+        """Start waiting requests that fit, decode at least one token for every running request, and
+        return the generations that ended."""
         with torch.inference_mode():
-            # Back before a prefill, which takes all of them.
-            self._lend()
+            # Before a prefill, because it needs all cores.
+            self._update_lending()
             self._admit()
-            self._lend()
-            with single_threaded(self._lends):
+            self._update_lending()
+            with single_threaded(self._lending):
                 self._decode()
             self._when_idle()
         ended, self._ended = self._ended, []
-        return _ordinary(ended)
+        return _without_inference_tensors(ended)
 
     def has_work(self) -> bool:
+        """Whether requests run or wait, or ended ones were not returned yet."""
         return bool(self._scheduler.running or self._scheduler.waiting or self._ended)
 
     def run(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """Generate for all of `requests` and return results in their order (no other work)."""
+        """Generate responses to `requests` and return them in this order. No other requests may be
+        in the engine."""
         for request in requests:
             self.add(request)
         done: dict[str, Generation] = {}
@@ -219,45 +231,49 @@ class Engine:
         return [done[r.request_id] for r in requests]
 
     def abort(self, request_ids: Sequence[str] | None = None) -> list[Generation]:
-        """Stop requests (all when None); partial tokens are kept. Unknown ids are ignored."""
-        wanted = None if request_ids is None else set(request_ids)
-        stopped = [r for r in self._scheduler.all() if wanted is None or r.request_id in wanted]
+        """Stop requests (all if None) and return their partial generations. Unknown ids are
+        ignored."""
+        chosen = None if request_ids is None else set(request_ids)
+        stopped = [r for r in self._scheduler.all() if chosen is None or r.request_id in chosen]
         with torch.inference_mode():
             # From the last row to the first, so that few rows move.
             for request in reversed(stopped):
                 request.stop_reason = StopReason.ABORT
-                self._scheduler.keep(request, self._weights)
+                self._scheduler.cache_kv(request, self._weights)
                 self._scheduler.remove(request)
             self._when_idle()
         self._counters.aborted += len(stopped)
-        return _ordinary([request.generation(self._decode_text) for request in stopped])
+        generations = [request.generation(self._decode_text) for request in stopped]
+        return _without_inference_tensors(generations)
 
-    def interrupt(self, wanted: bool) -> None:
-        """Steps are short: whoever wants something waits for the slice of them under way."""
+    def interrupt(self, requested: bool) -> None:
+        """Does nothing, because steps are short."""
 
     @torch.inference_mode()
     def preempt(self, request_ids: Sequence[str]) -> None:
-        """Send running requests back to the queue, as a lack of memory would."""
+        """Preempt running requests, as a lack of memory would. For tests."""
         for request in [r for r in self._scheduler.running if r.request_id in set(request_ids)]:
             self._scheduler.preempt(request, self._weights)
             self._counters.preempted += 1
 
     @torch.inference_mode()
     def update_weights(self, update: WeightUpdate) -> None:
-        """Take new weights between two steps; see `KVPolicy` for running requests.
+        """Load new policy weights between two steps.
 
-        A context that is being prefilled in pieces begins anew: all of it under the new weights.
-        Raises EngineError, and changes nothing, when the update does not fit the model; with one
-        copy of the weights some of them are new by then.
+        `update.kv_policy` says what happens to the KV cache of running requests. If a new request
+        is in chunked prefill, its prefill starts again with the new weights.
+
+        Raises EngineError if the update does not fit the model. The old weights are kept then, but
+        single-copy weights may be a mixture of old and new ones.
         """
         tensors = {} if self.settings.one_copy else self._runner.check(update)
-        self._scheduler.drop_heads()
+        self._scheduler.drop_caches()
         if update.kv_policy is KVPolicy.RECOMPUTE:
-            self._scheduler.forget_kv()
+            self._scheduler.requeue_all()
         else:
-            self._set_aside_preempted()
+            self._save_preempted()
         if self.settings.one_copy:
-            self._runner.take(update)
+            self._runner.overwrite(update)
         else:
             self._runner.load(tensors)
         self._weights += 1
@@ -265,34 +281,37 @@ class Engine:
         if self._own_selector is not None:
             self._own_selector.changed()
 
-    def _lend(self) -> None:
-        """Leave all cores but one to others while few requests run, and take them back."""
+    def _update_lending(self) -> None:
+        """Use one thread while few requests run, all threads otherwise, and report changes to
+        `lent`."""
         running = len(self._scheduler.running)
         few = 0 < running <= self.settings.one_thread_below and not self._scheduler.waiting
-        if few != self._lends:
-            self._lends = few
+        if few != self._lending:
+            self._lending = few
             self.lent(few)
 
     def _when_idle(self) -> None:
-        """Give memory back when nobody runs or waits; the next request begins a rollout then."""
+        """If no request runs or waits, note that the next one starts a new rollout, and free
+        memory."""
         self._idle = self._scheduler.idle
         if self._idle:
-            self._lend()
+            self._update_lending()
         if self._idle and self.settings.free_cache_engine:
-            self._runner.forget_recordings()
+            self._runner.clear_graphs()
             self._scheduler.store.release()
             self._freed.give_back()
 
-    def _set_aside_preempted(self) -> None:
-        """Compute the keys and values of preempted requests while their weights are still here."""
+    def _save_preempted(self) -> None:
+        """Recompute and save the keys and values of preempted requests, as long as the weights that
+        belong to them are loaded."""
         for request in self._scheduler.unsaved():
-            self._scheduler.set_aside(request, self._prefill.apart(request))
+            self._scheduler.save(request, self._prefill.recompute(request))
 
     def update_drafter(self, update: WeightUpdate) -> None:
-        """Take new draft weights between two steps.
+        """Load new draft-head weights between two steps.
 
-        Raises EngineError, and changes nothing, where there is no drafter that learns, or when the
-        update does not fit it.
+        Raises EngineError, and changes nothing, if the engine has no draft head or the update does
+        not fit it.
         """
         if update.kind is not UpdateKind.DRAFT:
             raise EngineError(f"the drafter takes draft weights, got {update.kind.value}")
@@ -303,6 +322,7 @@ class Engine:
             self._own_selector.changed(drafter=True)
 
     def stats(self) -> EngineStats:
+        """Return the counters so far."""
         return self._counters.stats(
             version=self.version,
             running=len(self._scheduler.running),
@@ -310,7 +330,7 @@ class Engine:
             kv_bytes=self._scheduler.kv_bytes,
         )
 
-    def _store(
+    def _new_store(
         self, row_multiple: int = 1, before_growth: Callable[[int], None] | None = None
     ) -> KVStore:
         return KVStore(
@@ -323,31 +343,32 @@ class Engine:
         )
 
     def _admit(self) -> None:
-        """Prefill waiting requests and sample their next token; of a long context, one piece."""
+        """Start waiting requests that fit: prefill their contexts and sample their next tokens. If
+        the first one needs chunked prefill, compute one chunk."""
         if self._idle and self._selector is not None and self._scheduler.waiting:
             requests = min(len(self._scheduler.waiting), self.settings.max_num_seqs)
-            self._unseen = self._selector.begin_rollout(requests)
-            self._proposer = None if self._unseen else self._own_proposer
+            self._backoff_steps = self._selector.begin_rollout(requests)
+            self._proposer = None if self._backoff_steps else self._own_proposer
         while self._scheduler.waiting:
             before = len(self._scheduler.running)
             admission = self._scheduler.admit(self._weights)
             started = time.perf_counter()
             if admission.long is not None:
-                self._counters.prompt_tokens += self._prefill.piece(admission.long, self._weights)
+                self._counters.prompt_tokens += self._prefill.chunk(admission.long, self._weights)
             elif admission.fresh or admission.restored:
                 self._sampling = None
-                self._begin(admission, self._scheduler.running[before:])
+                self._start(admission, self._scheduler.running[before:])
             self._counters.prefill_seconds += time.perf_counter() - started
             if not admission.fresh and not admission.restored:
                 return
 
-    def _begin(self, admission: Admission, admitted: list[Running]) -> None:
-        """Let requests that have just taken a row begin: fresh ones with a token."""
+    def _start(self, admission: Admission, admitted: list[Running]) -> None:
+        """Start requests that have just got a row. Fresh ones are prefilled and sample a token."""
         states: Mapping[str, Tensor] = {}
         fresh = admission.fresh
         if fresh:
-            done = self._prefill.together(admission)
-            states, hidden = done.states, done.last.final
+            prefilled = self._prefill.fresh(admission)
+            states, hidden = prefilled.states, prefilled.last.final
             positions = torch.tensor([r.length for r in fresh], device=hidden.device)
             choice = self._runner.choose(hidden, positions, sampling_rows(fresh, hidden.device))
             for request in fresh:
@@ -355,16 +376,17 @@ class Engine:
                 drafts = self._proposer is not None and len(request.request.prompt_ids) >= BLOCK
                 if drafts or request.wants_context:
                     request.keep_features(states[request.request_id], for_drafts=drafts)
-            self._counters.prompt_tokens += done.computed
-            self._counters.shared_prompt_tokens += done.shared
-            self._counters.reused_prompt_tokens += done.reused
+            self._counters.prompt_tokens += prefilled.computed
+            self._counters.shared_prompt_tokens += prefilled.shared
+            self._counters.reused_prompt_tokens += prefilled.reused
             trees = [DraftTree.chain(r.context[-1], ()) for r in fresh]
-            self._accept(fresh, trees, choice, done.last, range(len(fresh)))
+            self._accept(fresh, trees, choice, prefilled.last, range(len(fresh)))
         self._begin_drafts(admitted, states)
-        self._collect(admitted)
+        self._finish_ended(admitted)
 
     def _begin_drafts(self, admitted: list[Running], states: Mapping[str, Tensor]) -> None:
-        self._behind = True
+        """Tell the proposer about requests that run now. `states` are context states by id."""
+        self._needs_catch_up = True
         if self._proposer is not None:
             for request in admitted:
                 name, prompt = request.request_id, request.request.prompt_ids
@@ -373,7 +395,7 @@ class Engine:
                 self._proposer.begin(name, prompt, request.context, features)
 
     def _decode(self) -> None:
-        """At least one token for every running request."""
+        """Run one decode step: at least one token for every running request."""
         preempted = self._scheduler.make_room(self._weights)
         running = list(self._scheduler.running)
         if not running:
@@ -385,13 +407,14 @@ class Engine:
         sampling = self._sampling
         lengths = [request.length for request in running]
         positions_N = torch.from_numpy(np.array(lengths)).to(device)
-        plan = self._affordable_plan(count, max(lengths))
+        plan = self._choose_plan(count, max(lengths))
         trees = self._draft(running, plan, positions_N)
         proposed = time.perf_counter() - started
-        # Rows of padding until the tokens of all rows come in fours: one row of four needs none.
+        # The number of tokens must be a multiple of `tokens_multiple`. With 4 tokens per request
+        # and a multiple of 4, no padding requests are needed.
         multiple = self._runner.tokens_multiple
         multiple //= gcd(max(map(len, trees)), multiple)
-        step = verification(
+        step = make_verification(
             trees, lengths, device, row_by_row=self._runner.row_by_row, multiple=multiple
         )
         hidden = self._runner.decode(self._scheduler.store, step)
@@ -400,23 +423,23 @@ class Engine:
             request.kv_weights.add(self._weights)
         paths = self._accept(running, trees, choice, hidden, step.starts)
         tokens = [request.context[known:] for request, known in zip(running, lengths, strict=True)]
-        self._straighten(paths, lengths)
+        self._move_accepted(paths, lengths)
         if self._proposer is not None:
             observing = time.perf_counter()
-            features = step.along(hidden.features, paths)
+            features = step.states_on_paths(hidden.features, paths)
             self._proposer.observe(sampling.names, tokens, features)
             proposed += time.perf_counter() - observing
-        self._collect(running)
+        self._finish_ended(running)
         self._counters.preempted += len(preempted)
-        self._account(plan, trees, paths, tokens, time.perf_counter() - started, proposed)
-        if self._unseen:
+        self._record(plan, trees, paths, tokens, time.perf_counter() - started, proposed)
+        if self._backoff_steps:
             self._counters.recess_steps += 1
-            self._unseen -= 1
-            if not self._unseen:
+            self._backoff_steps -= 1
+            if not self._backoff_steps:
                 self._proposer = self._own_proposer
                 self._begin_drafts(self._scheduler.running, {})
 
-    def _account(
+    def _record(
         self,
         plan: DraftPlan,
         trees: Sequence[DraftTree],
@@ -425,8 +448,11 @@ class Engine:
         seconds: float,
         proposed: float,
     ) -> None:
-        """Count a decode step that took `seconds`, `proposed` of them for its drafts, and tell the
-        selector of it."""
+        """Count a decode step and report it to the selector.
+
+        The step took `seconds`; the proposer took `proposed` of these. `tokens` are the new tokens
+        of each request.
+        """
         drafted = [len(tree) - 1 for tree in trees]
         drafts, count = sum(drafted), len(tokens)
         self._counters.decoded(count, sum(map(len, tokens)), seconds)
@@ -447,14 +473,15 @@ class Engine:
                 seconds=seconds,
                 drafted=drafted if drafts else (),
                 accepted=[len(new) - 1 for new in tokens] if drafts else (),
-                steady=plan == OFF or not self._behind,
-                straight=_straight(trees, paths) if drafts and plan.topk > 1 else (),
+                steady=plan == OFF or not self._needs_catch_up,
+                straight=_first_child_chains(trees, paths) if drafts and plan.topk > 1 else (),
             )
             self._selector.record(step)
-        self._behind = drafts == 0
+        self._needs_catch_up = drafts == 0
 
-    def _affordable_plan(self, rows: int, length: int) -> DraftPlan:
-        """The plan, with room for its drafts, or OFF: nobody loses its row to drafts."""
+    def _choose_plan(self, rows: int, length: int) -> DraftPlan:
+        """Choose the draft plan of this step and reserve KV slots for its drafts. Returns OFF if
+        they do not fit, so that no request is preempted because of drafts."""
         if self._proposer is None:
             return OFF
         plan = self._plan if self._selector is None else self._selector.select(rows)
@@ -472,20 +499,20 @@ class Engine:
         plan: DraftPlan,
         positions_N: Tensor,
     ) -> list[DraftTree]:
-        """What to verify: for each request its last token and the drafts after it."""
+        """Return a tree for each request: its last known token, and the drafts after it."""
         last = [request.context[-1] for request in running]
         if plan == OFF or self._proposer is None or self._sampling is None:
             return [DraftTree.chain(token, ()) for token in last]
-        least = 0.0
-        if self._judge is not None and self._selector is not None:
-            least = self._judge.min_acceptance(len(running))
+        min_acceptance = 0.0
+        if self._min_acceptance is not None and self._selector is not None:
+            min_acceptance = self._min_acceptance.min_acceptance(len(running))
         batch = DraftBatch(
             request_ids=self._sampling.names,
             last=last,
             positions_N=positions_N,
             rows=self._sampling.rows,
             policy=self._runner.packed,
-            min_acceptance=least,
+            min_acceptance=min_acceptance,
         )
         return self._proposer.propose(batch, plan)
 
@@ -497,10 +524,14 @@ class Engine:
         hidden: HiddenStates,
         starts: Sequence[int],
     ) -> list[list[int]]:
-        """Hand each request its tokens, as far as its drafts are what the policy chose; the rows of
-        its tree begin at its entry of `starts`. Returns the nodes that they were chosen after."""
+        """Append the sampled tokens to each request, up to the first one after a rejected draft.
+
+        A request's rows in `choice` and `hidden` begin at its entry of `starts`, one per node of
+        its tree. Returns for each request the path of nodes after which tokens were sampled.
+        """
         tokens = choice.tokens.tolist()
-        full, law = choice.log_probs.tolist(), choice.sampling_log_probs.tolist()
+        log_probs = choice.log_probs.tolist()
+        sampling_log_probs = choice.sampling_log_probs.tolist()
         paths: list[list[int]] = []
         new = accepted = siblings = 0
         for request, tree, first in zip(requests, trees, starts, strict=False):
@@ -509,13 +540,19 @@ class Engine:
             chosen = tokens[first : first + len(tree)]
             for node in accepted_path(tree.tokens, tree.parents, chosen):
                 row = first + node
-                request.push(tokens[row], full[row], law[row], self.version, self._decode_text)
+                request.push(
+                    tokens[row],
+                    log_probs[row],
+                    sampling_log_probs[row],
+                    self.version,
+                    self._decode_text,
+                )
                 if request.stop_reason is StopReason.ERROR:
                     break
                 path.append(node)
                 if node:
                     accepted += 1
-                    # The node's own token; the one just pushed was chosen after it.
+                    # The index of the node's token: the token just pushed follows it.
                     request.drafted.append(len(request.token_ids) - 2)
                     siblings += not tree.is_first_child(node)
                 if request.request.return_hidden_states:
@@ -528,7 +565,7 @@ class Engine:
         self._counters.sibling_tokens += siblings
         return paths
 
-    def _straighten(self, paths: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
+    def _move_accepted(self, paths: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
         """Move the keys and values of accepted drafts to the slots of their positions."""
         moves = [
             (row, length - 1 + node, length - 1 + depth)
@@ -539,34 +576,41 @@ class Engine:
         if moves:
             self._scheduler.store.move_slots(moves)
 
-    def _collect(self, requests: list[Running]) -> None:
-        """Free the rows of those that have ended."""
+    def _finish_ended(self, requests: list[Running]) -> None:
+        """Free the rows of the requests that have ended, and store their generations."""
         for request in requests:
             if request.stop_reason is not None:
                 if request.stop_reason is StopReason.ERROR:
                     self._scheduler.store.clear(self._scheduler.row(request))
                 else:
-                    self._scheduler.keep(request, self._weights)
+                    self._scheduler.cache_kv(request, self._weights)
                 self._scheduler.remove(request)
                 self._ended.append(request.generation(self._decode_text))
                 self._counters.finished += 1
 
-    def _left(self, request: Running) -> None:
-        """A request has given up its row."""
+    def _row_freed(self, request: Running) -> None:
+        """Tell the proposer that a request has ended or was preempted."""
         self._sampling = None
         if self._proposer is not None:
             self._proposer.end(request.request_id)
-        elif self._unseen and self._own_proposer is not None and request.stop_reason is not None:
+        elif (
+            self._backoff_steps
+            and self._own_proposer is not None
+            and request.stop_reason is not None
+        ):
             known = len(request.request.prompt_ids) + len(request.request.prior_ids)
             self._own_proposer.remember(request.request.prompt_ids, request.context, known)
 
 
-def _straight(trees: Sequence[DraftTree], paths: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+def _first_child_chains(
+    trees: Sequence[DraftTree], paths: Sequence[Sequence[int]]
+) -> list[tuple[int, int]]:
+    """`StepRecord.straight` of a step: how far chains would have come instead of trees."""
     return [tree.straight(path) for tree, path in zip(trees, paths, strict=True)]
 
 
-def _ordinary(generations: list[Generation]) -> list[Generation]:
-    """Hidden states that were made in inference mode, as tensors that a drafter can train on."""
+def _without_inference_tensors(generations: list[Generation]) -> list[Generation]:
+    """Replace hidden states from inference mode by copies that training can use."""
     for generation in generations:
         if generation.hidden_states is not None:
             generation.hidden_states = generation.hidden_states.clone()

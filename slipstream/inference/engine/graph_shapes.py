@@ -1,11 +1,13 @@
-"""Which decode steps are recorded: in what shapes, and which of these often enough.
+"""Decides which decode steps are recorded as CUDA graphs, and with which shapes.
 
-A recording holds memory, and recordings of all numbers of rows to verify at all batch sizes would
-hold much. So there are graphs for one number of rows after another (FastRL's "bucketed" graphs):
-steps are filled up to the numbers of the draft plans, plans of the same number share what is
-recorded, and only at batch sizes at which one of them may be chosen. A selector that may choose
-among many at all sizes is watched: what it seldom does is not recorded. Used by
-`graphs`, and in part by `speculation.draft_graphs`.
+Recordings hold memory. Recordings for every number of tokens per request at every batch size would
+hold too much. So the tokens of a request are padded to the number of tokens of a draft plan, as in
+FastRL's bucketed graphs. Plans with equal numbers of tokens share recordings. A plan is recorded
+only at batch sizes at which it can be chosen. If a selector can choose among several plans at a
+batch size, plans that it seldom chooses are not recorded.
+
+In this module a row is one token of a request in a decode step. Used by `graphs`, and in part by
+`choice_graphs` and `speculation.draft_graphs`.
 """
 
 from __future__ import annotations
@@ -21,60 +23,63 @@ from slipstream.models.attention import padded_keys
 from slipstream.models.numerics import round_up
 
 ROWS = 8
-"""From here on requests are rounded up to multiples of it; below, to powers of two."""
+"""Batch sizes are rounded up to multiples of this, and smaller ones to powers of two."""
 
 SEEN = 2
-"""Times that a shape has come up before it is recorded: recording takes as long as many steps."""
+"""A shape is recorded only after it has occurred this often, because a recording takes as long as
+many steps."""
 
 OFTEN = 12
-"""Steps of a kind that is one of several before it is recorded: what a selector looks at comes and
-goes sooner."""
+"""If a batch size has several kinds of steps, a kind is recorded only after this many steps. The
+short probes of a selector end earlier."""
 
 SHARE = 1 / 16
-"""Of the steps at a batch size: a kind that comes up less often is not recorded."""
+"""A kind of steps is recorded only if it is at least this fraction of the steps at its batch size.
+"""
 
-_LATELY = 512
-"""Steps at a batch size after which what was counted there counts half."""
+_HALVE_AFTER = 512
+"""After this many steps at a batch size, its counts are halved, so that recent steps count more."""
 
 Choices = Callable[[int], Sequence[DraftPlan] | None]
-"""All plans that may be chosen while so many requests run; None where nobody knows."""
+"""Lists all plans that may be chosen for a number of running requests; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shape:
-    """Of a recorded step."""
+    """The shape of a recorded step."""
 
     size: int
-    """Rows of each request, its last known token among them."""
+    """Rows per request: its last known token, its drafts and padding."""
     requests: int
     keys: int
-    """Slots that are attended to."""
+    """Number of slots that attention reads."""
     on_paths: bool
     """Whether the rows are draft trees."""
 
 
 class Sizes:
-    """What the rows of a request are filled up to."""
+    """The number of rows to which the rows of each request are padded."""
 
     def __init__(self, choices: Choices | None = None) -> None:
-        """Without `choices` any plan may come up at any batch size."""
+        """Without `choices`, any plan may occur at any batch size."""
         self._choices = choices
 
     def of(self, rows: int, requests: int) -> int | None:
-        """For a step of so many `rows` of each request; None where it cannot come of a plan for so
-        many requests."""
+        """The padded number of rows for a step with `rows` rows per request. None if no plan for
+        this number of requests can have that many rows."""
         plans = self._plans(requests)
         if rows == 1 or plans is None:
             return bucket(rows)
         fitting = [plan.verify_tokens for plan in plans if plan.verify_tokens >= rows]
         if fitting:
             return min(fitting)
-        # Of a batch's trees those of which more is expected have more rows than the others.
+        # Trees of a batch share its draft tokens, so some have more rows than the plan's average.
         most = max((plan.most_drafts(requests) for plan in plans), default=0)
         return bucket(rows) if rows <= 1 + most else None
 
     def only(self, size: int, requests: int) -> bool:
-        """Whether steps have this size if they have drafts, or have none."""
+        """Whether `size` is the only padded number of rows of steps with drafts, or 1 (a step
+        without drafts)."""
         plans = self._plans(requests)
         return size == 1 or (
             plans is not None and {plan.verify_tokens for plan in plans} - {1} == {size}
@@ -85,31 +90,35 @@ class Sizes:
 
 
 class Habits:
-    """How often shapes have come up, and kinds of them: sizes, or draft plans."""
+    """Counts how often shapes and kinds of steps occur. A kind is a row count or a draft plan."""
 
     def __init__(self) -> None:
         self._seen: Counter[Hashable] = Counter()
-        # By requests, rounded up.
+        # By batch size, rounded up.
         self._kinds: dict[int, Counter[Hashable]] = {}
 
     def came(self, shape: Hashable, kind: Hashable, requests: int) -> None:
-        """Count a step."""
+        """Count a step of `requests` requests (rounded up) with this shape and kind."""
         self._seen[shape] += 1
         kinds = self._kinds.setdefault(requests, Counter())
         kinds[kind] += 1
-        if kinds.total() >= _LATELY:
+        if kinds.total() >= _HALVE_AFTER:
             _halve(kinds)
 
     def stays(self, shape: Hashable, kind: Hashable, requests: int, *, only: bool = False) -> bool:
-        """Whether a shape that has just come up is worth a recording: it has before, and its kind
-        is the `only` one, or came often."""
+        """Whether to record the shape of a step that `came` has just counted.
+
+        It is recorded if it has occurred before, and its kind is frequent or the `only` one at its
+        batch size.
+        """
         if self._seen[shape] <= SEEN:
             return False
         kinds = self._kinds[requests]
         return only or kinds[kind] >= max(OFTEN, SHARE * kinds.total())
 
     def fade(self) -> None:
-        """Recordings have ended. What came up before counts half: most of it will come again."""
+        """Halve all counts. Called when recordings are deleted: most shapes will occur again, so
+        the counts are not reset."""
         _halve(self._seen)
         for kinds in self._kinds.values():
             _halve(kinds)
@@ -123,7 +132,7 @@ def _halve(counts: Counter[Hashable]) -> None:
 
 
 def bucket(count: int) -> int:
-    """`count` rounded up to two sizes in each doubling: 1, 2, 3, 4, 6, 8, 12, 16, ..."""
+    """`count` rounded up to a power of two or 1.5 times one: 1, 2, 3, 4, 6, 8, 12, 16, ..."""
     size = 1
     while size < count:
         size = size * 3 // 2 if size % 2 == 0 and size * 3 // 2 >= count else size * 2
@@ -131,11 +140,11 @@ def bucket(count: int) -> int:
 
 
 def bucket_of_requests(count: int) -> int:
-    """1, 2, 4, 8, 16, 24, ..."""
+    """`count` rounded up to one of 1, 2, 4, 8, 16, 24, 32, ..."""
     return 1 << (count - 1).bit_length() if count < ROWS else round_up(count, ROWS)
 
 
 def bucket_of_keys(length: int, dtype: torch.dtype, device: torch.device) -> int:
-    """What attention to `length` positions takes, rounded up as `bucket` does."""
+    """The number of slots that attention reads for `length` positions, rounded up by `bucket`."""
     step = padded_keys(1, dtype, device)
     return bucket(padded_keys(length, dtype, device) // step) * step

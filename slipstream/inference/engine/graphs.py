@@ -1,12 +1,13 @@
-"""Decode steps that are recorded once for each shape and replayed after that: CUDA graphs.
+"""CUDA graphs of decode steps: each shape is recorded once and then replayed.
 
-A step is hundreds of small operations, and to start them takes the CPU longer than a GPU needs to
-compute them in all but the largest models. A recording starts them all at once. It is fixed to
-shapes and addresses, so a step is computed with requests, rows and keys rounded up to a few sizes
-(those beyond are padding that nothing looks at), and recordings end with the memory that they were
-made for; weights are renewed in place. `graph_shapes` says which there are. Used by `runner`.
+A step has hundreds of small operations. In all but the largest models, the CPU needs longer to
+launch them than the GPU to compute them. A recording launches all of them with one call. It has
+fixed shapes and addresses. So requests, rows and keys are padded to a few sizes, recordings are
+deleted when the KV store gets new memory, and new weights are copied in place. `graph_shapes`
+decides which shapes are recorded. Used by `runner`.
 
-Shapes: N requests, W rows of each, P the longest path through a draft tree, F width of states.
+Shapes: N requests, W rows (tokens) per request, P longest path of a draft tree, F width of
+auxiliary and final states.
 """
 
 from __future__ import annotations
@@ -33,20 +34,21 @@ from slipstream.models.decoder import PackedDecoder
 
 @dataclass(frozen=True, slots=True)
 class _RecordedStep:
-    """A recorded step: what goes in, and hidden states (N * W, F), which come out."""
+    """A recorded decode step: its input buffers, and the recording, whose result are hidden states
+    (N * W, F)."""
 
     inputs: Inputs
     recorded: Recorded
 
 
 class DecodeGraphs:
-    """The recordings for one policy and one store."""
+    """The recorded decode steps of one policy and one KV store. `replayed` counts replays."""
 
     def __init__(
         self, record: Recorder, aux_layers: tuple[int, ...] = (), choices: Choices | None = None
     ) -> None:
-        """Hidden states come with the inputs of the layers `aux_layers` beside them. `choices`
-        bounds what is recorded to what may come of these draft plans."""
+        """`aux_layers` are layers whose inputs are returned with the final states. `choices` lists
+        the draft plans that may occur; only their shapes are recorded."""
         self._record, self._aux_layers = record, aux_layers
         self._data: Tensor | None = None
         self._steps: dict[Shape, _RecordedStep] = {}
@@ -56,12 +58,11 @@ class DecodeGraphs:
 
     @property
     def shapes(self) -> list[Shape]:
-        """What is recorded now."""
+        """The shapes that are recorded now."""
         return sorted(self._steps)
 
     def clear(self) -> None:
-        """Let go of all recordings, and of the memory that they hold: the store gives its own
-        back."""
+        """Delete all recordings and free their memory. Called before the store frees its memory."""
         if self._data is None:
             return
         self._data = None
@@ -70,16 +71,19 @@ class DecodeGraphs:
         self._habits.fade()
 
     def decode(self, packed: PackedDecoder, store: KVStore, step: Verification) -> Tensor | None:
-        """`Runner.decode` of a step that is a matrix by a recording, its hidden states (N * W, F)
-        side by side; None where there is none yet. The store has rows in multiples of
-        `graph_shapes.ROWS`."""
+        """Run a decode step with equal numbers of rows per request by a recording.
+
+        Returns auxiliary and final states, concatenated (N * W, F). Returns None if the shape is
+        not recorded yet; the caller then runs the step itself. The store must have rows in
+        multiples of `graph_shapes.ROWS`.
+        """
         if self._data is not store.data:
             self.clear()
             self._data = store.data
         N, W = step.ids_BT.shape
         requests = len(step.starts) - 1
         size = self._sizes.of(W, requests)
-        # Rows of padding write to the slots after the others.
+        # Padding rows are written to the slots after the other rows.
         if size is None or step.longest + size - W > store.slots:
             return None
         keys = min(bucket_of_keys(step.longest, packed.dtype, step.ids_BT.device), store.slots)
@@ -91,7 +95,7 @@ class DecodeGraphs:
             recording.inputs.fill(_values(step, size))
             self.memory.stepped()
         elif self._habits.stays(shape, size, shape.requests, only=only):
-            # To record is to compute, and to write keys and values: with this step's tokens.
+            # Recording also computes the step, and writes its keys and values.
             recording = self._steps[shape] = self._recorded(packed, store, step, shape)
             self.memory.add(size, recording.recorded.nbytes)
         else:
@@ -100,14 +104,14 @@ class DecodeGraphs:
         recording.recorded.replay()
         self.replayed += 1
         (hidden,) = recording.recorded.results
-        # Drafters keep what the next replay writes over.
+        # A copy, because proposers keep hidden states and the next replay overwrites them.
         return hidden.view(shape.requests, size, -1)[:N, :W].clone().flatten(0, 1)
 
     def _recorded(
         self, packed: PackedDecoder, store: KVStore, step: Verification, shape: Shape
     ) -> _RecordedStep:
         rows = shape.requests, shape.size
-        # A path has at most all rows of its tree after the stem.
+        # A path has the stem and at most all rows of its tree.
         shapes = [rows, rows, *([rows, (*rows, 1 + shape.size)] if shape.on_paths else [])]
         inputs = Inputs(shapes, _values(step, shape.size))
         return _RecordedStep(
@@ -124,16 +128,20 @@ class DecodeGraphs:
         def compute() -> tuple[Tensor, ...]:
             view = DecodeView(store, slots_NW, keys, 0, paths_NWP)
             positions_NW = places_NW.clamp(max=last)
-            found = packed.forward(ids_NW, positions_NW, kv_cache=view, aux_layers=self._aux_layers)
-            return (found.side_by_side().flatten(0, 1),)
+            states = packed.forward(
+                ids_NW, positions_NW, kv_cache=view, aux_layers=self._aux_layers
+            )
+            return (states.side_by_side().flatten(0, 1),)
 
         return compute
 
 
 def _values(step: Verification, size: int) -> list[Tensor]:
-    """What goes in: tokens, their slots and, of trees, positions and paths. Requests of padding are
-    zeros, in rows of the store that nobody holds; rows of padding have slots of their own, and
-    those of trees see the first slot."""
+    """The inputs of a step: tokens, their slots and, for trees, positions and paths.
+
+    Padding requests are zeros, in rows of the store that no request uses. Padding rows have their
+    own slots. In trees, they attend to the first slot.
+    """
     slots = step.slots_BT
     if size > slots.shape[1]:
         more = torch.arange(1, 1 + size - slots.shape[1], device=slots.device)

@@ -1,10 +1,14 @@
-"""Keys and values of the running requests: contiguous, one row per request, dense from row 0.
+"""The KV cache of the running requests: contiguous, one row per request, without gaps from row 0.
 
-A row is a request's whole context: slot s holds position s. When a request ends the last row moves
-into its place, so a shrinking batch stays dense. Rows and slots grow by doubling up to a budget in
-bytes (while they are copied, old and new exist), and within memory that is there already in place;
-the engine gives it back when it runs out of work, if it is to.
-Shapes: L layers, N rows, H key-value heads, S slots, K head width.
+A row holds a request's whole context: slot s holds position s. When a request ends, the last row
+moves to the freed row, so the rows of a shrinking batch stay contiguous.
+
+Rows and slots grow by doubling, up to a budget in bytes. They grow in place if they fit the
+allocated memory. Otherwise they are copied to new memory; both memories exist during the copy.
+With `EngineSettings.free_cache_engine`, an idle engine releases the memory.
+
+Shapes: L layers, N rows, H key-value heads, S slots, K head width, M tokens, U contexts of a
+prefill, W tokens per request, P longest path of a draft tree.
 """
 
 from __future__ import annotations
@@ -31,34 +35,33 @@ from slipstream.models.numerics import (
 )
 
 SLOT_STEP = 64
-"""Slots of a row come in this many."""
+"""The number of slots of a row is a multiple of this."""
 
 
-def _whole(length: int) -> int:
-    """Slots to copy so that the first `length` are among them."""
+def _block_aligned(length: int) -> int:
+    """`length` rounded up to whole blocks of slots."""
     return round_up(length, SLOT_BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
 class KVPrefix:
-    """Keys and values of the first tokens of a context."""
+    """Keys and values of the first `length` tokens of a context."""
 
     data: Tensor
-    """(L, 2, H, S, K), whole blocks of slots."""
+    """(L, 2, H, S, K), in whole blocks of slots. Slots from `length` on are not used."""
     length: int
-    """How many of the slots mean something."""
 
     @property
     def nbytes(self) -> int:
         return self.data.nbytes
 
     def first(self, length: int) -> KVPrefix:
-        """Those of fewer tokens."""
-        return KVPrefix(self.data[:, :, :, : _whole(length)], length)
+        """The keys and values of the first `length` tokens, as a view."""
+        return KVPrefix(self.data[:, :, :, : _block_aligned(length)], length)
 
 
 class KVStore:
-    """The tensors (L, 2, N, H, S, K), and moving rows in them."""
+    """The memory of the KV cache, `data` (L, 2, N, H, S, K), and copies of rows and slots."""
 
     def __init__(
         self,
@@ -70,8 +73,8 @@ class KVStore:
         row_multiple: int = 1,
         before_growth: Callable[[int], None] | None = None,
     ) -> None:
-        """Rows are allocated in multiples of `row_multiple`. `before_growth` is told how many bytes
-        the store will take, so that who shares its budget can make way."""
+        """Rows are allocated in multiples of `row_multiple`. `before_growth` is called with the
+        new size in bytes before the store grows, so that others can free parts of the budget."""
         self._config = config
         self._dtype = dtype
         self._device = device
@@ -96,12 +99,12 @@ class KVStore:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one token in one row."""
+        """Bytes of the keys and values of one token."""
         c = self._config
         return c.num_layers * 2 * c.num_kv_heads * c.head_dim * self._dtype.itemsize
 
     def size(self, rows: int, length: int) -> int:
-        """Bytes that `rows` contexts of `length` tokens take."""
+        """Bytes that `rows` contexts of `length` tokens need."""
         return round_up(rows, self._row_multiple) * self._slots(length) * self.slot_bytes
 
     def fits(self, rows: int, length: int) -> bool:
@@ -109,60 +112,66 @@ class KVStore:
         return self.size(rows, length) <= self.budget
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room for the first `rows` contexts, none of them longer than `length`; what they
-        have stored stays. The caller has asked `fits`."""
+        """Make room for `rows` contexts of up to `length` tokens. The contents of these rows are
+        kept. The caller must have checked `fits`."""
         rows = round_up(rows, self._row_multiple)
         slots = self._slots(length)
         if rows <= self.rows and slots <= self.slots:
             return
         new_rows, new_slots = self._grown(rows, slots)
-        old, wanted = self.data, new_rows * new_slots * self.slot_bytes
-        if wanted > self._memory.nbytes:
+        old, needed = self.data, new_rows * new_slots * self.slot_bytes
+        if needed > self._memory.nbytes:
             if self._before_growth is not None:
-                self._before_growth(wanted)
-            # Zeros: an unwritten slot has weight zero, and 0 * NaN would still be NaN.
+                self._before_growth(needed)
+            # Zeros, because attention multiplies unwritten slots by weight 0, and 0 * NaN is NaN.
             self._memory = torch.zeros(
-                wanted // self._dtype.itemsize, dtype=self._dtype, device=self._device
+                needed // self._dtype.itemsize, dtype=self._dtype, device=self._device
             )
         self.data = self._view(new_rows, new_slots)
         n, s = min(old.shape[2], rows), min(old.shape[4], slots)
-        # In place, by layers, in the order in which none is written over before its turn.
+        # Old and new layout may share memory. In this order no layer is overwritten before it has
+        # been copied.
         layers = range(len(old))
         for layer in layers if old.numel() >= self.data.numel() else reversed(layers):
             self.data[layer, :, :n, :, :s] = old[layer, :, :n, :, :s].clone()
 
     def _grown(self, rows: int, slots: int) -> tuple[int, int]:
-        """Rows and slots to have next where so many are needed: more, for copies should be rare."""
+        """Rows and slots to allocate if at least these are needed. They are more than needed, so
+        that copies are rare."""
         more_rows = self.rows if rows <= self.rows else max(rows, 2 * self.rows)
         if slots > self.slots:
-            # Contexts grow longest when few are left: rows that have ended are not taken along.
+            # Contexts are longest when few requests are left, so rows of ended requests are
+            # dropped here.
             more_rows = min(more_rows, 2 * rows)
-        there = self._memory.nbytes // self.slot_bytes
-        if rows * slots <= there:
-            most = there // slots
+        allocated = self._memory.nbytes // self.slot_bytes
+        if rows * slots <= allocated:
+            most = allocated // slots
             more_rows = min(more_rows, most - most % self._row_multiple)
-            more_slots = there // more_rows
+            more_slots = allocated // more_rows
             return more_rows, more_slots - more_slots % self._slots(1)
         more_slots = self.slots if slots <= self.slots else max(slots, 2 * self.slots)
-        # Near the budget take exactly what is needed.
+        # Near the budget, allocate exactly what is needed.
         within = more_rows * more_slots * self.slot_bytes <= self.budget
         return (more_rows, more_slots) if within else (rows, slots)
 
-    def kept_size(self, length: int) -> int:
-        """Bytes of what `take` copies."""
-        return _whole(length) * self.slot_bytes
+    def prefix_size(self, length: int) -> int:
+        """Bytes of a copy of the first `length` tokens of a row (`copy_prefix`)."""
+        return _block_aligned(length) * self.slot_bytes
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` slots of one row over another."""
-        length = _whole(length)
+        """Copy the first `length` slots of row `source` to row `target`."""
+        length = _block_aligned(length)
         self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
 
     def move_slots(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copy keys and values within their rows, in the given order: row, slot, and slot to copy
-        them to. No slot is read after it was written."""
+        """Copy keys and values within rows, in the given order.
+
+        Each move is (row, source slot, target slot). No move may read a slot that an earlier move
+        has written.
+        """
         layers, _, rows, heads, slots, width = self.data.shape
         if not supports_varlen(self._config, self._dtype, self._device):
-            # As lines of one layer's keys or values: two operations, each over all layers.
+            # Two operations over all layers at once, with (row, head, slot) as one dimension.
             row_M, source_M, target_M = np.array(moves).T
             first_MH = (row_M[:, None] * heads + np.arange(heads)) * slots
             index = [(first_MH + slot_M[:, None]).ravel() for slot_M in (source_M, target_M)]
@@ -170,36 +179,36 @@ class KVStore:
             lines = self.data.view(2 * layers, rows * heads * slots, width)
             lines.index_copy_(1, target, lines.index_select(1, source))
             return
-        wanted = torch.tensor(moves)
+        moves_M3 = torch.tensor(moves)
         move_slots(
             self.data.data_ptr(),
             *(layers, rows, heads, slots, width, self._dtype.itemsize),
-            *(wanted.data_ptr(), len(moves)),
+            *(moves_M3.data_ptr(), len(moves)),
         )
 
-    def look(self, row: int, length: int) -> KVPrefix:
-        """The beginning of a row, as long as nothing is written there."""
-        return KVPrefix(self.data[:, :, row, :, : _whole(length)], length)
+    def view_prefix(self, row: int, length: int) -> KVPrefix:
+        """The first `length` tokens of a row, as a view."""
+        return KVPrefix(self.data[:, :, row, :, : _block_aligned(length)], length)
 
-    def take(self, row: int, length: int) -> KVPrefix:
-        """A copy of the beginning of a row: what a set-aside request keeps."""
-        return KVPrefix(self.look(row, length).data.clone(), length)
+    def copy_prefix(self, row: int, length: int) -> KVPrefix:
+        """The first `length` tokens of a row, as a copy."""
+        return KVPrefix(self.view_prefix(row, length).data.clone(), length)
 
-    def put(self, row: int, kept: KVPrefix) -> None:
-        """Bring a set-aside row back."""
-        self.data[:, :, row, :, : kept.data.shape[3]] = kept.data
+    def restore(self, row: int, prefix: KVPrefix) -> None:
+        """Copy keys and values to the beginning of a row."""
+        self.data[:, :, row, :, : prefix.data.shape[3]] = prefix.data
 
     def clear(self, row: int) -> None:
-        """Zero a row that may hold NaN: 0 * NaN would reach the row's next user."""
+        """Zero a row that may hold NaN, because 0 * NaN is NaN for the next request in the row."""
         self.data[:, :, row].zero_()
 
     def release(self) -> None:
-        """Give all memory back; nothing stored is kept."""
+        """Free the memory. The contents are lost."""
         self._memory = torch.zeros(0, dtype=self._dtype, device=self._device)
         self.data = self._view(0, 0)
 
     def _slots(self, length: int) -> int:
-        """Some in reserve, so that a row's slots seldom need to grow."""
+        """Slots to allocate for `length` tokens: a few more, so that slots seldom have to grow."""
         step = max(SLOT_STEP, key_step(self._dtype, self._device))
         return round_up(max(length, 1), step)
 
@@ -210,10 +219,12 @@ class KVStore:
 
 
 class PrefillView:
-    """`PlacedKVCache` of a prefill: new contexts only, each written to every row that shares it.
+    """`PlacedKVCache` of a prefill of whole contexts. Each context is written to every row that
+    shares it.
 
-    `rows` are the rows to fill and `sources` the index of the context for each; every context has a
-    row, and with `places` the other rows get it from there in `finish`.
+    `rows` are the rows to fill, and `sources` the index of the context of each of them. Every
+    context has at least one row. If the attention kernels write keys and values (`places`), they
+    fill one row of each context, and `finish` copies it to the others.
     """
 
     paths = None
@@ -259,18 +270,19 @@ class PrefillView:
         return KeyPlaces.of(self._store.data, row_M, slots, self._length)
 
     def finish(self) -> None:
-        """After the pass: fill the rows that are still to be filled."""
+        """Fill the rows that the kernels did not fill. Called after the forward pass."""
         if self._copies is not None:
-            to, source = self._copies
-            data = self._store.data[:, :, :, :, : _whole(self._length)]
-            data[:, :, to] = data[:, :, source]
+            target, source = self._copies
+            data = self._store.data[:, :, :, :, : _block_aligned(self._length)]
+            data[:, :, target] = data[:, :, source]
 
 
 class ExtendView:
-    """`PlacedKVCache` of a prefill that goes on where keys and values are stored already.
+    """`PlacedKVCache` of a prefill that continues contexts whose first tokens are cached.
 
-    Context i lies in row `rows[i]`; `starts[i]` slots of it are filled, and `counts[i]` of the W
-    new tokens follow. The others are padding: they are not stored, and nothing looks at them.
+    Context i is in row `rows[i]`. Its first `starts[i]` slots are filled, and `counts[i]` of the W
+    new tokens follow. The other new tokens are padding: they are not stored, and no token attends
+    to them.
     """
 
     paths = None
@@ -302,7 +314,7 @@ class ExtendView:
 
     @cached_property
     def _targets(self) -> tuple[Tensor, Tensor]:
-        """Row and slot of each token that is stored."""
+        """Row and slot of each new token, without padding."""
         source_M, offset_M = self._new_UW.nonzero().unbind(1)
         return self._rows[source_M], self._starts[source_M] + offset_M
 
@@ -315,7 +327,7 @@ class ExtendView:
         return as_context(keys, values)
 
     def places(self) -> KeyPlaces:
-        # Padding looks at the first slot, and is not stored.
+        # Padding attends to the first slot and is not stored.
         slots_UW = (self._starts[:, None] + self._columns).where(self._new_UW, 0)
         rows_UW = self._rows[:, None].expand_as(slots_UW)
         found = KeyPlaces.of(self._store.data, rows_UW.flatten(), slots_UW.flatten(), self._longest)
@@ -323,10 +335,11 @@ class ExtendView:
 
 
 class DecodeView:
-    """`PlacedKVCache` of one decode step: rows 0 .. N-1, new tokens in `slots_NW`.
+    """`PlacedKVCache` of one decode step: rows 0 to N-1, with their new tokens in `slots_NW`.
 
-    `length` is the longest context, all new tokens included, and `shortest` the shortest one up to
-    its first new token. With `paths_NWP` (`kernels.tree_paths`) tokens stand in draft trees.
+    `length` is the length of the longest context including all new tokens. `shortest` is the length
+    of the shortest context up to and including its first new token. `paths_NWP` are the paths of
+    draft trees, as `kernels.tree_paths` defines them; None without trees.
     """
 
     def __init__(
@@ -353,7 +366,8 @@ class DecodeView:
 
     @cached_property
     def _contexts(self) -> list[Context]:
-        # Views of all layers at once: one by one they would cost as much as the small operations.
+        # The views of all layers are made at once. One by one they would take as long as the small
+        # operations of a step.
         layers, _, rows, heads, slots, width = self._store.data.shape
         matrices = self._store.data.view(layers, 2, rows * heads, slots, width)
         n = len(self._slots_NW)
@@ -368,8 +382,8 @@ class DecodeView:
 
     @cached_property
     def _index(self) -> Tensor:
-        """Flat index of (key or value, row, head, slot) into one layer seen as (2*N*H*S, K), in the
-        order of new keys: row, token, head."""
+        """Flat indices of (key or value, row, head, slot) in one layer viewed as (2*N*H*S, K). They
+        are ordered as the new keys and values: by row, token, head."""
         _, _, rows, heads, slots, _ = self._store.data.shape
         device = self._slots_NW.device
         line = torch.arange(len(self._slots_NW), device=device)[:, None, None] * heads
@@ -395,8 +409,12 @@ def row_places(
     paths: Tensor | None,
     longest: int,
 ) -> KeyPlaces:
-    """Of a decode step row by row: new tokens of `rows_M` in `slots_M`, at `positions_M`, which see
-    what `paths` says (`kernels.tree_paths`); `longest` is the longest context with all of them."""
+    """The `KeyPlaces` of a decode step whose requests have different numbers of new tokens.
+
+    Token m is in slot `slots_M[m]` of row `rows_M[m]`, at position `positions_M[m]`, and attends to
+    the slots that `paths` gives (`kernels.tree_paths`). `longest` is the length of the longest
+    context including all new tokens.
+    """
     found = KeyPlaces.of(store.data, rows_M, slots_M, longest)
     return replace(found, seen_M=positions_M + 1, paths=paths)
 
@@ -404,5 +422,6 @@ def row_places(
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)
 def _repeated_rows(rows: int, times: int) -> Tensor:
-    """0 .. rows - 1, each so many times one after another: the same few of them step by step."""
+    """0 to `rows` - 1, each repeated `times` times in succession. Cached, because consecutive steps
+    need the same tensors."""
     return torch.arange(rows).repeat_interleave(times)

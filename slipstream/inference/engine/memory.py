@@ -1,7 +1,7 @@
-"""How many bytes keys and values may take, a share of the memory that is free, and giving back.
+"""The byte budget of keys and values, the free memory of a device, and release of freed memory.
 
-On CPUs free is what the system can give without swapping, and no more than the limits of the
-control groups (containers) that the process is in; on a GPU what the driver says.
+The free memory of a CPU is the memory that the system can provide without swapping, limited by the
+control groups (containers) of the process. On a GPU it is the number that the driver reports.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def kv_budget(
     wanted: int | None,
     share: float,
 ) -> int:
-    """`wanted` bytes, or else `share` of what is free now.
+    """The budget in bytes: `wanted`, or if that is None, `share` of the memory that is free now.
 
-    Raises ConfigError where that does not hold one sequence of `max_model_len` tokens.
+    Raises ConfigError if the budget does not hold one sequence of `max_model_len` tokens.
     """
     one = KVStore(config, dtype, device, 0, row_multiple=row_multiple(dtype, device))
     needed = one.size(1, max_model_len)
@@ -47,14 +47,14 @@ def kv_budget(
     if budget < needed:
         raise ConfigError(
             f"{setting} is too small: keys and values of one sequence of {max_model_len} tokens "
-            f"take {needed} bytes; raise it, or lower data.max_prompt_length, "
-            "data.max_response_length or what else is in memory"
+            f"need {needed} bytes; raise it, lower data.max_prompt_length or "
+            "data.max_response_length, or free other memory"
         )
     return budget
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that `device` has left for this process."""
+    """Bytes of free memory of `device` that this process can use."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = int(psutil.virtual_memory().available)
@@ -62,9 +62,10 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _group_limits(listing: Path, root: Path) -> list[int]:
-    """What the control groups of this process, and those around them, leave free (Linux).
+    """Bytes that each control group of this process, and each of its parents, leaves free (Linux).
 
-    A group's pages of files that nobody has used lately count as free: they go first.
+    `listing` is the process's `/proc/self/cgroup`, `root` the mount point of the control groups.
+    Inactive file pages of a group count as free, because the kernel drops them first.
     """
     if not listing.exists():
         return []
@@ -81,16 +82,17 @@ def _group_limits(listing: Path, root: Path) -> list[int]:
         folder = top / path.lstrip("/")
         for group in (folder, *folder.parents):
             if group.is_relative_to(top):
-                free += _left_of(group, *names)
+                free += _free_in_group(group, *names)
     return free
 
 
-def _left_of(group: Path, limit: str, usage: str, inactive: str) -> list[int]:
+def _free_in_group(group: Path, limit: str, usage: str, inactive: str) -> list[int]:
+    """Free bytes of one control group; empty if it has no limit or cannot be read."""
     try:
         most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except OSError:
-        # In a container the listing may name groups that are not visible from inside.
+        # In a container, the listing may name groups that are not visible inside it.
         return []
     if most == "max":
         return []
@@ -98,22 +100,23 @@ def _left_of(group: Path, limit: str, usage: str, inactive: str) -> list[int]:
 
 
 class FreedMemory:
-    """What was freed, and what the C library keeps of it for later: given back to the system.
+    """Returns freed memory that the C library (glibc) keeps to the system.
 
-    Rollouts leave pieces of all sizes behind, so that without it a process grows by some percent
-    over thousands of them.
+    Rollouts allocate and free blocks of many sizes. Without this, the process grows by a few
+    percent over thousands of rollouts.
     """
 
     EVERY_SECONDS = 0.5
-    """At most so often: it takes some milliseconds."""
+    """The minimum time between two calls that do it, because one takes a few milliseconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._last = clock, -math.inf
-        # Only glibc has it.
+        # Only glibc has this function.
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
     def give_back(self) -> bool:
-        """Do it, unless it was done just now. Returns whether it was."""
+        """Return freed memory to the system, unless that was done less than `EVERY_SECONDS` ago.
+        Returns whether it was done now."""
         now = self._clock()
         if self._trim is None or now - self._last < self.EVERY_SECONDS:
             return False

@@ -1,10 +1,10 @@
-"""Keys and values of ended requests, kept for contexts that begin as theirs did.
+"""A prefix cache: keys and values of ended requests, for contexts with the same prefix.
 
-The next turn of a conversation repeats the one before; its prefill need only go on. What is kept
-was computed under the present weights: an update drops it all. In exact mode a token's keys and
-values have the same bits from a prefill, a decode step or a verified draft, so any number of tokens
-may be taken over. Least recently used goes first. The idea is that of SGLang's radix cache (Zheng
-et al. 2024); as rows are contiguous here, a head that is found is copied, not shared.
+Each turn of a conversation repeats the turns before it, so its prefill only has to compute the new
+tokens. A weight update clears the cache. In exact mode the keys and values of a token have the same
+bits from a prefill, a decode step or a verified draft, so a prefix of any length can be reused. The
+least recently used entries are dropped first. The idea is that of SGLang's radix cache (Zheng et
+al. 2024). Rows are contiguous here, so a prefix is copied, not shared.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from dataclasses import dataclass
 from slipstream.inference.engine.kv_cache import KVPrefix
 
 BLOCK = 16
-"""Tokens by which contexts are indexed: agreement in fewer is not looked for."""
+"""Contexts are indexed by blocks of this many tokens. Shorter common prefixes are not found."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
+    """One cached context."""
+
     tokens: array[int]
     kv: KVPrefix
-    """(L, 2, H, len(tokens), K)."""
+    """Keys and values of all `tokens`."""
     keys: list[int]
-    """Of its blocks, each hashed with those before it."""
+    """One hash per block, of the tokens up to the end of the block."""
 
 
 class PrefixCache:
-    """Heads of contexts by their tokens."""
+    """Keys and values of contexts, found by the tokens of a prefix. `nbytes` is their size."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
@@ -41,30 +43,30 @@ class PrefixCache:
         return len(self._entries)
 
     def find(self, context: Sequence[int]) -> KVPrefix | None:
-        """Keys and values of the longest known head; None where there is none.
+        """Keys and values of the longest cached prefix of `context`; None if there is none.
 
-        At least one token of `context` is left: its hidden state has to be computed.
+        The prefix excludes the last token of `context`, whose hidden state must be computed.
         """
         tokens = array("q", context)
-        for key in reversed(_keys(tokens)):
-            found = self._index.get(key)
-            if found:
-                entry = max(found, key=lambda e: _agreement(e.tokens, tokens))
-                count = min(_agreement(entry.tokens, tokens), len(tokens) - 1)
+        for key in reversed(_block_hashes(tokens)):
+            entries = self._index.get(key)
+            if entries:
+                entry = max(entries, key=lambda e: _common_length(e.tokens, tokens))
+                count = min(_common_length(entry.tokens, tokens), len(tokens) - 1)
                 if count >= BLOCK:
                     self._entries.move_to_end(id(entry))
                     return entry.kv.first(count)
         return None
 
     def add(self, context: Sequence[int], kv: KVPrefix) -> None:
-        """Keep `kv`, those of all tokens of `context`."""
+        """Add `kv`, the keys and values of all tokens of `context`."""
         tokens = array("q", context)
-        keys = _keys(tokens)
+        keys = _block_hashes(tokens)
         if not keys:
             return
         for key in keys:
             for entry in list(self._index.get(key, ())):
-                # Whatever it could be asked for, the longer one answers, too.
+                # The new entry contains this one.
                 if entry.keys[-1] == key and entry.tokens == tokens[: len(entry.tokens)]:
                     self._drop(entry)
         entry = _Entry(tokens, kv, keys)
@@ -74,12 +76,12 @@ class PrefixCache:
         self.nbytes += kv.nbytes
 
     def shrink(self, nbytes: int) -> None:
-        """Drop the least recently used until at most `nbytes` are taken."""
+        """Drop the least recently used entries until the cache has at most `nbytes` bytes."""
         while self.nbytes > nbytes:
             self._drop(next(iter(self._entries.values())))
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Drop all entries."""
         self.shrink(0)
 
     def _drop(self, entry: _Entry) -> None:
@@ -91,7 +93,7 @@ class PrefixCache:
                 del self._index[key]
 
 
-def _keys(tokens: array[int]) -> list[int]:
+def _block_hashes(tokens: array[int]) -> list[int]:
     keys, key = [], 0
     for end in range(BLOCK, len(tokens) + 1, BLOCK):
         key = hash((key, tokens[end - BLOCK : end].tobytes()))
@@ -99,8 +101,8 @@ def _keys(tokens: array[int]) -> list[int]:
     return keys
 
 
-def _agreement(left: array[int], right: array[int]) -> int:
-    """How many tokens agree from the first on."""
+def _common_length(left: array[int], right: array[int]) -> int:
+    """The length of the longest common prefix."""
     most = min(len(left), len(right))
     low, high = 0, most
     while low < high:

@@ -1,6 +1,6 @@
-"""A computation as one call: CUDA graphs, and the memory that they take.
+"""CUDA graphs: recording a computation, its input buffers, and the memory of recordings.
 
-Used by `graphs`, and by `speculation.draft_graphs` for drafts.
+Used by `graphs` and `choice_graphs`, and by `speculation.draft_graphs` for draft heads.
 """
 
 from __future__ import annotations
@@ -16,49 +16,50 @@ from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
-_QUIET = 100
-"""Steps without a new recording after which it is said what there is."""
+_LOG_AFTER_STEPS = 100
+"""The memory of recordings is logged after this many steps without a new recording."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A computation that has become one call."""
+    """A recorded computation."""
 
     results: tuple[Tensor, ...]
-    """Where they will be."""
+    """The tensors that each replay writes its results to."""
     replay: Callable[[], object]
-    """Computes them anew, from the same addresses."""
+    """Runs the computation again, with inputs and results at the same addresses."""
     nbytes: int
-    """Memory of the device that is held for it, beyond what was held before."""
+    """Bytes of device memory that the recording holds."""
 
 
 class Recorder(Protocol):
-    """Turns computations into calls."""
+    """Records computations."""
 
     def __call__(self, compute: Callable[[], tuple[Tensor, ...]]) -> Recorded:
-        """Of what `compute` does, which may be done several times for it."""
+        """Record the operations of `compute`. It may be called several times."""
         ...
 
 
 class CudaRecorder:
-    """By CUDA graphs, which share their memory: one of them runs at a time."""
+    """A `Recorder` that captures CUDA graphs. The graphs share a memory pool, because only one of
+    them runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     def __call__(self, compute: Callable[[], tuple[Tensor, ...]]) -> Recorded:
-        """See `Recorder`."""
-        # Libraries set themselves up in their first calls, which may not be recorded.
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+        """Capture `compute` as a CUDA graph, after two warm-up calls on a side stream."""
+        # Libraries initialize themselves in their first calls, which must not be captured.
+        side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side_stream):
             for _ in range(2):
                 compute()
-        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.current_stream().wait_stream(side_stream)
         before = _free_bytes()
         if not self._graphs:
-            # With its last graph a pool is gone for good.
+            # A pool cannot be used again after its last graph was deleted.
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         self._graphs.add(graph)
@@ -68,28 +69,28 @@ class CudaRecorder:
 
 
 def _free_bytes() -> int:
-    """What the driver has left: graphs take some of that, too, which the allocator does not know
-    of."""
+    """Free device memory in bytes as the driver reports it. Graphs also use memory that torch's
+    allocator does not count."""
     torch.cuda.synchronize()
-    # Recording gives back what the allocator has left over, which is not the recording's.
+    # Capturing releases the allocator's unused memory, which would hide memory of the graph.
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
 
 
 class Inputs:
-    """Where a recorded computation finds what it is given: values in the first rows, columns, ...
-    of buffers, and zeros beyond."""
+    """The input buffers of a recorded computation, at fixed addresses. Each input fills the first
+    rows, columns, ... of its buffer; the rest is zero."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], values: Sequence[Tensor]) -> None:
-        """Buffers of `shapes` for such `values`, which are put there."""
+        """Allocate buffers of `shapes`, with the dtypes and devices of `values`, and fill them."""
         pairs = zip(shapes, values, strict=True)
         self.buffers = tuple(value.new_empty(shape) for shape, value in pairs)
         self._last: Sequence[Tensor | None] = [None] * len(values)
         self.fill(values)
 
     def fill(self, values: Sequence[Tensor]) -> None:
-        """Replace what is there. Nobody may write to `values` afterwards: the same tensor is not
-        copied twice in a row."""
+        """Copy `values` to the buffers. A tensor that was also the last value of its buffer is not
+        copied again, so callers must not write to `values` afterwards."""
         for buffer, value, last in zip(self.buffers, values, self._last, strict=True):
             if value is last:
                 continue
@@ -102,56 +103,56 @@ class Inputs:
 
 
 class RecordedMemory:
-    """What recordings take, by the number of rows that they verify of a request; and saying so, in
-    one sentence, once there have been no new ones for a while."""
+    """The memory of recordings, by tokens per request. It is logged in one sentence when there has
+    been no new recording for `_LOG_AFTER_STEPS` steps."""
 
     def __init__(self, what: str) -> None:
-        """`what` names a recording: "decode graph"."""
+        """`what` names a recording in the log, such as "decode graph"."""
         self._what = what
-        self._held: dict[int, list[int]] = {}
-        self._quiet = 0
-        # Recordings by rows, when it was said last.
-        self._said: dict[int, int] = {}
+        self._sizes: dict[int, list[int]] = {}
+        self._steps_since_new = 0
+        # Number of recordings, by tokens per request, at the time of the last log message.
+        self._logged: dict[int, int] = {}
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
-        return sum(sum(held) for held in self._held.values())
+        """Bytes of all recordings."""
+        return sum(map(sum, self._sizes.values()))
 
     def add(self, size: int, nbytes: int) -> None:
-        """Another recording, of `size` rows of a request."""
-        self._held.setdefault(size, []).append(nbytes)
-        self._quiet = 0
+        """Count a new recording of a step with `size` tokens per request."""
+        self._sizes.setdefault(size, []).append(nbytes)
+        self._steps_since_new = 0
 
     def stepped(self) -> None:
-        """A step without a new recording."""
-        self._quiet += 1
-        if self._quiet == _QUIET:
-            self._say()
+        """Count a step without a new recording."""
+        self._steps_since_new += 1
+        if self._steps_since_new == _LOG_AFTER_STEPS:
+            self._log_if_changed()
 
     def clear(self) -> None:
-        """The recordings are gone."""
-        self._say()
-        self._held.clear()
+        """Forget all recordings; the caller has deleted them."""
+        self._log_if_changed()
+        self._sizes.clear()
 
     def sentence(self) -> str:
-        """How many recordings there are, and what they take."""
+        """The number of recordings and their memory, for the log."""
         parts = [
-            f"{_mebibytes(sum(held))} for {size} {'row' if size == 1 else 'rows'} of a request "
-            f"({len(held)})"
-            for size, held in sorted(self._held.items())
+            f"{_mebibytes(sum(sizes))} for {size} {'token' if size == 1 else 'tokens'} per request "
+            f"({len(sizes)})"
+            for size, sizes in sorted(self._sizes.items())
         ]
-        count = sum(map(len, self._held.values()))
-        take = f"{self._what} takes" if count == 1 else f"{self._what}s take"
+        count = sum(map(len, self._sizes.values()))
+        use = f"{self._what} uses" if count == 1 else f"{self._what}s use"
         listed = f": {', '.join(parts)}" if parts else ""
-        return f"{count} {take} {_mebibytes(self.nbytes)}{listed}"
+        return f"{count} {use} {_mebibytes(self.nbytes)}{listed}"
 
-    def _say(self) -> None:
-        held = {size: len(each) for size, each in self._held.items()}
-        # Rollouts record the same again and again.
-        if held and held != self._said:
+    def _log_if_changed(self) -> None:
+        counts = {size: len(sizes) for size, sizes in self._sizes.items()}
+        # Each rollout makes the same recordings again; they are logged once.
+        if counts and counts != self._logged:
             _log.info("%s", self.sentence())
-            self._said = held
+            self._logged = counts
 
 
 def _mebibytes(nbytes: int) -> str:

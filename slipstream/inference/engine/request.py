@@ -1,4 +1,4 @@
-"""One response under way: its tokens, log-probs, versions, and when it ends."""
+"""The state of one request: its tokens, log-probs and versions, and when its response ends."""
 
 from __future__ import annotations
 
@@ -15,39 +15,47 @@ from slipstream.types import GenerateRequest, Generation, PolicyVersion, StopRea
 Decode = Callable[[list[int]], str]
 
 PROMPT_FEATURES = 64
-"""Hidden states of a prompt that are kept: a draft head that knows so many drafts as well as with
-all of them (it does with twenty: `docs/log/overhead.md`)."""
+"""Number of hidden states of a prompt that are kept for a draft head. With 20 or more it drafts as
+well as with all of them (measured in `docs/log/overhead.md`)."""
 
 _MARGIN = 8
-"""Tokens and characters by which the text that stop strings are looked for in is longer than the
-stop string: the first characters of a decoded tail may differ (cut characters, dropped spaces)."""
+"""Stop strings are searched in a decoded tail of the response. The tail is longer than the longest
+stop string by this number of tokens and characters, because its first characters may be wrong
+(split characters, dropped spaces)."""
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """State of one request. `token_ids` are new tokens; `context` is everything the model sees."""
+    """The state of one request, from its arrival to its end, whether it runs or waits.
+
+    `token_ids` are the tokens sampled for this request. `context` has prompt, prior and sampled
+    tokens. `key` is the hashed noise key.
+    """
 
     request: GenerateRequest
     key: tuple[int, int]
     eos_ids: frozenset[int]
     context: list[int]
     arrival: int = 0
-    """Place in the order of requests, from the scheduler."""
+    """Number of the request in the order of arrival. The scheduler sets it."""
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     sampling_log_probs: list[float] = field(default_factory=list)
     versions: list[tuple[PolicyVersion, int]] = field(default_factory=list)
-    """Each policy version that sampled, with the index of its first token."""
+    """Each policy version that sampled tokens, with the index of its first token."""
     hidden: list[Tensor] = field(default_factory=list)
+    """For each sampled token, the hidden state it was sampled from, if the request asks for hidden
+    states."""
     context_hidden: Tensor | None = None
-    """Hidden states of the context that it began with, less the last one, where they are wanted."""
+    """Hidden states of prompt and prior tokens but the last, if the request asks for them."""
     kv_weights: set[int] = field(default_factory=set)
-    """Which of the engine's weights, counted by loads, computed its keys and values."""
+    """The weights that computed its keys and values. Weights are numbered by loads, because version
+    numbers may repeat."""
     prompt_features: list[Tensor] = field(default_factory=list)
-    """Hidden states (T, D) of the last tokens of its prompt, where somebody drafts from them: for
-    other samples of it."""
+    """Hidden states (T, D) of the last tokens of its prompt, for drafts or hidden states of other
+    samples of this prompt. Empty if they are not needed."""
     drafted: list[int] = field(default_factory=list)
-    """Indices of the tokens that were drafted before they were chosen."""
+    """Indices of the accepted draft tokens in `token_ids`."""
     stop_reason: StopReason | None = None
     text: str = ""
     error: str | None = None
@@ -58,27 +66,30 @@ class Running:
 
     @property
     def length(self) -> int:
-        """Tokens of context; the last one's keys and values are not cached yet."""
+        """Tokens of context. Keys and values of the last one are not cached yet."""
         return len(self.context)
 
     @property
     def wants_context(self) -> bool:
-        """Whether the hidden states of its whole context are wanted, once it begins."""
+        """Whether its first prefill must compute the hidden states of the whole context."""
         return self.request.return_hidden_states and not self.token_ids
 
     def keep_features(self, features_TD: Tensor, *, for_drafts: bool) -> None:
-        """Of the hidden states of the last tokens of its context: all but the last one, where they
-        are wanted, which must be of the whole context then; and `for_drafts`, or for siblings of
-        which they are wanted, too, those of its prompt."""
-        # Copied: they would hold on to the states of all contexts of the prefill.
-        wanted, after = self.wants_context, self.length - len(self.request.prompt_ids)
-        if wanted:
+        """Store hidden states after the first prefill.
+
+        `features_TD` are the states of the last T tokens of its context, or of all tokens if
+        `wants_context`. In that case, all but the last are stored in `context_hidden`. With
+        `for_drafts` or `wants_context`, those of the prompt are stored in `prompt_features`.
+        """
+        # Copied, because a view would keep the states of all contexts of the prefill in memory.
+        whole, after = self.wants_context, self.length - len(self.request.prompt_ids)
+        if whole:
             features_TD = features_TD.clone()
             self.context_hidden = features_TD[:-1]
         of_prompt = features_TD[: max(0, len(features_TD) - after)]
-        if not wanted:
+        if not whole:
             of_prompt = of_prompt[-PROMPT_FEATURES:].clone()
-        self.prompt_features = [of_prompt] if len(of_prompt) and (wanted or for_drafts) else []
+        self.prompt_features = [of_prompt] if len(of_prompt) and (whole or for_drafts) else []
 
     def push(
         self,
@@ -88,9 +99,9 @@ class Running:
         version: PolicyVersion,
         decode: Decode | None,
     ) -> None:
-        """Append a sampled token, then see whether the response ends with it.
+        """Append a sampled token and set `stop_reason` if the response ends with it.
 
-        A log-prob that is not finite ends it as an error, without the token.
+        If the log-prob is not finite, the response ends as an error, without the token.
         """
         if not math.isfinite(log_prob):
             self.stop_reason = StopReason.ERROR
@@ -114,7 +125,7 @@ class Running:
         if token in params.stop_token_ids:
             return StopReason.STOP_TOKEN
         if params.stop:
-            assert decode is not None, "checked when the request was added"
+            assert decode is not None, "the engine refuses stop strings without `decode`"
             if self._ends_in_stop_string(decode):
                 return StopReason.STOP_STRING
         if len(self.token_ids) >= params.max_tokens:
@@ -122,10 +133,11 @@ class Running:
         return None
 
     def _ends_in_stop_string(self, decode: Decode) -> bool:
-        """Whether the last token completes a stop string; if so `text` is what stands before it.
+        """Whether the last token completes a stop string. If so, `text` is set to the text before
+        the stop string.
 
-        A stop string may begin in the tokens of an earlier attempt. Only the last few tokens are
-        decoded, unless a stop string is among them.
+        A stop string may begin in the prior tokens. All tokens are decoded only if a stop string is
+        found in the decoded tail.
         """
         stops = self.request.params.stop
         ids = [*self.request.prior_ids, *self.token_ids]
@@ -137,7 +149,7 @@ class Running:
         if not any(stop in tail for stop in stops):
             return False
         full, before = decode(ids), len(decode(list(self.request.prior_ids)))
-        # A match that ends within the earlier tokens was there before this request.
+        # A match that ends in the prior tokens does not count.
         starts = [full.find(stop, max(0, before - len(stop) + 1)) for stop in stops]
         found = [start for start in starts if start >= 0]
         if found:
@@ -145,15 +157,16 @@ class Running:
         return bool(found)
 
     def _new_text(self, decode: Decode) -> str:
+        """The text of the sampled tokens."""
         prior = list(self.request.prior_ids)
         if not prior:
             return decode(self.token_ids)
-        # In context: some tokenizers drop a space at the beginning of a text.
+        # Decoded after the prior tokens, because some tokenizers drop a space at the start.
         before, full = decode(prior), decode([*prior, *self.token_ids])
         return full[len(before) :] if full.startswith(before) else decode(self.token_ids)
 
     def generation(self, decode: Decode | None) -> Generation:
-        """The result, complete or partial."""
+        """The result of an ended or aborted request."""
         assert self.stop_reason is not None
         marks = [*self.versions, (0, len(self.token_ids))]
         text = self.text

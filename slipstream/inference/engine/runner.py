@@ -1,7 +1,7 @@
-"""Weights and forward passes of the engine. Knows rows and positions, not requests' lifetimes.
+"""The weights and forward passes of the engine. It knows rows and positions, but no requests.
 
-Shapes: N rows of a decode step (padded to the row multiple), U distinct contexts of a prefill,
-M rows that share them, D hidden width, F width of auxiliary and final states, V vocabulary.
+Shapes: N rows of a decode step (padded to the row multiple), M rows without padding, U distinct
+contexts of a prefill, T tokens, D hidden width, F width of auxiliary and final states.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from slipstream.types import WeightUpdate
 
 
 class Runner:
-    """The policy in compute form, and one batch at a time through it."""
+    """Runs prefill, decode and token sampling of one policy, one batch at a time."""
 
     def __init__(
         self,
@@ -52,8 +52,9 @@ class Runner:
         choices: Choices | None = None,
         one_copy: bool = False,
     ) -> None:
-        """Unless `eager`, decode steps on a GPU become recordings, `choices` of draft plans as in
-        `DecodeGraphs`. Hidden states come with the inputs of the layers `aux_layers`."""
+        """Unless `eager`, a GPU runs decode steps as CUDA graphs. `choices` lists the draft plans
+        that may occur. `aux_layers` are layers whose inputs are returned with the final states.
+        `one_copy` keeps single-copy weights."""
         self.config = decoder.config
         self.aux_layers = aux_layers
         self.dtype = dtype
@@ -74,23 +75,24 @@ class Runner:
         else:
             with torch.no_grad():
                 self.packed = self._decoder.pack(self.dtype)
-        # Asked for in every step, and no different from one to the next.
+        # Computed here because every step needs them.
         self.tokens_multiple = self.packed.row_multiple
-        """Tokens of a forward pass, padding included, come in so many."""
+        """Tokens per forward pass, including padding, are a multiple of this."""
         self.row_by_row = supports_varlen(self.config, self.packed.compute_dtype, self.device)
-        """Whether the rows of a step need no matrix."""
+        """Whether requests of a decode step may have different numbers of tokens without padding.
+        """
 
     @property
     def row_multiple(self) -> int:
-        """Rows of a decode step, padding included, come in so many at most."""
+        """The KV store needs rows in multiples of this, so that padding requests have rows, too."""
         return self.tokens_multiple if self.graphs is None else ROWS
 
     def check(self, update: WeightUpdate) -> dict[str, Tensor]:
-        """The tensors of an update that fits. Raises EngineError for one that does not."""
+        """Return the tensors of an update by name. Raises EngineError if it does not fit."""
         return checked_tensors(self._decoder, update, self.dtype, what="weight update")
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the weights by tensors that `check` returned."""
+        """Replace the weights by tensors that `check` has returned."""
         copy_tensors(self._decoder, tensors)
         if self.graphs is None:
             self._pack()
@@ -98,14 +100,15 @@ class Runner:
         with torch.no_grad():
             copy_in_place(self.packed, self._decoder.pack(self.dtype))
 
-    def take(self, update: WeightUpdate) -> None:
-        """Write an update over the weights in use, as it comes. Raises EngineError for one that
-        does not fit, when some of it is there."""
+    def overwrite(self, update: WeightUpdate) -> None:
+        """Overwrite single-copy weights bucket by bucket. Raises EngineError if a bucket does not
+        fit; earlier buckets have been written then."""
         for tensors in checked_buckets(self._decoder, update, self.dtype):
             write(self._decoder, self.packed, tensors)
 
-    def forget_recordings(self) -> None:
-        """The store is about to give its memory back, and training needs theirs, too."""
+    def clear_graphs(self) -> None:
+        """Delete all CUDA graphs and free their memory. Called before the KV store frees its
+        memory, to which they refer."""
         if self.graphs is not None:
             self.graphs.clear()
         if self.choice_graphs is not None:
@@ -114,9 +117,10 @@ class Runner:
     def prefill(
         self, store: KVStore, contexts: Sequence[Sequence[int]], rows: list[int], sources: list[int]
     ) -> Tensor:
-        """Compute each distinct context once, fill the rows that share it.
+        """Compute each distinct context once, and fill the rows that share it.
 
-        Returns the hidden states of the contexts side by side, (U, T, F), padded on the right.
+        `rows` are the rows to fill, and `sources` the index of the context of each of them.
+        Returns auxiliary and final states of the contexts, (U, T, F), padded on the right.
         """
         ids, width = self._padded(contexts)
         positions = self._positions(torch.arange(width, device=self.device))
@@ -129,27 +133,29 @@ class Runner:
     def extend(
         self,
         store: KVStore,
-        rests: Sequence[Sequence[int]],
+        suffixes: Sequence[Sequence[int]],
         rows: Sequence[int],
         starts: Sequence[int],
     ) -> Tensor:
-        """Go on with contexts whose first `starts` tokens are in `rows`: to each row its rest.
+        """Continue contexts: compute `suffixes[i]` after the first `starts[i]` tokens, which are
+        cached in row `rows[i]`.
 
-        Returns the hidden states of the rests side by side, (U, T, F), padded on the right.
+        Returns auxiliary and final states of the suffixes, (U, T, F), padded on the right.
         """
-        ids, width = self._padded(rests)
+        ids, width = self._padded(suffixes)
         first_U1 = torch.tensor(starts, device=self.device)[:, None]
         positions = self._positions(first_U1 + torch.arange(width, device=self.device))
-        view = ExtendView(store, rows, starts, [len(rest) for rest in rests], width)
+        view = ExtendView(store, rows, starts, [len(suffix) for suffix in suffixes], width)
         return self.packed.forward(
             ids, positions, kv_cache=view, aux_layers=self.aux_layers
         ).side_by_side()
 
     def split(self, states: Tensor) -> HiddenStates:
-        """Of states that stand side by side."""
+        """Split concatenated states (..., F) into auxiliary and final states."""
         return HiddenStates.split(states, self.config.hidden_size)
 
     def _padded(self, contexts: Sequence[Sequence[int]]) -> tuple[Tensor, int]:
+        """Token ids, padded on the right to a common width, and this width."""
         width = round_up(max(map(len, contexts)), ROW_MULTIPLE)
         ids = torch.zeros(len(contexts), width, dtype=torch.int64)
         for i, context in enumerate(contexts):
@@ -157,13 +163,14 @@ class Runner:
         return ids.to(self.device), width
 
     def _positions(self, slots: Tensor) -> Tensor:
-        # Padding and drafts may reach beyond the last position that the model knows; nothing of
-        # them is kept.
+        # Padding and drafts may be beyond the model's last position. Their results are not used.
         return slots.clamp(max=self.config.max_position_embeddings - 1)
 
     def decode(self, store: KVStore, step: Verification) -> HiddenStates:
-        """Tokens that are known and drafts after them: cache them, and return their hidden states
-        (M, ...), after which those of padding may come."""
+        """Run a decode step: cache keys and values of the last known tokens and their drafts.
+
+        Returns their hidden states (M, ...); states of padding may follow.
+        """
         ids, slots, longest = step.ids_BT, step.slots_BT, step.longest
         view: PlacedKVCache | KeyPlaces
         if step.rows_M is not None:
@@ -184,7 +191,10 @@ class Runner:
         positions_N: Tensor,
         rows: SamplingRows,
     ) -> Choice:
-        """Next tokens of `rows`, to stand at `positions_N`; `hidden_ND` may have more rows."""
+        """Sample the tokens at `positions_N` from the hidden states of the tokens before them.
+
+        `hidden_ND` may have more rows than there are positions.
+        """
         if self.choice_graphs is not None:
             return self.choice_graphs.choose(self._choose, hidden_ND, positions_N, rows)
         return self._choose(hidden_ND, positions_N, rows)

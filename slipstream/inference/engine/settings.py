@@ -1,4 +1,4 @@
-"""Limits of one engine."""
+"""The settings of an embedded engine, with their checks."""
 
 from __future__ import annotations
 
@@ -12,35 +12,40 @@ from slipstream.models.numerics import KEY_CHUNK, ROW_MULTIPLE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """Limits of one engine.
-
-    `max_model_len` bounds context plus response; `kv_budget_bytes` bounds cached keys and values
-    (requests beyond it wait or are preempted); `max_prefill_tokens` bounds one prefill, padding
-    included: a longer context is prefilled in pieces, with decode steps in between. Keys and values
-    set aside after a weight update, and those of a context in pieces, are not part of the budget.
-    With `prefix_caching` those of ended requests stay in what the budget leaves free, for contexts
-    that begin as theirs did, until the weights change: for conversations of several turns; others
-    only pay for the copy. With `stagger_samples` samples of one prompt run one after the other as
-    long as there are others to run beside them, so that one can be drafted for from what another
-    has written. On a GPU decode steps are recorded and replayed, unless `enforce_eager`. The memory
-    of keys and values is given back when no request is left, unless `free_cache_engine` is off: to
-    get it again takes time. On a CPU the last `one_thread_below` requests or fewer decode on one
-    thread: a small model is hardly slower so, and the other cores are free. With `one_copy` weights
-    are kept in `dtype` alone and overwritten as they arrive (`models.single_copy_weights`), if
-    torch multiplies. Raises ConfigError for limits that allow nothing.
-    """
+    """The settings of one engine. Raises ConfigError for an unsupported dtype, for a limit below 1,
+    and for `max_prefill_tokens` below `ROW_MULTIPLE`."""
 
     max_model_len: int
+    """Maximum tokens of context and response together."""
     dtype: torch.dtype
+    """The dtype of weights and computation."""
     max_num_seqs: int = 256
+    """Maximum number of running requests; further requests wait."""
     kv_budget_bytes: int = 4 << 30
+    """Maximum bytes of cached keys and values. Requests that do not fit wait or are preempted. Keys
+    and values that are saved at a weight update, and those of a chunked prefill, do not count."""
     max_prefill_tokens: int = 8192
+    """Maximum tokens of one prefill, including padding. A longer context is prefilled in chunks,
+    with decode steps between them."""
     prefix_caching: bool = False
+    """Whether keys and values of ended requests are cached in the free part of the budget, until
+    the weights change. Conversations of several turns gain; other requests pay for a copy without
+    gain."""
     stagger_samples: bool = False
+    """Whether the samples of a prompt run one after the other, as long as requests for other
+    prompts can run at the same time. History drafts can then use the finished samples."""
     enforce_eager: bool = False
+    """Whether a GPU runs decode steps without CUDA graphs."""
     free_cache_engine: bool = True
+    """Whether an engine without requests releases the memory of keys and values. Allocating it
+    again takes time."""
     one_thread_below: int = 0
+    """On a CPU, decode on one thread if no request waits and at most this many run. This frees the
+    other cores, and a small model is hardly slower."""
     one_copy: bool = False
+    """Whether the only copy of the weights is in `dtype`, and updates overwrite it
+    (`models.single_copy_weights`). It needs matrix products by torch, not by the compiled
+    kernels."""
 
     def __post_init__(self) -> None:
         if self.dtype not in KEY_CHUNK:
@@ -51,5 +56,5 @@ class EngineSettings:
         if self.max_prefill_tokens < ROW_MULTIPLE:
             raise ConfigError(
                 f"engine: max_prefill_tokens={self.max_prefill_tokens} must be at least "
-                f"{ROW_MULTIPLE}, for tokens are computed in fours"
+                f"{ROW_MULTIPLE}, because tokens are computed in multiples of {ROW_MULTIPLE}"
             )

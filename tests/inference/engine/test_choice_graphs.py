@@ -1,4 +1,4 @@
-"""Recorded choices are those that were not recorded."""
+"""CUDA graphs of token sampling give the same tokens and log-probs as sampling without them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def settings(count: int, temperature: float = 1.0, top_k: int = 0) -> SamplingRo
 
 
 def by_torch(hidden: torch.Tensor, positions: torch.Tensor, rows: SamplingRows) -> Choice:
-    """What a GPU chooses by: the kernel of a CPU leaves no operations to record."""
+    """Token sampling by torch operations, as on a GPU. The CPU kernel has none to record."""
     log_probs = torch.log_softmax((hidden @ WEIGHT.T)[: len(positions)], -1)
     noise = gumbel_noise(rows.keys_N2, positions, VOCAB)
     tokens = first_argmax(log_probs.double() + noise)
@@ -36,12 +36,12 @@ def by_torch(hidden: torch.Tensor, positions: torch.Tensor, rows: SamplingRows) 
 
 
 def states(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """With rows of padding after them."""
+    """Hidden states, with three padding rows at the end, and positions."""
     hidden = torch.randn(count + 3, 16, generator=torch.Generator().manual_seed(seed))
     return hidden, torch.arange(count) + 10 * seed
 
 
-def test_other_numbers_of_rows_share_a_recording() -> None:
+def test_row_counts_of_one_bucket_share_a_recording() -> None:
     graphs = ChoiceGraphs(trace, VOCAB)
     for seed, count in enumerate([5, 6, 5, 6, 5, 5]):
         hidden, positions = states(count, seed)
@@ -54,14 +54,14 @@ def test_other_numbers_of_rows_share_a_recording() -> None:
         torch.testing.assert_close(found.sampling_log_probs, expected.sampling_log_probs)
     assert graphs.replayed == 4
     assert graphs.memory.nbytes == MIB
-    # The kernels of a CPU agree.
+    # The CPU kernel samples the same tokens.
     logits = (hidden @ WEIGHT.T)[:5]
     assert torch.equal(choose(logits, positions, rows).tokens, found.tokens)
     graphs.clear()
     assert graphs.memory.nbytes == 0
 
 
-def test_laws_that_are_cut_and_large_batches_are_not_recorded(
+def test_truncated_sampling_and_large_batches_are_not_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(choice_graphs, "AT_ONCE", 8 * VOCAB)

@@ -1,4 +1,4 @@
-"""From the engine's counters to `EngineStats`."""
+"""The engine's counters, and `EngineStats` made from them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def test_every_counter_reaches_the_stats() -> None:
     assert {f.name for f in fields(EngineStats)} == {f.name for f in fields(Counters)} | now
 
 
-def test_nothing_counted_is_the_default() -> None:
+def test_new_counters_give_default_stats() -> None:
     empty = Counters().stats(version=0, running=0, waiting=0, kv_bytes=0)
     assert empty == EngineStats(plan="off")
 
 
-def test_decode_steps_go_by_class_of_batch_size() -> None:
+def test_decode_steps_are_counted_by_batch_class() -> None:
     counters = Counters()
     counters.decoded(1, 3, 0.5)
     counters.decoded(4, 4, 1.0)
@@ -39,7 +39,7 @@ def test_decode_steps_go_by_class_of_batch_size() -> None:
     assert counters.batch_seconds == [0.5, 1.25, 0.0, 0.0, 0.0]
 
 
-def test_drafts() -> None:
+def test_drafts_are_counted_by_depth_and_plan() -> None:
     counters, tree = Counters(), DraftPlan(3, 2, 8)
     counters.planned(tree, 5, 0.5)
     counters.drafted(tree, [7, 0, 4], by_head=6, seconds=0.5, proposing=0.125)
@@ -51,7 +51,7 @@ def test_drafts() -> None:
     assert (stats.draft_tokens, stats.head_draft_tokens, stats.verifications) == (11, 6, 2)
     assert (stats.draft_steps, stats.draft_depth) == (1, 3)
     assert (stats.draft_seconds, stats.propose_seconds) == (0.5, 0.125)
-    # Of that depth or more; the last entry stands for 16 and beyond.
+    # Each entry counts its depth or more. The last entry is depth 16.
     assert stats.offered_depths == (2, 2, 2, *[1] * 13)
     assert stats.accepted_depths == (1, 1, *[0] * 14)
     assert stats.plan == "off"

@@ -1,7 +1,7 @@
-"""What the engine samples, plain and under drafts, against exact probabilities of all sequences.
+"""Compares frequencies of sampled sequences with exact probabilities, with and without drafts.
 
-The probabilities are made here from nothing of ours but the weights: transformers in float64, a
-softmax and a top-p in plain Python, an enumeration.
+The probabilities are computed independently: transformers in float64 computes the logits, plain
+Python computes softmax and top-p, and all sequences are enumerated.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tests.inference.test_contract import hf_model
 
 V, LENGTH, SAMPLES = 5, 3, 20_000
 PROMPT = (1, 3)
-SURE = 1e-4
-"""A right engine fails one seed in ten thousand; the seed is fixed."""
+SIGNIFICANCE = 1e-4
+"""A correct engine fails with one seed in 10,000; the seed is fixed."""
 
 Tokens = tuple[int, ...]
 
@@ -53,8 +53,8 @@ def next_logits() -> dict[Tokens, list[float]]:
     return found
 
 
-def law(logits: Sequence[float], top_p: float) -> list[float]:
-    """Softmax, then the fewest of the likeliest tokens that reach `top_p` together."""
+def next_probs(logits: Sequence[float], top_p: float) -> list[float]:
+    """Next-token probabilities: softmax, cut to the smallest set of tokens that reaches `top_p`."""
     weights = [math.exp(x - max(logits)) for x in logits]
     probs = [w / sum(weights) for w in weights]
     kept, mass = set[int](), 0.0
@@ -70,14 +70,15 @@ def exact(top_p: float) -> dict[Tokens, float]:
     """The probability of each sequence of `LENGTH` tokens."""
     return {
         tokens: math.prod(
-            law(next_logits()[tokens[:i]], top_p)[token] for i, token in enumerate(tokens)
+            next_probs(next_logits()[tokens[:i]], top_p)[token] for i, token in enumerate(tokens)
         )
         for tokens in product(range(V), repeat=LENGTH)
     }
 
 
 class Guesser:
-    """Drafts what the whole law would give with the position's noise, and lies now and then."""
+    """A proposer that samples from the policy with the noise of each position, without top-p. 30 %
+    of its drafts are random tokens."""
 
     def __init__(self) -> None:
         self.written: dict[str, list[int]] = {}
@@ -108,8 +109,8 @@ class Guesser:
         while len(drafts) < plan.steps and len(written) + len(drafts) < LENGTH:
             logits, gumbel = next_logits()[(*written, *drafts)], noise[len(drafts)]
             scores = [x + g for x, g in zip(logits, gumbel, strict=True)]
-            lie = self.rng.random() < 0.3
-            drafts.append(self.rng.randrange(V) if lie else scores.index(max(scores)))
+            random_token = self.rng.random() < 0.3
+            drafts.append(self.rng.randrange(V) if random_token else scores.index(max(scores)))
         return drafts
 
     def observe(
@@ -128,29 +129,30 @@ class Guesser:
 
 
 def sampled(top_p: float, *, drafts: int, samples: int = SAMPLES) -> Counter[Tokens]:
-    """How often each sequence was sampled, every sample with a key of its own."""
+    """How often each sequence was sampled. Every sample has its own noise key."""
     plan = DraftPlan.chain(drafts)
     engine = make_engine(policy(), proposer=Guesser() if drafts else None, plan=plan)
     requests = [
         make_request(f"s{i}", PROMPT, max_tokens=LENGTH, top_p=top_p, ignore_eos=True, seed=7)
         for i in range(samples)
     ]
-    # A few at a time: a queue of all of them is slow.
+    # 500 at a time, because a queue of all samples is slow.
     parts = [engine.run(requests[i : i + 500]) for i in range(0, samples, 500)]
     if plan != OFF:
-        # Of the two drafts after a sample's first token one can save a step.
+        # Decoding two tokens after the first one takes two steps; an accepted draft saves one.
         assert 0.6 < engine.stats().accepted_tokens / samples < 0.95
     return Counter(tuple(g.token_ids) for part in parts for g in part)
 
 
 def p_value(counts: Counter[Tokens], probs: dict[Tokens, float]) -> float:
-    """Of Pearson's chi-square; sequences expected fewer than five times are counted together."""
+    """The p-value of Pearson's chi-squared test. Sequences that are expected fewer than five times
+    are counted as one cell."""
     samples = counts.total()
     cells: list[tuple[float, float]] = []
     rare_seen = rare_expected = 0.0
     for tokens, p in probs.items():
         if p == 0:
-            assert counts[tokens] == 0, f"{tokens} is outside the law"
+            assert counts[tokens] == 0, f"{tokens} was sampled, but its probability is 0"
         elif samples * p < 5:
             rare_seen, rare_expected = rare_seen + counts[tokens], rare_expected + samples * p
         else:
@@ -162,40 +164,40 @@ def p_value(counts: Counter[Tokens], probs: dict[Tokens, float]) -> float:
     return float(torch.special.gammaincc(freedom, torch.tensor(chi / 2, dtype=torch.float64)))
 
 
-def test_the_tail_of_chi_square_is_that_of_tables() -> None:
+def test_p_values_match_chi_squared_tables() -> None:
     two: dict[Tokens, float] = {(0,): 0.5, (1,): 0.5}
-    # One degree of freedom, chi-square 2 * 31^2 / 500 = 3.844; tables have 5 % at 3.841.
+    # One degree of freedom, chi-squared 2 * 31^2 / 500 = 3.844; tables have 5 % at 3.841.
     seen: Counter[Tokens] = Counter({(0,): 531, (1,): 469})
     assert p_value(seen, two) == pytest.approx(0.05, abs=1e-4)
-    # Three: 5 % at 7.815.
+    # Three degrees of freedom: 5 % at 7.815.
     four: dict[Tokens, float] = {(token,): 0.25 for token in range(4)}
     seen = Counter({(0,): 1000 + 62, (1,): 1000 - 62, (2,): 1000 + 7, (3,): 1000 - 7})
     assert p_value(seen, four) == pytest.approx(0.05, abs=1e-3)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
-def test_probabilities_add_up(top_p: float) -> None:
+def test_exact_probabilities_add_up_to_one(top_p: float) -> None:
     probs = exact(top_p)
     assert sum(probs.values()) == pytest.approx(1, abs=1e-12)
     assert (min(probs.values()) == 0) is (top_p < 1)
-    # Neither flat nor sharp, or the test could not tell laws apart.
+    # Neither flat nor peaked, so that the test can distinguish distributions.
     assert 0.01 < max(probs.values()) < 0.5
 
 
 @pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
-def test_sequences_come_as_often_as_they_should(top_p: float, drafts: int) -> None:
-    assert p_value(sampled(top_p, drafts=drafts), exact(top_p)) > SURE
+def test_sampled_frequencies_match_exact_probabilities(top_p: float, drafts: int) -> None:
+    assert p_value(sampled(top_p, drafts=drafts), exact(top_p)) > SIGNIFICANCE
 
 
-def test_a_biased_acceptance_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_biased_acceptance_fails_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = Random(0)
 
     def lenient(tokens: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -> list[int]:
-        """One chain in two is accepted without a look."""
+        """Accept half of the chains without comparing tokens."""
         if rng.random() < 0.5:
             return list(range(len(tokens)))
         return accepted_path(tokens, parents, chosen)
 
     monkeypatch.setattr(engine_module, "accepted_path", lenient)
-    assert p_value(sampled(1.0, drafts=2), exact(1.0)) < SURE
+    assert p_value(sampled(1.0, drafts=2), exact(1.0)) < SIGNIFICANCE

@@ -1,4 +1,4 @@
-"""The synchronous core: requests, stops, memory, order, failures."""
+"""The synchronous engine core: requests, stop conditions, memory, scheduling order and failures."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ SLOT_BYTES = 2 * 2 * 2 * 16 * 4
         ({"dtype": torch.float16}, "float16 is not supported; choose one of float32, bfloat16"),
     ],
 )
-def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     values = {"max_model_len": 8, "dtype": torch.float32, **settings}
     with pytest.raises(ConfigError, match=message):
         EngineSettings(**values)
 
 
-def test_greedy_is_the_argmax_whatever_the_cuts() -> None:
+def test_greedy_decoding_is_the_argmax_and_ignores_truncation() -> None:
     cuts: dict[str, Any] = {"top_k": 1, "top_p": 0.1, "min_p": 0.9}
     plain, cut = (
         make_engine().run([make_request("g", max_tokens=20, temperature=0.0, **more)])[0]
@@ -62,8 +62,8 @@ def test_greedy_is_the_argmax_whatever_the_cuts() -> None:
         assert (hidden @ packed.lm_head.weight.T).argmax(-1)[2:-2].tolist() == plain.token_ids
 
 
-def test_end_of_sequence_as_first_token() -> None:
-    # Every greedy token is the end: the first comes from the prefill, and its row is free at once.
+def test_eos_as_first_token_frees_the_row_without_a_decode_step() -> None:
+    # The prefill samples the first token, which is EOS.
     free = make_engine().run([make_request("x", max_tokens=1, temperature=0.0)])[0]
     decoder = make_decoder(eos=free.token_ids[0])
     engine = make_engine(decoder, max_num_seqs=1)
@@ -76,7 +76,7 @@ def test_end_of_sequence_as_first_token() -> None:
     assert not engine.has_work()
 
 
-def test_a_prompt_that_leaves_room_for_one_token() -> None:
+def test_context_plus_max_tokens_may_reach_max_model_len() -> None:
     engine = make_engine(max_model_len=64)
     with pytest.raises(RequestError, match="64 tokens of context plus max_tokens=1 exceed"):
         engine.add(make_request("full", [3] * 64, max_tokens=1))
@@ -85,13 +85,13 @@ def test_a_prompt_that_leaves_room_for_one_token() -> None:
     )
 
 
-def test_the_models_positions_bound_the_engine() -> None:
+def test_the_models_position_limit_bounds_max_model_len() -> None:
     engine = make_engine(make_decoder(max_position_embeddings=32), max_model_len=1000)
     with pytest.raises(RequestError, match="max_model_len=32"):
         engine.add(make_request("long", [3] * 30, max_tokens=3))
 
 
-def test_a_request_beyond_the_budget_is_refused() -> None:
+def test_a_request_beyond_the_kv_budget_is_refused() -> None:
     engine = make_engine(kv_budget_bytes=64 * SLOT_BYTES)
     with pytest.raises(RequestError, match=r"10 \+ 60 tokens do not fit the KV budget of 32768"):
         engine.add(make_request("big", [3] * 10, max_tokens=60))
@@ -120,7 +120,7 @@ def test_a_refused_request_changes_nothing(message: str, settings: dict[str, Any
     for request in requests:
         engine.add(request)
     done = engine.step() + engine.step() + engine.step()
-    # In the middle of requests and of a prefill.
+    # Requests run, and a chunked prefill is unfinished.
     assert engine._scheduler.running
     assert engine._scheduler.partial is not None
     before = engine.stats()
@@ -136,7 +136,7 @@ def test_a_refused_request_changes_nothing(message: str, settings: dict[str, Any
     [
         (torch.float32, 1e300, "has values beyond the range of float32"),
         (torch.bfloat16, 3.4e38, "has values beyond the range of bfloat16"),
-        (torch.float32, None, "embed_tokens.weight comes more than once"),
+        (torch.float32, None, "embed_tokens.weight appears more than once"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(
@@ -158,7 +158,7 @@ def test_weights_that_do_not_fit_are_refused(
 
 @pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_copy_of_the_weights_generates_what_two_do(dtype: torch.dtype) -> None:
+def test_single_copy_weights_give_the_same_bits(dtype: torch.dtype) -> None:
     requests = mixed_requests(seed=3)
     found = []
     for one_copy in (False, True):
@@ -178,7 +178,7 @@ def test_one_copy_of_the_weights_generates_what_two_do(dtype: torch.dtype) -> No
     ("change", "message"),
     [
         (lambda tensors: tensors[1:], "tensor model.embed_tokens.weight is missing"),
-        (lambda tensors: [*tensors, tensors[0]], "embed_tokens.weight comes more than once"),
+        (lambda tensors: [*tensors, tensors[0]], "embed_tokens.weight appears more than once"),
         (lambda tensors: [("odd", tensors[0][1])], "tensor odd is not part of this model"),
         (
             lambda tensors: [(tensors[0][0], tensors[0][1] * torch.nan), *tensors[1:]],
@@ -186,22 +186,22 @@ def test_one_copy_of_the_weights_generates_what_two_do(dtype: torch.dtype) -> No
         ),
     ],
 )
-def test_one_copy_says_that_it_is_a_mixture(change: Any, message: str) -> None:
+def test_a_failed_single_copy_update_reports_mixed_weights(change: Any, message: str) -> None:
     engine = make_engine(make_decoder(), one_copy=True)
     tensors = change([(n, p.detach()) for n, p in make_decoder(1).named_parameters()])
     update = WeightUpdate(version=5, buckets=[[named] for named in tensors])
-    with pytest.raises(EngineError, match=f"a part of it was in use.*{message}"):
+    with pytest.raises(EngineError, match=f"version 5 failed .*mixture.*{message}"):
         engine.update_weights(update)
 
 
-def test_a_budget_for_one_block_of_rows_serves_everyone_in_turn() -> None:
+def test_a_budget_for_four_rows_serves_nine_requests_four_at_a_time() -> None:
     requests = [make_request(f"r{i}", [3 + i] * 50, max_tokens=10) for i in range(9)]
     engine = make_engine(kv_budget_bytes=4 * 64 * SLOT_BYTES)
     assert all_bits(engine.run(requests)) == all_bits(make_engine().run(requests))
     assert engine.stats().max_batch == 4
 
 
-def test_memory_is_given_back_when_the_work_is_done() -> None:
+def test_kv_memory_is_released_when_the_engine_is_idle() -> None:
     engine = make_engine()
     engine.run([make_request("long", [3] * 300, max_tokens=30), make_request("short")])
     assert engine.stats().kv_bytes == 0
@@ -212,8 +212,8 @@ def test_memory_is_given_back_when_the_work_is_done() -> None:
     assert engine.stats().kv_bytes == 0
 
 
-def test_a_long_request_leaves_its_slots_to_many_short_ones() -> None:
-    # 4 rows x 256 slots fill the budget; later 16 rows x 64 slots must fit.
+def test_the_memory_of_a_long_request_can_hold_many_short_ones() -> None:
+    # First, 4 rows of 256 slots fill the budget. Later, 16 rows of 64 slots must fit.
     engine = make_engine(kv_budget_bytes=4 * 256 * SLOT_BYTES)
     engine.add(make_request("long", [3] * 150, max_tokens=60))
     engine.add(make_request("stays", [3] * 3, max_tokens=30))
@@ -227,9 +227,9 @@ def test_a_long_request_leaves_its_slots_to_many_short_ones() -> None:
     assert bits(done["stays"]) == bits(alone)
 
 
-def test_the_newest_is_preempted_and_order_of_arrival_is_kept() -> None:
+def test_the_newest_requests_are_preempted_and_arrival_order_is_kept() -> None:
     engine = make_engine(kv_budget_bytes=8 * 64 * SLOT_BYTES)
-    # "a" ends first, so that the last row moves to the front.
+    # "a" ends first, so the last row moves to row 0.
     engine.add(make_request("a", [3] * 40, max_tokens=3))
     for i in range(1, 8):
         engine.add(make_request(f"b{i}", [3 + i] * 55, max_tokens=30))
@@ -239,7 +239,7 @@ def test_the_newest_is_preempted_and_order_of_arrival_is_kept() -> None:
     assert set(order[1:5]) == {"b1", "b2", "b3", "b4"}
 
 
-def test_forced_preemption_keeps_order_of_arrival() -> None:
+def test_preemption_keeps_arrival_order() -> None:
     engine = make_engine()
     for i in range(4):
         engine.add(make_request(f"r{i}", max_tokens=6))
@@ -249,12 +249,12 @@ def test_forced_preemption_keeps_order_of_arrival() -> None:
     scheduler = engine._scheduler
     assert [r.request_id for r in scheduler.waiting] == ["r0", "r1", "r2", "r4"]
     assert [scheduler.row(r) for r in scheduler.running] == [0]
-    gone = scheduler.waiting[0]
+    preempted = scheduler.waiting[0]
     with pytest.raises(ValueError, match="not in list"):
-        scheduler.row(gone)
+        scheduler.row(preempted)
 
 
-def test_abort_of_running_waiting_and_set_aside_requests() -> None:
+def test_abort_of_running_waiting_and_preempted_requests() -> None:
     requests = mixed_requests(5, tokens=20)
     reference = all_bits(make_engine().run(requests))
     engine = make_engine(max_num_seqs=3)
@@ -273,7 +273,7 @@ def test_abort_of_running_waiting_and_set_aside_requests() -> None:
     assert engine.abort() == []
 
 
-def test_prefill_is_cut_by_its_token_limit() -> None:
+def test_max_prefill_tokens_limits_each_prefill() -> None:
     requests = [make_request(f"r{i}", [3 + i] * 30, max_tokens=3) for i in range(6)]
     engine = make_engine(max_prefill_tokens=64)
     widths: list[int] = []
@@ -288,24 +288,24 @@ def test_prefill_is_cut_by_its_token_limit() -> None:
     assert widths == [2, 2, 2]
 
 
-def test_duplicate_ids_and_stop_strings_without_a_tokenizer() -> None:
+def test_duplicate_ids_and_stop_strings_without_a_tokenizer_are_refused() -> None:
     settings = EngineSettings(max_model_len=64, dtype=torch.float32)
     engine = Engine(shared_decoder(), settings)
     engine.add(make_request("one"))
-    with pytest.raises(RequestError, match="'one': a request of this id is already running"):
+    with pytest.raises(RequestError, match=r"'one': .*request_id is already running"):
         engine.add(make_request("one"))
-    with pytest.raises(RequestError, match="stop strings need an engine with a tokenizer"):
+    with pytest.raises(RequestError, match=r"stop strings need .*tokenizer .*`decode`"):
         engine.add(make_request("two", stop=("x",)))
     assert drain(engine)[0].text == ""
 
 
-def test_an_id_is_free_again_when_its_request_has_left() -> None:
+def test_a_request_id_can_be_used_again_after_its_request() -> None:
     engine = make_engine()
     for _ in range(2):
         engine.add(make_request("one", max_tokens=4, ignore_eos=True))
         engine.step()
         engine.preempt(["one"])
-        with pytest.raises(RequestError, match="'one': a request of this id is already running"):
+        with pytest.raises(RequestError, match=r"'one': .*request_id is already running"):
             engine.add(make_request("one"))
         assert [len(g.token_ids) for g in drain(engine)] == [4]
     for steps in (0, 1):
@@ -316,7 +316,7 @@ def test_an_id_is_free_again_when_its_request_has_left() -> None:
     assert not engine.has_work()
 
 
-def test_several_stop_strings_in_one_step() -> None:
+def test_requests_of_one_batch_can_have_different_stop_strings() -> None:
     full = make_engine().run([make_request(f"s{i}", max_tokens=12) for i in range(4)])
     engine = make_engine()
     for i, generation in enumerate(full):
@@ -328,7 +328,7 @@ def test_several_stop_strings_in_one_step() -> None:
         assert done[f"s{i}"].text == text[: text.index(stop)]
 
 
-def test_overflowing_logits_fail_their_requests_only() -> None:
+def test_overflowing_logits_fail_only_their_request() -> None:
     decoder = make_decoder(tie_word_embeddings=False)
     with torch.no_grad():
         decoder.model.embed_tokens.weight[60] = float("inf")
@@ -344,14 +344,14 @@ def test_overflowing_logits_fail_their_requests_only() -> None:
     assert bits(results[1]) == bits(alone)
 
 
-def test_a_row_that_held_nan_is_clean_for_its_next_user() -> None:
+def test_a_row_that_held_nan_is_cleared_for_the_next_request() -> None:
     engine = make_engine()
     keeper = make_request("keeper", [9], max_tokens=40)
     reference = make_engine().run([make_request("next", [3] * 5, max_tokens=8)])[0]
     engine.add(make_request("bad", [5] * 40, max_tokens=30))
     engine.add(keeper)
     engine.step()
-    # Keys and values overflow in row 0, then their logits do.
+    # Keys and values of row 0 become NaN, so the logits of its request do, too.
     with torch.inference_mode():
         engine._scheduler.store.data[:, :, 0] = float("nan")
     failed = engine.step()
@@ -380,7 +380,7 @@ def push_all(state: Running, ids: list[int], decode_text: Any = decode) -> Gener
     return None
 
 
-def test_stop_strings_decode_a_bounded_tail() -> None:
+def test_stop_strings_decode_only_a_short_tail() -> None:
     longest = 0
 
     def counting(ids: list[int]) -> str:
@@ -393,10 +393,10 @@ def test_stop_strings_decode_a_bounded_tail() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_stop_strings_end_where_the_whole_text_says(seed: int) -> None:
+def test_stop_strings_are_found_as_in_the_whole_text(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(150):
-        # Invisible tokens (0) stretch the stop string over many tokens.
+        # Token 0 has no text, so a stop string can span many tokens.
         ids = [rng.choice([0, 0, 0, 1, 3, 4]) for _ in range(60)]
         stops = tuple(
             "".join(rng.choice("acd") for _ in range(rng.randrange(1, 6))) for _ in range(2)
@@ -416,7 +416,7 @@ def test_a_stop_string_may_begin_in_prior_tokens() -> None:
     assert ended is not None
     assert ended.token_ids == [3]
     assert ended.text == ""
-    # One that ended there does not count again.
+    # A stop string that ends in the prior tokens does not count.
     state = running(("ac",), prior=(1, 3))
     assert push_all(state, [4, 5]) is None
     again = push_all(state, [1, 3])
@@ -424,9 +424,9 @@ def test_a_stop_string_may_begin_in_prior_tokens() -> None:
     assert again.text == "de"
 
 
-def test_text_of_a_continuation_is_what_the_context_makes_of_it() -> None:
+def test_text_of_a_continuation_is_decoded_after_its_prior_tokens() -> None:
     def spaced(ids: list[int]) -> str:
-        """As tokenizers that mark words do: a space before each word but the first."""
+        """Decode like tokenizers that put a space before each word but the first."""
         return " ".join(decode([i]) for i in ids)
 
     state = running((), prior=(1, 2), max_tokens=2)
@@ -435,7 +435,7 @@ def test_text_of_a_continuation_is_what_the_context_makes_of_it() -> None:
     assert done.text == " c d"
 
 
-def test_stop_reasons_have_an_order() -> None:
+def test_stop_reasons_have_priorities() -> None:
     request = make_request("o", stop_token_ids=(5,), stop=("b",), max_tokens=2)
     for token, reason in [(EOS, StopReason.EOS), (5, StopReason.STOP_TOKEN)]:
         state = Running(request=request, key=(0, 0), eos_ids=frozenset({EOS}), context=[3])
@@ -449,19 +449,19 @@ def test_stop_reasons_have_an_order() -> None:
     assert done.text == "i"
 
 
-def test_the_last_requests_decode_on_one_thread_to_the_same_tokens() -> None:
-    told: list[bool] = []
+def test_decoding_on_one_thread_gives_the_same_tokens() -> None:
+    events: list[bool] = []
     engine = make_engine(one_thread_below=2)
-    engine.lent = told.append
+    engine.lent = events.append
     asked = [make_request(str(n), [1, 2, 3 + n], max_tokens=4 * n + 2) for n in range(5)]
     assert [g.token_ids for g in engine.run(asked)] == [
         g.token_ids for g in make_engine().run(asked)
     ]
-    # Once for the two longest, and back when none was left.
-    assert told == [True, False]
+    # True when two requests are left, False when none is left.
+    assert events == [True, False]
     engine.run(asked[:1])
-    assert told == [True, False] * 2
+    assert events == [True, False] * 2
     engine.add(asked[1])
     engine.step()
     engine.abort()
-    assert told == [True, False] * 3
+    assert events == [True, False] * 3

@@ -1,4 +1,4 @@
-"""Exact mode: a response has the same bits, whatever happens around it."""
+"""Exact mode: a response has the same bits, independent of batching, preemption and scheduling."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from tests.inference.helpers import (
 )
 
 SLOT_BYTES = 2 * 2 * 2 * 16
-"""Layers, keys and values, heads, width: numbers in one slot of one row."""
+"""Elements of one slot of one row: layers * (keys and values) * heads * head width."""
 
 
-def test_batch_limits_and_arrival_order_do_not_matter(dtype: torch.dtype) -> None:
+def test_batch_limits_and_arrival_order_do_not_change_bits(dtype: torch.dtype) -> None:
     count, tokens = (14, 40) if dtype == torch.float32 else (8, 12)
     requests = mixed_requests(count, tokens=tokens)
     reference = all_bits(make_engine(dtype=dtype, max_num_seqs=1).run(requests))
@@ -47,7 +47,7 @@ def test_batch_limits_and_arrival_order_do_not_matter(dtype: torch.dtype) -> Non
         assert all_bits(engine.run(shuffled)) == reference
 
 
-def test_arrivals_in_mid_flight_do_not_matter(dtype: torch.dtype) -> None:
+def test_arrivals_during_decoding_do_not_change_bits(dtype: torch.dtype) -> None:
     requests = mixed_requests(8, tokens=12, seed=1)
     reference = all_bits(make_engine(dtype=dtype).run(requests))
 
@@ -58,7 +58,7 @@ def test_arrivals_in_mid_flight_do_not_matter(dtype: torch.dtype) -> None:
     assert all_bits(done + drain(engine)) == reference
 
 
-def test_preemption_does_not_matter(dtype: torch.dtype) -> None:
+def test_preemption_does_not_change_bits(dtype: torch.dtype) -> None:
     requests = mixed_requests(6, tokens=20, seed=2)
     reference = all_bits(make_engine(dtype=dtype).run(requests))
     rng = random.Random(0)
@@ -74,10 +74,10 @@ def test_preemption_does_not_matter(dtype: torch.dtype) -> None:
     assert engine.stats().preempted > 3
 
 
-def test_a_tight_budget_preempts_and_does_not_matter() -> None:
+def test_a_small_kv_budget_preempts_and_does_not_change_bits() -> None:
     requests = [make_request(f"r{i}", [3 + i] * (40 + i), max_tokens=60) for i in range(7)]
     reference = all_bits(make_engine().run(requests))
-    # 4 rows of 128 slots: seven requests start with 64 each, four can stay beyond.
+    # 4 rows of 128 slots: seven requests fit with 64 slots each, but only four with more.
     budget = 4 * 128 * SLOT_BYTES * 4
 
     engine = make_engine(kv_budget_bytes=budget)
@@ -90,11 +90,11 @@ def test_a_tight_budget_preempts_and_does_not_matter() -> None:
     assert all_bits(done) == reference
     assert engine.stats().preempted >= 3
     assert most == budget
-    # Served in order of arrival: the oldest are never the ones that wait.
+    # Requests are served in order of arrival, so the oldest are never preempted.
     assert {g.request_id for g in done[:4]} == {"r0", "r1", "r2", "r3"}
 
 
-def test_abort_and_resume_with_prior_ids(dtype: torch.dtype) -> None:
+def test_aborted_requests_continued_with_prior_ids_have_the_same_bits(dtype: torch.dtype) -> None:
     requests = mixed_requests(6, tokens=20, seed=3)
     requests = [r for r in requests if r.params.max_tokens > 3]
     reference = all_bits(make_engine(dtype=dtype).run(requests))
@@ -120,13 +120,13 @@ def test_abort_and_resume_with_prior_ids(dtype: torch.dtype) -> None:
             key=request.key,
         )
         rest = engine.run([resumed])[0]
-        ids, full, law = reference[request.request_id]
+        ids, log_probs, sampling_log_probs = reference[request.request_id]
         assert part.token_ids + rest.token_ids == ids
-        assert part.log_probs + rest.log_probs == full
-        assert part.sampling_log_probs + rest.sampling_log_probs == law
+        assert part.log_probs + rest.log_probs == log_probs
+        assert part.sampling_log_probs + rest.sampling_log_probs == sampling_log_probs
 
 
-def test_a_shared_prefill_equals_separate_ones(dtype: torch.dtype) -> None:
+def test_a_shared_prefill_gives_the_bits_of_separate_ones(dtype: torch.dtype) -> None:
     prompt = random_prompt(random.Random(4), 45)
     requests = [make_request(f"s{i}", prompt, max_tokens=8) for i in range(5)]
     other = make_request("other", prompt[:9], max_tokens=8)
@@ -140,7 +140,7 @@ def test_a_shared_prefill_equals_separate_ones(dtype: torch.dtype) -> None:
         assert bits(make_engine(dtype=dtype).run([request])[0]) == bits(generation)
 
 
-def test_contexts_from_60_to_2000_under_every_limit_with_preemption() -> None:
+def test_contexts_of_60_to_2000_tokens_with_preemption_have_the_trainers_bits() -> None:
     rng = random.Random(11)
     lengths = (60, 61, 127, 300, 513, 800, 1030, 1500, 2000)
     requests = [
@@ -165,8 +165,8 @@ def test_contexts_from_60_to_2000_under_every_limit_with_preemption() -> None:
         assert generation.log_probs == expected
 
 
-def test_large_weights_give_every_caller_the_same_bits() -> None:
-    # Large enough that every product is shared out among the threads.
+def test_multithreaded_products_give_the_same_bits() -> None:
+    # Large enough that every matrix product is split among the threads.
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_heads": 32, "vocab_size": 640}
     decoder = make_decoder(0, num_kv_heads=8, **sizes)
     with torch.no_grad():
@@ -184,7 +184,7 @@ def test_large_weights_give_every_caller_the_same_bits() -> None:
     assert len({token for g in reference for token in g.token_ids}) > 20
 
 
-def test_log_probs_equal_those_of_the_trainer(dtype: torch.dtype) -> None:
+def test_log_probs_equal_the_trainers(dtype: torch.dtype) -> None:
     requests = mixed_requests(8, tokens=14, seed=5)
     done = make_engine(dtype=dtype).run(requests)
     for request, generation in zip(requests, done, strict=True):
@@ -193,16 +193,18 @@ def test_log_probs_equal_those_of_the_trainer(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(60, 130), (508, 700), (1020, 1500), (2000,)])
-def test_long_contexts(dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
+def test_long_contexts_have_the_same_bits_alone_and_in_a_batch(
+    dtype: torch.dtype, lengths: tuple[int, ...]
+) -> None:
     rng = random.Random(6)
     decoder = shared_decoder()
     if dtype == torch.bfloat16 or max(lengths) > 1000:
-        # bf16 is emulated on many CPUs: keep it short.
+        # bf16 is emulated on many CPUs, so the model is small.
         decoder = make_decoder(num_layers=1, num_heads=1, num_kv_heads=1)
     requests = [make_request(f"n{n}", random_prompt(rng, n), max_tokens=7) for n in lengths]
-    company = make_request("short", (5, 6), max_tokens=12)
+    short = make_request("short", (5, 6), max_tokens=12)
 
-    together = all_bits(make_engine(decoder, dtype).run([company, *requests]))
+    together = all_bits(make_engine(decoder, dtype).run([short, *requests]))
 
     for request in requests:
         engine = make_engine(decoder, dtype)
@@ -222,9 +224,10 @@ def run_with_update(
     preempt_at: tuple[int, ...],
     same_version: bool = False,
 ) -> tuple[dict[str, Generation], Engine]:
-    """Two requests; new weights when both have 5 tokens; all are preempted at some such counts.
+    """Run two requests, with a weight update when both have 5 tokens.
 
-    A step after preemption yields two tokens, so positions count here, not steps.
+    Both are preempted at the token counts in `preempt_at`; -5 means 5 tokens, but after the update.
+    Token counts are used instead of steps, because a step after preemption gives two tokens.
     """
     decoder, new = make_decoder(0), make_decoder(1)
     engine = make_engine(decoder, dtype)
@@ -247,31 +250,32 @@ def run_with_update(
 
 
 @pytest.mark.parametrize("policy", list(KVPolicy))
-def test_an_update_in_mid_request_and_preemption(dtype: torch.dtype, policy: KVPolicy) -> None:
+def test_an_update_during_requests_gives_the_same_bits_with_preemption(
+    dtype: torch.dtype, policy: KVPolicy
+) -> None:
     plain, _ = run_with_update(policy, dtype, preempt_at=())
     spans = [VersionSpan(0, 0, 5), VersionSpan(1, 5, 12)]
     assert [g.spans for g in plain.values()] == [spans, spans]
 
-    # 5 is just before the update, -5 just after it.
     for preempt_at in [(5,), (-5,), (7, 9), (3, 5, 7)]:
         got, engine = run_with_update(policy, dtype, preempt_at=preempt_at)
-        # An update that recomputes has sent them to the queue by itself.
+        # With RECOMPUTE, the update has already moved them to the queue.
         forced = 0 if policy is KVPolicy.RECOMPUTE and preempt_at == (-5,) else len(preempt_at)
         assert engine.stats().preempted == 2 * forced
         assert all_bits(list(got.values())) == all_bits(list(plain.values())), preempt_at
         assert [g.spans for g in got.values()] == [spans, spans]
 
 
-def test_keep_and_recompute_differ() -> None:
+def test_keep_and_recompute_give_different_log_probs() -> None:
     keep, _ = run_with_update(KVPolicy.KEEP, torch.float32, preempt_at=())
     recompute, _ = run_with_update(KVPolicy.RECOMPUTE, torch.float32, preempt_at=())
     for name in keep:
-        # Step 5 sees old keys and values in one case and new ones in the other.
+        # Token 5 attends to old keys and values with KEEP, and to new ones with RECOMPUTE.
         assert keep[name].log_probs[:5] == recompute[name].log_probs[:5]
         assert keep[name].log_probs[5] != recompute[name].log_probs[5]
 
 
-def test_recompute_is_a_prefill_under_the_new_weights() -> None:
+def test_recompute_equals_a_prefill_with_the_new_weights() -> None:
     got, _ = run_with_update(KVPolicy.RECOMPUTE, torch.float32, preempt_at=())
     for i, generation in enumerate(got.values()):
         request = make_request(
@@ -282,15 +286,15 @@ def test_recompute_is_a_prefill_under_the_new_weights() -> None:
 
 
 @pytest.mark.parametrize("policy", list(KVPolicy))
-def test_equal_version_numbers_are_not_equal_weights(policy: KVPolicy) -> None:
+def test_an_update_with_the_same_version_number_still_changes_the_weights(policy: KVPolicy) -> None:
     plain, _ = run_with_update(policy, torch.float32, preempt_at=(), same_version=True)
     got, _ = run_with_update(policy, torch.float32, preempt_at=(-5, 8), same_version=True)
     assert all_bits(list(got.values())) == all_bits(list(plain.values()))
     assert [g.spans for g in got.values()] == [[VersionSpan(0, 0, 12)]] * 2
 
 
-def test_an_update_while_preempted_sets_keys_and_values_aside() -> None:
-    # They were dropped when the request was preempted, since its weights were still there.
+def test_an_update_saves_keys_and_values_of_preempted_requests() -> None:
+    # They were dropped at the preemption, because the weights were still loaded.
     decoder, new = make_decoder(0), make_decoder(1)
 
     def run(*, preempt: bool) -> dict[str, Generation]:
@@ -302,7 +306,8 @@ def test_an_update_while_preempted_sets_keys_and_values_aside() -> None:
             before = engine.stats().kv_bytes
         engine.update_weights(update_from(new, 1))
         if preempt:
-            assert engine.stats().kv_bytes == before + 32 * SLOT_BYTES * 4  # a block of slots
+            # One block of slots is saved.
+            assert engine.stats().kv_bytes == before + 32 * SLOT_BYTES * 4
             engine.add(make_request("second", [6] * 9, max_tokens=4))
         return {g.request_id: g for g in drain(engine)}
 
@@ -311,7 +316,7 @@ def test_an_update_while_preempted_sets_keys_and_values_aside() -> None:
     assert old.token_ids[:2] == run(preempt=True)["first"].token_ids[:2]
 
 
-def test_set_aside_requests_with_one_row() -> None:
+def test_saved_requests_continue_with_one_row() -> None:
     def run(limit: int, *, disturb: bool) -> dict[str, Generation]:
         engine = make_engine(make_decoder(0), max_num_seqs=limit)
         for name in ("a", "b", "c"):
@@ -326,12 +331,12 @@ def test_set_aside_requests_with_one_row() -> None:
 
     plain, disturbed = run(3, disturb=False), run(1, disturb=True)
     assert bits(disturbed["a"]) == bits(plain["a"])
-    # It had not begun when the weights changed.
+    # It had not started when the weights changed.
     assert disturbed["c"].spans == [VersionSpan(1, 0, 8)]
 
 
-def test_training_goes_on_after_an_engine_was_first() -> None:
-    # Shared tables are made by whoever comes first; those of inference mode cannot be trained with.
+def test_training_works_after_an_engine_has_made_the_shared_tables() -> None:
+    # Tables are shared and made at the first use. Training cannot use tensors of inference mode.
     decoder = make_decoder(rope_theta=4321.0)
     make_engine(decoder).run([make_request("first", max_tokens=3)])
     ids = torch.arange(32)[None]
@@ -355,12 +360,12 @@ def test_hidden_states_equal_the_trainers() -> None:
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "intermediate_size", "head_dim"])
-def test_widths_that_exact_mode_does_not_cover_are_refused(name: str) -> None:
+def test_widths_that_exact_mode_does_not_support_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name}=40 is not a multiple of 16"):
         make_engine(make_decoder(**{name: 40}))
 
 
-def test_any_vocabulary_is_exact(dtype: torch.dtype) -> None:
+def test_exact_mode_supports_any_vocabulary_size(dtype: torch.dtype) -> None:
     decoder = make_decoder(vocab_size=67)
     requests = mixed_requests(7, tokens=12, seed=8)
     reference = all_bits(make_engine(decoder, dtype, max_num_seqs=1).run(requests))
@@ -371,16 +376,16 @@ def test_any_vocabulary_is_exact(dtype: torch.dtype) -> None:
         assert generation.log_probs == expected
 
 
-def test_a_model_whose_positions_end_off_the_grid() -> None:
+def test_max_position_embeddings_need_not_be_a_multiple_of_the_padding() -> None:
     decoder = make_decoder(max_position_embeddings=62)
     request = make_request("edge", [5] * 61, max_tokens=1)
     generation = make_engine(decoder).run([request])[0]
-    roomy = make_engine(make_decoder(max_position_embeddings=128)).run([request])[0]
-    assert bits(generation) == bits(roomy)
+    longer = make_engine(make_decoder(max_position_embeddings=128)).run([request])[0]
+    assert bits(generation) == bits(longer)
 
 
 def broken_updates() -> list[tuple[str, dict[str, torch.Tensor]]]:
-    """Weights of another policy with one fault each, and what is said about it."""
+    """Weights of another policy with one fault each, and the error message."""
     norm = "model.norm.weight"
     good = {name: p.detach() for name, p in make_decoder(1).named_parameters()}
     without = {name: tensor for name, tensor in good.items() if name != norm}
@@ -404,7 +409,7 @@ def test_an_update_is_refused_as_a_whole(message: str, tensors: dict[str, torch.
     for request in requests:
         engine.add(request)
     done = engine.step()
-    # Also in the middle of requests and of a prefill.
+    # Requests run, and a chunked prefill is unfinished.
     assert engine._scheduler.partial is not None
     with pytest.raises(
         EngineError, match=rf"version 7 refused, the weights in use stay: .*{message}"

@@ -1,6 +1,6 @@
-"""Recorded decode steps give what computing them gives.
+"""Recorded decode steps give the same bits as eager ones.
 
-CUDA graphs need a GPU; see `tests.inference.stand_in`.
+CUDA graphs need a GPU. On a CPU, `tests.inference.stand_in` replaces them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slipstream.bench.speculation.drafters import LyingOracle
 from slipstream.inference.engine import Engine
 from slipstream.inference.engine.graph_shapes import Choices
 from slipstream.inference.engine.graphs import DecodeGraphs
-from slipstream.inference.engine.verification import verification
+from slipstream.inference.engine.verification import make_verification
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftTree
 from slipstream.types import GenerateRequest, Generation
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("without_kernels", "whole_chunks")
 def recording(
     engine: Engine, aux_layers: tuple[int, ...] = (), choices: Choices | None = None
 ) -> DecodeGraphs:
-    """Let an engine on a CPU record; as on a GPU, its rows come in eights."""
+    """Let an engine on a CPU record decode steps. As on a GPU, its rows are a multiple of 8."""
     graphs = DecodeGraphs(trace, aux_layers, choices)
     engine._runner.graphs = graphs
     engine._scheduler.store._row_multiple = engine._runner.row_multiple
@@ -56,11 +56,11 @@ def test_recorded_steps_give_the_same_bits() -> None:
     graphs = recording(recorded)
     assert all_bits(recorded.run(requests())) == all_bits(eager.run(requests()))
     steps = recorded.stats().decode_steps
-    # All but the first ones of a shape, and those after the store has grown.
+    # All steps but the first ones of each shape, and those after the store has grown.
     assert 0.6 * steps < graphs.replayed < steps
 
 
-def test_with_drafts_too() -> None:
+def test_recorded_steps_with_chains_give_the_same_bits() -> None:
     eager = make_engine(dtype=torch.bfloat16)
     expected = eager.run(requests())
     known = {g.request_id: g.token_ids for g in expected}
@@ -77,14 +77,14 @@ def test_with_drafts_too() -> None:
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows see the slots on their paths, and sums over them are taken in no order."""
+    """Attend as on a GPU: to the slots on each row's path, with sums in no fixed order."""
     monkeypatch.setattr("slipstream.models.attention.sums_in_key_order", lambda device: False)
 
 
 def drafting(
     known: Sequence[Generation], plan: DraftPlan, *, ragged: bool = False, **settings: Any
 ) -> Engine:
-    """An engine whose drafts are often right."""
+    """An engine with a proposer whose drafts are accepted in about 70 % of cases."""
     responses = {g.request_id: g.token_ids for g in known}
     oracle = LyingOracle(responses, vocab_size=VOCAB, lies=0.3, ragged=ragged)
     return make_engine(proposer=oracle, plan=plan, **settings)
@@ -92,7 +92,7 @@ def drafting(
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_with_trees_are_recorded(dtype: torch.dtype) -> None:
+def test_recorded_steps_with_trees_give_the_same_bits(dtype: torch.dtype) -> None:
     plain = make_engine(dtype=dtype).run(requests())
     eager = drafting(plain, DraftPlan(4, 3, 8), dtype=dtype)
     recorded = drafting(plain, DraftPlan(4, 3, 8), dtype=dtype)
@@ -104,13 +104,13 @@ def test_steps_with_trees_are_recorded(dtype: torch.dtype) -> None:
         assert [g.token_ids for g in got] == [g.token_ids for g in plain]
         before, steps = steps, recorded.stats().decode_steps
         share, replayed = (graphs.replayed - replayed) / (steps - before), graphs.replayed
-    # What came up in rollouts before is recorded at once.
+    # Shapes of earlier rollouts are recorded at their first use.
     assert share > 0.7
     assert recorded.stats().sibling_tokens > 50
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_what_is_filled_up_changes_nothing() -> None:
+def test_padding_to_recorded_shapes_does_not_change_tokens() -> None:
     plain = make_engine(dtype=torch.bfloat16).run(requests())
     plan = DraftPlan(5, 3, 7)
     recorded = drafting(plain, plan, dtype=torch.bfloat16, ragged=True)
@@ -123,7 +123,7 @@ def test_what_is_filled_up_changes_nothing() -> None:
     assert graphs.replayed > 10
 
 
-def test_rows_of_padding_stay_within_the_store() -> None:
+def test_padding_rows_stay_within_the_store() -> None:
     engine = make_engine(dtype=torch.bfloat16)
     graphs = recording(engine, choices=lambda running: [DraftPlan.chain(31)])
     store, packed = engine._scheduler.store, engine._runner.packed
@@ -131,16 +131,16 @@ def test_rows_of_padding_stay_within_the_store() -> None:
     tree, cpu = DraftTree.chain(5, [6, 7]), torch.device("cpu")
 
     def recorded(length: int) -> list[bool]:
-        step = verification([tree], [length], cpu, row_by_row=False, multiple=4)
+        step = make_verification([tree], [length], cpu, row_by_row=False, multiple=4)
         with torch.inference_mode():
             return [graphs.decode(packed, store, step) is not None for _ in range(4)]
 
-    # Twenty-nine rows of padding after the last known token and two drafts.
+    # 29 padding rows follow the last known token and two drafts.
     assert recorded(store.slots - 30) == [False] * 4
     assert recorded(store.slots - 31) == [False, False, True, True]
 
 
-def test_recordings_end_with_the_weights_that_they_were_made_for() -> None:
+def test_recordings_use_new_weights_after_an_update() -> None:
     eager, recorded = (make_engine(make_decoder(), torch.bfloat16) for _ in range(2))
     graphs = recording(recorded)
     for engine in (eager, recorded):
@@ -154,7 +154,7 @@ def test_recordings_end_with_the_weights_that_they_were_made_for() -> None:
     assert graphs.replayed > before > 0
 
 
-def test_an_idle_engine_holds_no_memory_of_recordings() -> None:
+def test_recordings_of_an_idle_engine_do_not_keep_the_kv_store_alive() -> None:
     engine = make_engine(dtype=torch.bfloat16)
     graphs = recording(engine)
     engine.add(make_request("a", max_tokens=30))
@@ -169,7 +169,7 @@ def test_an_idle_engine_holds_no_memory_of_recordings() -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_graphs_write_what_eager_steps_write() -> None:
+def test_cuda_graphs_give_the_tokens_of_eager_steps() -> None:
     decoder = make_decoder().cuda()
     eager = make_engine(decoder, torch.bfloat16, enforce_eager=True)
     recorded = make_engine(decoder, torch.bfloat16)
@@ -178,12 +178,12 @@ def test_cuda_graphs_write_what_eager_steps_write() -> None:
     graphs = recorded._runner.graphs
     assert graphs is not None
     assert graphs.replayed > 0
-    # Other shapes may take other kernels: close, and seldom another token.
+    # Padded shapes may use other kernels, so a few tokens may differ.
     same = sum(a.token_ids == b.token_ids for a, b in zip(expected, got, strict=True))
     assert same >= 8
 
 
-def test_aux_layers_are_recorded_beside_the_final_states() -> None:
+def test_recorded_steps_return_auxiliary_layers() -> None:
     decoder, aux_layers = make_decoder(num_layers=3), (0, 2)
     asked = [
         make_request(str(i), [5 + i, 9], max_tokens=20, ignore_eos=True, hidden=True)
@@ -192,9 +192,9 @@ def test_aux_layers_are_recorded_beside_the_final_states() -> None:
     eager = make_engine(decoder, dtype=torch.bfloat16, aux_layers=aux_layers)
     recorded = make_engine(decoder, dtype=torch.bfloat16, aux_layers=aux_layers)
     graphs = recording(recorded, aux_layers)
-    for ours, theirs in zip(recorded.run(asked), eager.run(asked), strict=True):
-        assert ours.hidden_states is not None
-        assert theirs.hidden_states is not None
-        assert ours.hidden_states.shape == (20, 3 * 32)
-        assert torch.equal(ours.hidden_states, theirs.hidden_states)
+    for got, expected in zip(recorded.run(asked), eager.run(asked), strict=True):
+        assert got.hidden_states is not None
+        assert expected.hidden_states is not None
+        assert got.hidden_states.shape == (20, 3 * 32)
+        assert torch.equal(got.hidden_states, expected.hidden_states)
     assert graphs.replayed > 5

@@ -1,4 +1,4 @@
-"""Hidden states of whole responses: those of the trainer's forward pass, whatever befell them."""
+"""Hidden states that the engine returns equal those of the trainer's forward pass."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from tests.inference.helpers import (
 def siblings(
     count: int, length: int, *, seed: int = 0, hidden: bool = True, tokens: int = 6
 ) -> list[GenerateRequest]:
+    """`count` samples of one prompt with `length` tokens."""
     prompt = random_prompt(random.Random(seed), length)
     return [
         make_request(f"{seed}/{i}", prompt, max_tokens=tokens + 5 * i, hidden=hidden)
@@ -36,7 +37,7 @@ def siblings(
     ]
 
 
-def assert_those_of(
+def assert_hidden_states_equal_the_trainers(
     decoder: Decoder, requests: Sequence[GenerateRequest], done: Sequence[Generation]
 ) -> None:
     with torch.no_grad():
@@ -49,69 +50,69 @@ def assert_those_of(
         assert answer.context_hidden_states is not None
         assert answer.hidden_states is not None
         assert not answer.context_hidden_states.is_inference()
-        ours = torch.cat([answer.context_hidden_states, answer.hidden_states])
-        assert torch.equal(ours, expected[:-1])
+        states = torch.cat([answer.context_hidden_states, answer.hidden_states])
+        assert torch.equal(states, expected[:-1])
 
 
-def test_of_contexts_in_pieces_and_of_siblings_that_share_a_prefill() -> None:
+def test_hidden_states_with_chunked_and_shared_prefills() -> None:
     requests = [*siblings(3, 70), *siblings(2, 9, seed=1), *siblings(1, 1, seed=2)]
     prior = random_prompt(random.Random(5), 20)
-    requests.append(make_request("goes on", requests[0].prompt_ids, prior=prior, hidden=True))
+    requests.append(make_request("continued", requests[0].prompt_ids, prior=prior, hidden=True))
     engine = make_engine(max_prefill_tokens=32)
-    assert_those_of(shared_decoder(), requests, engine.run(requests))
+    assert_hidden_states_equal_the_trainers(shared_decoder(), requests, engine.run(requests))
     assert engine.stats().shared_prompt_tokens == 2 * 70 + 9
 
 
-def test_what_is_not_asked_for_is_not_handed_over() -> None:
+def test_hidden_states_are_returned_only_if_requested() -> None:
     (answer,) = make_engine().run(siblings(1, 20, hidden=False))
     assert answer.context_hidden_states is None
     assert answer.hidden_states is None
 
 
-# One row: the second begins when the first has left; two: beside one that runs.
+# With one row, each sample starts after the one before has ended. With two, it starts while another
+# sample runs.
 @pytest.mark.parametrize(
     ("rows", "stagger", "reused"), [(1, False, 0), (1, True, 3 * 39), (2, False, 2 * 39)]
 )
-def test_of_later_siblings_whose_prompt_is_taken_over(
-    rows: int, stagger: bool, reused: int
-) -> None:
+def test_hidden_states_with_a_reused_prompt(rows: int, stagger: bool, reused: int) -> None:
     requests = siblings(4, 40)
     engine = make_engine(max_num_seqs=rows, stagger_samples=stagger)
-    assert_those_of(shared_decoder(), requests, engine.run(requests))
+    assert_hidden_states_equal_the_trainers(shared_decoder(), requests, engine.run(requests))
     assert engine.stats().reused_prompt_tokens == reused
 
 
-def test_of_a_sibling_of_those_that_were_not_asked() -> None:
+def test_hidden_states_after_samples_of_the_prompt_without_hidden_states() -> None:
     asked = siblings(4, 40)
     quiet = siblings(2, 40, hidden=False)
-    # The first's prompt was kept for others without its hidden states, so it is computed again.
+    # The first sample keeps its prompt without hidden states, so the prompt is computed again.
     requests = [quiet[0], *asked[2:]]
     for stagger in (False, True):
         engine = make_engine(max_num_seqs=1, stagger_samples=stagger)
         done = engine.run(requests)
-        assert_those_of(shared_decoder(), asked[2:], done)
-    # In one prefill, which begins where another's prompt ends: the one that is asked comes after.
+        assert_hidden_states_equal_the_trainers(shared_decoder(), asked[2:], done)
+    # The second sample reuses the prompt. The third one needs hidden states, so it cannot share
+    # this prefill and waits for the next one.
     engine = make_engine(max_num_seqs=3)
     engine.add(quiet[0])
     engine.step()
     for request in (quiet[1], asked[3]):
         engine.add(request)
-    assert_those_of(shared_decoder(), asked[3:], drain(engine))
+    assert_hidden_states_equal_the_trainers(shared_decoder(), asked[3:], drain(engine))
 
 
-def test_of_a_context_that_begins_as_another_one_ended() -> None:
+def test_requests_with_hidden_states_do_not_use_the_prefix_cache() -> None:
     engine = make_engine(prefix_caching=True)
     (first,) = engine.run(siblings(1, 40))
     turn = [*siblings(1, 40)[0].prompt_ids, *first.token_ids, 7, 8, 9]
     requests = [make_request("turn", turn, max_tokens=9, hidden=True)]
-    assert_those_of(shared_decoder(), requests, engine.run(requests))
-    # Who does not ask takes over what is there.
+    assert_hidden_states_equal_the_trainers(shared_decoder(), requests, engine.run(requests))
+    # A request without hidden states uses it.
     before = engine.stats().reused_prompt_tokens
     engine.run([make_request("quiet", turn, max_tokens=9)])
     assert engine.stats().reused_prompt_tokens > before
 
 
-def test_with_drafts_and_preemption() -> None:
+def test_hidden_states_with_drafts_and_preemption() -> None:
     requests = [*siblings(3, 40, tokens=40), *siblings(3, 5, seed=1, tokens=40)]
     reference = make_engine().run(requests)
     engine = make_engine(
@@ -128,17 +129,18 @@ def test_with_drafts_and_preemption() -> None:
     assert engine.stats().preempted > 3
     assert engine.stats().accepted_tokens > 10
     assert all_bits(done) == all_bits(reference)
-    assert_those_of(shared_decoder(), requests, done)
+    assert_hidden_states_equal_the_trainers(shared_decoder(), requests, done)
 
 
 def updated(engine: Engine, version: int) -> Decoder:
+    """Update the engine's weights, and return a decoder with the new weights."""
     decoder = make_decoder(seed=version)
     engine.update_weights(update_from(decoder, version))
     return decoder
 
 
-def test_a_response_that_goes_on_under_new_weights_has_their_states_alone() -> None:
-    # Its own: an update changes the weights of the decoder that the engine was made with.
+def test_a_response_continued_after_an_update_has_hidden_states_of_the_new_weights() -> None:
+    # Not the shared decoder, because the update changes its weights.
     engine = make_engine(make_decoder())
     (request,) = siblings(1, 40)
     engine.add(request)
@@ -151,11 +153,11 @@ def test_a_response_that_goes_on_under_new_weights_has_their_states_alone() -> N
     more = make_request("more", request.prompt_ids, prior=left.token_ids, max_tokens=5, hidden=True)
     (answer,) = engine.run([more])
     assert answer.spans == [VersionSpan(1, 0, 5)]
-    assert_those_of(newer, [more], [answer])
+    assert_hidden_states_equal_the_trainers(newer, [more], [answer])
 
 
-def test_an_update_under_way_leaves_states_of_both_which_the_spans_say() -> None:
-    # Its own: an update changes the weights of the decoder that the engine was made with.
+def test_after_an_update_a_sample_does_not_reuse_the_prompt_of_older_weights() -> None:
+    # Not the shared decoder, because the update changes its weights.
     engine = make_engine(make_decoder())
     requests = siblings(2, 40)
     engine.add(requests[0])
@@ -165,5 +167,5 @@ def test_an_update_under_way_leaves_states_of_both_which_the_spans_say() -> None
     engine.add(requests[1])
     done = {g.request_id: g for g in drain(engine)}
     assert [span.version for span in done["0/0"].spans] == [0, 1]
-    # The sibling's prompt is computed anew.
-    assert_those_of(newer, requests[1:], [done["0/1"]])
+    # The prompt of the second sample is computed again.
+    assert_hidden_states_equal_the_trainers(newer, requests[1:], [done["0/1"]])

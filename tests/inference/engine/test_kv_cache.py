@@ -1,4 +1,4 @@
-"""Rows and slots that grow, in new memory and within what is there."""
+"""The KV store: growth of rows and slots, in new memory and in place, and moves of slots."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def make_store(budget: int = 1 << 30, row_multiple: int = 1) -> KVStore:
 
 
 def fill(store: KVStore, rows: int, length: int) -> Tensor:
-    """Random keys and values in the first slots; a copy of them."""
+    """Write random keys and values to the first slots, and return a copy of them."""
     block = store.data[:, :, :rows, :, :length]
     block.copy_(torch.randn(block.shape, generator=torch.Generator().manual_seed(0)))
     return block.clone()
 
 
-def test_growth_in_new_memory_keeps_what_is_stored_and_is_zero_elsewhere() -> None:
+def test_growth_in_new_memory_keeps_the_contents_and_is_zero_elsewhere() -> None:
     store = make_store()
     store.reserve(2, 60)
     assert (store.rows, store.slots) == (2, 64)
@@ -42,10 +42,10 @@ def test_growth_in_new_memory_keeps_what_is_stored_and_is_zero_elsewhere() -> No
 
 
 @pytest.mark.parametrize("row_multiple", [1, 4])
-def test_growth_in_place_keeps_what_is_stored(row_multiple: int) -> None:
+def test_growth_in_place_keeps_the_contents(row_multiple: int) -> None:
     store = make_store(row_multiple=row_multiple)
     store.reserve(16, 250)
-    there = store.data.data_ptr(), store.nbytes
+    memory = store.data.data_ptr(), store.nbytes
     rng = random.Random(1)
     for rows, length in ((16, 256), (8, 300), (3, 700), (1, 900), (13, 40), (16, 200), (2, 1000)):
         kept = rng.randrange(1, min(store.rows, rows) + 1), rng.randrange(1, min(length, 256) + 1)
@@ -55,18 +55,18 @@ def test_growth_in_place_keeps_what_is_stored(row_multiple: int) -> None:
         assert store.rows >= rows
         assert store.rows % row_multiple == 0
         assert store.slots >= length
-        assert (store.data.data_ptr(), store.nbytes) == there
+        assert (store.data.data_ptr(), store.nbytes) == memory
         assert torch.equal(store.data[:, :, : kept[0], :, : kept[1]], stored)
-    # More than is there: new memory.
+    # More than the allocated memory holds.
     stored = fill(store, 2, 1000)
     store.reserve(2, store.nbytes // store.slot_bytes)
-    assert store.nbytes > there[1]
+    assert store.nbytes > memory[1]
     assert torch.equal(store.data[:, :, :2, :, :1000], stored)
     store.release()
     assert store.nbytes == store.rows == store.slots == 0
 
 
-def test_near_the_budget_no_more_is_taken_than_needed() -> None:
+def test_near_the_budget_only_the_needed_memory_is_allocated() -> None:
     store = make_store()
     store.budget = 3 * 128 * store.slot_bytes
     store.reserve(2, 64)
@@ -76,7 +76,7 @@ def test_near_the_budget_no_more_is_taken_than_needed() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_memory_that_is_kept_holds_what_others_wrote_and_changes_nothing(
+def test_reused_memory_with_old_contents_gives_the_same_bits(
     dtype: torch.dtype,
 ) -> None:
     head = DraftHead(CONFIG)
@@ -99,7 +99,7 @@ def test_memory_that_is_kept_holds_what_others_wrote_and_changes_nothing(
 
 
 @pytest.mark.usefixtures("without_kernels")
-def test_slots_are_moved_within_their_rows_by_torch_too() -> None:
+def test_torch_moves_slots_within_their_rows() -> None:
     store = make_store()
     store.reserve(3, 40)
     fill(store, 3, 40)

@@ -1,4 +1,4 @@
-"""How much memory keys and values may take, and that nothing of ended requests stays."""
+"""The KV budget, the free memory of control groups, and memory after many requests."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def budget(wanted: int | None = None, share: float = 0.5, length: int = 100) -> 
     return kv_budget(config, torch.float32, CPU, max_model_len=length, wanted=wanted, share=share)
 
 
-def test_a_budget_that_is_given_is_taken() -> None:
+def test_an_explicit_budget_is_used() -> None:
     assert budget(4 * 128 * SLOT_BYTES) == 4 * 128 * SLOT_BYTES
 
 
-def test_otherwise_it_is_a_share_of_what_is_free() -> None:
+def test_the_default_budget_is_a_share_of_the_free_memory() -> None:
     free = free_bytes(CPU)
     assert free > 1 << 20
-    # Others take and give back memory between the two calls.
+    # The free memory can change between the two calls.
     assert 0.2 * free < budget(share=0.25) < 0.3 * free
 
 
-def test_too_little_for_one_sequence_is_refused() -> None:
+def test_a_budget_too_small_for_one_sequence_is_refused() -> None:
     needed = 128 * SLOT_BYTES
     with pytest.raises(
         ConfigError,
-        match=rf"kv_cache_bytes={needed - 1} is too small: .* of 100 tokens take {needed} bytes; "
-        r"raise it, or lower data\.max_prompt_length",
+        match=rf"kv_cache_bytes={needed - 1} is too small: .* 100 tokens need {needed} bytes; "
+        r"raise it, lower data\.max_prompt_length or data\.max_response_length",
     ):
         budget(needed - 1)
     with pytest.raises(
@@ -60,7 +60,7 @@ def write(folder: Path, **files: str) -> None:
         (folder / name.replace("__", ".")).write_text(text)
 
 
-def test_limits_of_control_groups_around_the_process(tmp_path: Path) -> None:
+def test_limits_of_control_groups_and_their_parents_are_found(tmp_path: Path) -> None:
     listing, root = tmp_path / "cgroup", tmp_path / "fs"
     listing.write_text("0::/outer/inner\n")
     stat = "anon 5\ninactive_file 30\n"
@@ -69,7 +69,7 @@ def test_limits_of_control_groups_around_the_process(tmp_path: Path) -> None:
     assert _group_limits(listing, root) == [900 - 400 + 30]
     (root / "outer/inner/memory.max").write_text("60\n")
     assert sorted(_group_limits(listing, root)) == [60 - 70 + 30, 530]
-    # The first version of control groups.
+    # Version 1 of control groups.
     listing.write_text("5:cpu:/x\n4:memory,hugetlb:/job\n")
     write(
         root / "memory/job",
@@ -81,7 +81,7 @@ def test_limits_of_control_groups_around_the_process(tmp_path: Path) -> None:
     assert _group_limits(tmp_path / "none", root) == []
 
 
-def test_many_requests_leave_nothing_behind() -> None:
+def test_many_requests_leak_no_memory() -> None:
     decoder, rng = shared_decoder(), random.Random(0)
     head = DraftHead(decoder.config)
     head.init_weights(1)
@@ -119,11 +119,11 @@ def test_many_requests_leave_nothing_behind() -> None:
     assert 0 < stats.kv_bytes <= settings.kv_budget_bytes
     (bytes_before, objects_before), (bytes_after, objects_after) = seen[2], seen[-1]
     assert bytes_after < 1.05 * bytes_before
-    # What a request leaves, however small: 1,400 of them came in between.
+    # Less than one object per 4 of the 1,400 requests in between.
     assert objects_after - objects_before < 350
 
 
-def test_freed_memory_goes_back_to_the_system_now_and_then() -> None:
+def test_freed_memory_is_returned_to_the_system_at_intervals() -> None:
     now = 10.0
     freed = FreedMemory(lambda: now)
     pieces = [torch.zeros(1000) for _ in range(20_000)]
@@ -131,7 +131,7 @@ def test_freed_memory_goes_back_to_the_system_now_and_then() -> None:
     before = resident_bytes()
     pieces.clear()
     assert freed.give_back()
-    # 80 MB below a piece that is still in use, which the C library would keep.
+    # 80 MB were freed below a block that is still in use. The C library would keep them.
     assert resident_bytes() < before - 60e6
     assert float(last.sum()) == 0
     now += FreedMemory.EVERY_SECONDS / 2

@@ -1,4 +1,4 @@
-"""Prefill in pieces: the same bits as in one, running requests go on meanwhile."""
+"""Chunked prefill: it gives the bits of one prefill, and running requests decode between chunks."""
 
 from __future__ import annotations
 
@@ -40,49 +40,49 @@ def long_request(name: str, length: int, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("limit", [4, 20, 52, 100])
-def test_where_pieces_end_does_not_matter(dtype: torch.dtype, limit: int) -> None:
+def test_chunk_boundaries_do_not_change_bits(dtype: torch.dtype, limit: int) -> None:
     requests = mixed_requests(8, tokens=8, seed=limit, longest=160)
     reference = make_engine(dtype=dtype).run(requests)
     engine = make_engine(dtype=dtype, max_prefill_tokens=limit)
-    pieces = count_pieces(engine)
+    chunks = record_chunks(engine)
     assert all_bits(engine.run(requests)) == all_bits(reference)
     assert engine.stats().prompt_tokens == sum(len(r.prompt_ids) for r in requests)
     lengths = [len(r.prompt_ids) for r in requests]
-    assert len(pieces) == sum(max(0, -(-(-(-n // 4) * 4 - limit) // limit)) for n in lengths)
+    assert len(chunks) == sum(max(0, -(-(-(-n // 4) * 4 - limit) // limit)) for n in lengths)
     for request, generation in zip(requests, reference, strict=True):
         expected = trainer_log_probs(shared_decoder(), dtype, request, generation)
         assert generation.log_probs == expected
 
 
-def count_pieces(engine: Engine) -> list[int]:
-    """Grows by the length of each piece that is prefilled."""
-    pieces: list[int] = []
-    piece = engine._prefill.piece
+def record_chunks(engine: Engine) -> list[int]:
+    """Return a list to which the length of each prefilled chunk is appended."""
+    chunks: list[int] = []
+    chunk = engine._prefill.chunk
 
     def counting(request: Any, weights: int) -> int:
-        pieces.append(piece(request, weights))
-        return pieces[-1]
+        chunks.append(chunk(request, weights))
+        return chunks[-1]
 
-    engine._prefill.piece = counting  # type: ignore[method-assign]
-    return pieces
+    engine._prefill.chunk = counting  # type: ignore[method-assign]
+    return chunks
 
 
-def test_pieces_of_long_contexts(dtype: torch.dtype) -> None:
+def test_chunks_of_long_contexts_give_the_same_bits(dtype: torch.dtype) -> None:
     decoder = make_decoder(num_layers=1, num_heads=1, num_kv_heads=1)
     length = 1100 if dtype == torch.float32 else 600
     request = long_request("long", length, max_tokens=4)
     (reference,) = make_engine(decoder, dtype).run([request])
-    # Ends before, at and beyond multiples of the key chunk, 128 or 512.
+    # Chunks end before, at and after multiples of KEY_CHUNK (128 or 512).
     for limit in (508, 512, 300) if dtype == torch.float32 else (508, 512):
         engine = make_engine(decoder, dtype, max_prefill_tokens=limit)
-        pieces = count_pieces(engine)
+        chunks = record_chunks(engine)
         assert bits(engine.run([request])[0]) == bits(reference)
-        assert pieces == [limit] * ((length - 1) // limit)
+        assert chunks == [limit] * ((length - 1) // limit)
     assert reference.log_probs == trainer_log_probs(decoder, dtype, request, reference)
 
 
-def test_large_products_have_the_same_bits_in_pieces() -> None:
-    # Enough rows for several blocks of the products.
+def test_large_matrix_products_have_the_same_bits_in_chunks() -> None:
+    # Enough rows for several blocks of the matrix products.
     sizes = {"hidden_size": 512, "intermediate_size": 512, "num_heads": 32, "vocab_size": 640}
     decoder = make_decoder(0, num_kv_heads=8, **sizes)
     with torch.no_grad():
@@ -96,7 +96,7 @@ def test_large_products_have_the_same_bits_in_pieces() -> None:
         assert bits(engine.run([request])[0]) == bits(reference)
 
 
-def test_running_requests_decode_between_pieces() -> None:
+def test_running_requests_decode_between_chunks() -> None:
     engine = make_engine(max_prefill_tokens=16)
     engine.add(make_request("runs", max_tokens=50, ignore_eos=True))
     engine.step()
@@ -107,12 +107,12 @@ def test_running_requests_decode_between_pieces() -> None:
     while len(engine._scheduler.running) < 3:
         engine.step()
         tokens.append(len(runs.token_ids))
-    # 100 tokens are six pieces and a rest, which is prefilled together with the one behind.
+    # 100 tokens are six chunks and a remainder, which is prefilled together with "behind".
     assert tokens == [3, 4, 5, 6, 7, 8, 9]
     assert [len(r.token_ids) for r in engine._scheduler.running] == [9, 2, 2]
 
 
-def test_one_context_in_pieces_for_a_group() -> None:
+def test_a_group_shares_a_chunked_prefill() -> None:
     prompt = random_prompt(random.Random(3), 90)
     requests = [make_request(f"g{i}", prompt, max_tokens=6) for i in range(5)]
     requests.append(make_request("other", prompt[:7], max_tokens=6))
@@ -123,7 +123,7 @@ def test_one_context_in_pieces_for_a_group() -> None:
 
 
 class Listener(LyingOracle):
-    """Remembers the features that it was given at the beginning."""
+    """A proposer without drafts that stores the features of each request's start."""
 
     def __init__(self) -> None:
         super().__init__({}, vocab_size=1, lies=0.0)
@@ -144,29 +144,29 @@ class Listener(LyingOracle):
         tokens: Sequence[Sequence[int]],
         features_NWD: torch.Tensor | None,
     ) -> None:
-        """Nothing is proposed."""
+        """Does nothing, because nothing is proposed."""
 
 
-def test_hidden_states_of_all_pieces_reach_the_proposer() -> None:
+def test_hidden_states_of_all_chunks_reach_the_proposer() -> None:
     requests = [long_request(f"f{n}", n, max_tokens=3, hidden=True) for n in (70, 9, 41)]
-    whole, pieces = Listener(), Listener()
+    whole, chunked = Listener(), Listener()
     reference = make_engine(proposer=whole).run(requests)
-    done = make_engine(proposer=pieces, max_prefill_tokens=12).run(requests)
+    done = make_engine(proposer=chunked, max_prefill_tokens=12).run(requests)
     for request, left, right in zip(requests, reference, done, strict=True):
         name, length = request.request_id, len(request.prompt_ids)
-        ours, theirs = pieces.features[name], whole.features[name]
-        assert ours is not None
-        assert theirs is not None
-        assert ours.shape == (length, 32)
-        assert torch.equal(ours, theirs)
+        features, expected = chunked.features[name], whole.features[name]
+        assert features is not None
+        assert expected is not None
+        assert features.shape == (length, 32)
+        assert torch.equal(features, expected)
         assert left.hidden_states is not None
         assert right.hidden_states is not None
         assert torch.equal(left.hidden_states, right.hidden_states)
-        assert torch.equal(ours[-1], right.hidden_states[0])
+        assert torch.equal(features[-1], right.hidden_states[0])
 
 
 @pytest.mark.parametrize("policy", list(KVPolicy))
-def test_an_update_in_the_middle_of_a_prefill(policy: KVPolicy) -> None:
+def test_an_update_during_a_chunked_prefill_starts_it_again(policy: KVPolicy) -> None:
     request = long_request("long", 90, max_tokens=8)
     expected = make_engine(make_decoder(1)).run([request])[0]
     engine = make_engine(make_decoder(0), max_prefill_tokens=32)
@@ -180,8 +180,7 @@ def test_an_update_in_the_middle_of_a_prefill(policy: KVPolicy) -> None:
     assert engine.stats().prompt_tokens == 32 + 90
 
 
-def test_an_update_while_a_preempted_request_is_prefilled_again() -> None:
-    """Its tokens were sampled under the old weights: keys and values must be theirs."""
+def test_an_update_while_a_preempted_request_is_prefilled_keeps_its_old_keys_and_values() -> None:
 
     def run(limit: int, *, preempt: bool) -> Generation:
         engine = make_engine(make_decoder(0), max_prefill_tokens=limit)
@@ -202,7 +201,7 @@ def test_an_update_while_a_preempted_request_is_prefilled_again() -> None:
     assert disturbed.spans == plain.spans
 
 
-def test_pause_update_and_resume_in_the_middle_of_a_prefill() -> None:
+def test_pause_update_and_resume_during_a_chunked_prefill() -> None:
     request = long_request("long", 90, max_tokens=8)
     expected = make_engine(make_decoder(1)).run([request])[0]
     settings = EngineSettings(max_model_len=128, dtype=torch.float32, max_prefill_tokens=8)
@@ -239,7 +238,7 @@ def test_pause_update_and_resume_in_the_middle_of_a_prefill() -> None:
     assert done[0].spans == [VersionSpan(1, 0, 8)]
 
 
-def test_abort_in_the_middle_of_a_prefill() -> None:
+def test_abort_during_a_chunked_prefill() -> None:
     engine = make_engine(max_prefill_tokens=32)
     engine.add(long_request("long", 150, max_tokens=8))
     other = make_request("other", max_tokens=30)
@@ -254,7 +253,7 @@ def test_abort_in_the_middle_of_a_prefill() -> None:
     assert bits(drain(engine)[0]) == bits(make_engine().run([other])[0])
 
 
-def test_preemption_in_the_middle_of_a_prefill() -> None:
+def test_preemption_during_a_chunked_prefill_does_not_change_bits() -> None:
     requests = [
         make_request("first", max_tokens=30, ignore_eos=True),
         long_request("second", 80, max_tokens=12, ignore_eos=True),
@@ -274,7 +273,7 @@ def test_preemption_in_the_middle_of_a_prefill() -> None:
     assert all_bits(done) == all_bits(reference)
 
 
-def test_drafts_beside_a_prefill_in_pieces() -> None:
+def test_drafts_with_chunked_prefill_do_not_change_bits() -> None:
     requests = mixed_requests(7, tokens=20, seed=5, longest=120)
     reference = make_engine().run(requests)
     engine = make_engine(

@@ -1,4 +1,4 @@
-"""Keys and values of ended requests: what is found, what is dropped, and that bits stay."""
+"""The prefix cache and reuse of prompts: what is found and dropped, and that bits do not change."""
 
 from __future__ import annotations
 
@@ -33,16 +33,18 @@ SLOT_BYTES = 2 * 2 * 2 * 16 * 4
 
 
 def kv(tokens: int) -> KVPrefix:
+    """Keys and values that count up along the slots, in whole blocks of 32 slots."""
     slots = -(-tokens // 32) * 32
     return KVPrefix(torch.arange(float(slots)).expand(1, 2, 1, slots)[..., None].clone(), tokens)
 
 
 def found(cache: PrefixCache, context: list[int]) -> int:
-    head = cache.find(context)
-    return 0 if head is None else head.length
+    """The length of the prefix that is found."""
+    prefix = cache.find(context)
+    return 0 if prefix is None else prefix.length
 
 
-def test_the_longest_common_head_is_found() -> None:
+def test_the_longest_common_prefix_is_found() -> None:
     cache = PrefixCache()
     first, second = list(range(40)), [*range(20), *range(50, 90)]
     cache.add(first, kv(40))
@@ -51,19 +53,19 @@ def test_the_longest_common_head_is_found() -> None:
     assert found(cache, [*range(37), 99, 98]) == 37
     assert found(cache, [*range(20), 50, 51, 0]) == 22
     assert found(cache, list(range(18))) == 17
-    # One token must be left to compute.
+    # The last token must be computed.
     assert found(cache, first) == 39
     assert found(cache, list(range(15))) == found(cache, list(range(1, 40))) == 0
-    head = cache.find([*first, 3])
-    assert head is not None
-    assert torch.equal(head.data, kv(40).data)
-    # What means something, in whole blocks of slots.
+    prefix = cache.find([*first, 3])
+    assert prefix is not None
+    assert torch.equal(prefix.data, kv(40).data)
+    # The data are whole blocks of slots.
     shorter = cache.find([*range(30), 99, 98])
     assert shorter is not None
     assert (shorter.length, shorter.data.shape[3]) == (30, 32)
 
 
-def test_a_longer_context_replaces_its_own_head() -> None:
+def test_a_longer_context_replaces_its_prefix() -> None:
     cache = PrefixCache()
     cache.add(range(40), kv(40))
     cache.add(range(5), kv(5))
@@ -75,7 +77,7 @@ def test_a_longer_context_replaces_its_own_head() -> None:
     assert (len(cache), cache.nbytes, cache._index) == (0, 0, {})
 
 
-def test_what_was_not_used_for_longest_goes_first() -> None:
+def test_the_least_recently_used_entry_is_dropped_first() -> None:
     cache = PrefixCache()
     for i in range(4):
         cache.add([i] * 20, kv(20))
@@ -86,11 +88,11 @@ def test_what_was_not_used_for_longest_goes_first() -> None:
     assert [found(cache, [i] * 21) for i in range(4)] == [0, 0, 0, 20]
 
 
-def talk(
-    engine: Engine, *, turns: int, talks: int = 3, **params: Any
+def converse(
+    engine: Engine, *, turns: int, conversations: int = 3, **params: Any
 ) -> list[tuple[Any, Generation]]:
-    """Conversations of several turns: each repeats all before it and adds something."""
-    contexts = [random_prompt(random.Random(i), 30 + 9 * i) for i in range(talks)]
+    """Run conversations of several turns. Each turn repeats the turns before it and adds tokens."""
+    contexts = [random_prompt(random.Random(i), 30 + 9 * i) for i in range(conversations)]
     done: list[tuple[Any, Generation]] = []
     for turn in range(turns):
         requests = [
@@ -105,12 +107,12 @@ def talk(
 
 
 def test_turns_of_a_conversation_have_the_same_bits(dtype: torch.dtype) -> None:
-    reference = talk(make_engine(dtype=dtype), turns=4)
+    reference = converse(make_engine(dtype=dtype), turns=4)
     engine = make_engine(dtype=dtype, prefix_caching=True)
-    reused = talk(engine, turns=4)
+    reused = converse(engine, turns=4)
     assert all_bits([g for _, g in reused]) == all_bits([g for _, g in reference])
     contexts = sum(len(r.prompt_ids) for r, _ in reused)
-    # Of each later turn only the last token of the response and what was added to it are new.
+    # A later turn computes only the last token of the response and the tokens added to it.
     fresh = sum(30 + 9 * i + 3 * (1 + 5 + i) for i in range(3))
     assert engine.stats().prompt_tokens == fresh
     assert engine.stats().reused_prompt_tokens == contexts - fresh
@@ -119,7 +121,7 @@ def test_turns_of_a_conversation_have_the_same_bits(dtype: torch.dtype) -> None:
         assert generation.log_probs == expected
 
 
-def test_any_boundary_has_the_same_bits(dtype: torch.dtype) -> None:
+def test_prefixes_of_any_length_give_the_same_bits(dtype: torch.dtype) -> None:
     rng = random.Random(9)
     base = random_prompt(rng, 150)
     engine = make_engine(dtype=dtype, prefix_caching=True)
@@ -133,11 +135,11 @@ def test_any_boundary_has_the_same_bits(dtype: torch.dtype) -> None:
         requests.append(make_request(f"same{i}", requests[0].prompt_ids, max_tokens=5))
     done = engine.run(requests)
     assert all_bits(done) == all_bits(make_engine(dtype=dtype).run(requests))
-    # A drawn token may agree with the old one, too.
+    # A random token after the cut may equal the old one, which makes the prefix longer.
     assert 0 <= engine.stats().reused_prompt_tokens - sum(cuts) < 6
 
 
-def test_a_long_rest_goes_on_in_pieces() -> None:
+def test_a_long_suffix_is_prefilled_in_chunks() -> None:
     rng = random.Random(2)
     base = random_prompt(rng, 60)
     request = make_request("long", base + random_prompt(rng, 100), max_tokens=5)
@@ -149,7 +151,7 @@ def test_a_long_rest_goes_on_in_pieces() -> None:
     assert engine.stats().reused_prompt_tokens == 60
 
 
-def test_aborted_requests_go_on_from_their_keys_and_values() -> None:
+def test_aborted_requests_reuse_their_keys_and_values() -> None:
     request = make_request("r", random_prompt(random.Random(1), 40), max_tokens=20)
     (whole,) = make_engine().run([request])
     engine = make_engine(prefix_caching=True)
@@ -165,16 +167,16 @@ def test_aborted_requests_go_on_from_their_keys_and_values() -> None:
 
 
 @pytest.mark.parametrize("policy", list(KVPolicy))
-def test_an_update_drops_everything(policy: KVPolicy) -> None:
+def test_an_update_clears_the_cache(policy: KVPolicy) -> None:
     prompt = random_prompt(random.Random(1), 40)
     engine = make_engine(make_decoder(0), prefix_caching=True)
     engine.run([make_request("a", prompt, max_tokens=3)])
     engine.add(make_request("across", prompt, max_tokens=6))
     engine.step()
     assert engine.stats().kv_bytes > 64 * SLOT_BYTES
-    # Version numbers may repeat; weights count.
+    # The weights change although the version number stays.
     engine.update_weights(update_from(make_decoder(1), 0, kv_policy=policy))
-    # Nor is kept what an ended request had computed under two kinds of weights.
+    # Keys and values that two versions of the weights computed are not cached.
     while engine.has_work():
         engine.step()
     kept = policy is KVPolicy.RECOMPUTE
@@ -184,7 +186,7 @@ def test_an_update_drops_everything(policy: KVPolicy) -> None:
     assert all_bits(done) == all_bits(make_engine(make_decoder(1)).run([request]))
 
 
-def test_what_is_kept_never_takes_more_than_the_budget_leaves() -> None:
+def test_the_cache_uses_only_the_free_part_of_the_budget() -> None:
     rng = random.Random(4)
     budget = 8 * 64 * SLOT_BYTES
     requests = [
@@ -204,12 +206,13 @@ def test_what_is_kept_never_takes_more_than_the_budget_leaves() -> None:
         done += engine.step()
         together.append(engine.stats().kv_bytes)
     assert all_bits(done) == all_bits(make_engine().run(requests))
-    # Four rows leave half of the budget to what is kept; fifteen requests fill it by themselves.
+    # One request at a time uses 4 of 8 rows and leaves the rest to the cache. Fifteen requests fill
+    # the budget without the cache.
     assert 0.8 * budget < max(alone) <= budget
     assert max(together) == budget
 
 
-def test_nothing_is_kept_of_a_request_that_failed() -> None:
+def test_a_failed_request_is_not_cached() -> None:
     engine = make_engine(prefix_caching=True)
     engine.add(make_request("bad", [5] * 40, max_tokens=30))
     engine.step()
@@ -220,19 +223,20 @@ def test_nothing_is_kept_of_a_request_that_failed() -> None:
     assert engine.stats().kv_bytes == 0
 
 
-def test_drafting_goes_on_after_reuse() -> None:
-    reference = talk(make_engine(), turns=3)
+def test_requests_with_a_cached_prefix_are_drafted_for() -> None:
+    reference = converse(make_engine(), turns=3)
     engine = make_engine(
         prefix_caching=True,
         proposer=oracle_of([g for _, g in reference]),
         plan=DraftPlan.chain(3),
     )
-    assert all_bits([g for _, g in talk(engine, turns=3)]) == all_bits([g for _, g in reference])
+    done = converse(engine, turns=3)
+    assert all_bits([g for _, g in done]) == all_bits([g for _, g in reference])
     assert engine.stats().accepted_tokens > 10
-    # Features of the tokens that were taken over are not at hand, those of the rest are.
+    # The proposer receives the features of the tokens after the cached prefix only.
     listener, whole = Listener(), Listener()
-    talk(make_engine(prefix_caching=True, proposer=listener), turns=2)
-    talk(make_engine(proposer=whole), turns=2)
+    converse(make_engine(prefix_caching=True, proposer=listener), turns=2)
+    converse(make_engine(proposer=whole), turns=2)
     for name, expected in whole.features.items():
         features = listener.features[name]
         assert features is not None
@@ -241,14 +245,15 @@ def test_drafting_goes_on_after_reuse() -> None:
         assert torch.equal(features, expected[start:])
 
 
-def test_without_the_setting_nothing_is_kept() -> None:
+def test_without_prefix_caching_nothing_is_cached() -> None:
     engine = make_engine()
-    talk(engine, turns=2)
+    converse(engine, turns=2)
     assert engine.stats().kv_bytes == engine.stats().reused_prompt_tokens == 0
 
 
 def samples(prompts: int, each: int, length: int = 60) -> list[GenerateRequest]:
-    """Groups that share a prompt, group by group; no two of a group end together."""
+    """`each` samples of each prompt, prompt by prompt. No two samples of a prompt end in the same
+    step."""
     return [
         make_request(f"p{p}s{s}", random_prompt(random.Random(p), length), max_tokens=5 + 2 * s + p)
         for p in range(prompts)
@@ -257,9 +262,7 @@ def samples(prompts: int, each: int, length: int = 60) -> list[GenerateRequest]:
 
 
 @pytest.mark.parametrize(("groups", "stagger"), [(1, False), (2, True)])
-def test_samples_that_come_later_take_the_prompt_over(
-    dtype: torch.dtype, groups: int, stagger: bool
-) -> None:
+def test_later_samples_reuse_the_prompt(dtype: torch.dtype, groups: int, stagger: bool) -> None:
     requests = samples(groups, 8)
     reference = make_engine(dtype=dtype).run(requests)
     whole, later = Listener(), Listener()
@@ -270,13 +273,13 @@ def test_samples_that_come_later_take_the_prompt_over(
         )
         assert all_bits(engine.run(requests)) == all_bits(reference)
         stats = engine.stats()
-        at_once = 2 // groups
-        assert stats.shared_prompt_tokens == groups * (at_once - 1) * 60
-        assert stats.prompt_tokens == groups * (60 + 8 - at_once)
-        assert stats.reused_prompt_tokens == groups * (8 - at_once) * 59
+        first = 2 // groups  # samples of each prompt in the first prefill
+        assert stats.shared_prompt_tokens == groups * (first - 1) * 60
+        assert stats.prompt_tokens == groups * (60 + 8 - first)
+        assert stats.reused_prompt_tokens == groups * (8 - first) * 59
         assert stats.kv_bytes == 0
         assert not engine._scheduler._prompts
-    # A draft head that begins with the prompt knows it as if it had been computed.
+    # The proposer receives the features of the reused prompt, too.
     for name, expected in whole.features.items():
         features = later.features[name]
         assert features is not None
@@ -284,7 +287,7 @@ def test_samples_that_come_later_take_the_prompt_over(
         assert torch.equal(features, expected)
 
 
-def test_a_sample_in_mid_response_takes_its_prompt_over() -> None:
+def test_a_continued_sample_reuses_its_prompt() -> None:
     first, second, third = samples(1, 3)
     first = replace(first, prior_ids=(5, 6))
     second = replace(second, prior_ids=(7, 8, 9))
@@ -306,7 +309,7 @@ def test_a_sample_in_mid_response_takes_its_prompt_over() -> None:
 
 @pytest.mark.parametrize("policy", list(KVPolicy))
 @pytest.mark.parametrize("stagger", [False, True])
-def test_what_other_weights_computed_is_not_taken_over(policy: KVPolicy, stagger: bool) -> None:
+def test_prompts_computed_by_older_weights_are_not_reused(policy: KVPolicy, stagger: bool) -> None:
     requests = samples(2 if stagger else 1, 4)
     engine = make_engine(make_decoder(), max_num_seqs=2, stagger_samples=stagger)
     for request in requests:
@@ -325,13 +328,13 @@ def test_what_other_weights_computed_is_not_taken_over(policy: KVPolicy, stagger
     for request in requests:
         if request.request_id in new:
             assert bits(alone.run([request])[0]) == bits(new[request.request_id])
-    # The one that comes next computes the prompt again, if nobody has gone back to be recomputed,
-    # and those after it take that over.
+    # With KEEP, the next sample of a prompt computes it again, and later samples reuse that. With
+    # RECOMPUTE, a requeued sample computes it again.
     later = 4 + (policy is KVPolicy.RECOMPUTE) if stagger else 1
     assert engine.stats().reused_prompt_tokens == later * 59
 
 
-def test_prompts_for_samples_to_come_are_part_of_the_budget() -> None:
+def test_prompts_kept_for_waiting_samples_count_toward_the_budget() -> None:
     requests = samples(1, 3)
     budget = 128 * SLOT_BYTES
     engine = make_engine(kv_budget_bytes=budget, max_num_seqs=1, stagger_samples=True)

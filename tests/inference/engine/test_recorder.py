@@ -1,4 +1,4 @@
-"""What recordings are given, and what is said of their memory."""
+"""Input buffers of recordings, and the log message about their memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from slipstream.inference.engine.recorder import Inputs, RecordedMemory
 
 
-def test_inputs_are_filled_up_with_zeros() -> None:
+def test_input_buffers_keep_their_address_and_are_padded_with_zeros() -> None:
     inputs = Inputs([(2, 3)], [torch.ones(2, 3)])
     address = inputs.buffers[0].data_ptr()
     inputs.fill([torch.full((1, 2), 5.0)])
@@ -18,14 +18,14 @@ def test_inputs_are_filled_up_with_zeros() -> None:
     assert inputs.buffers[0].data_ptr() == address
 
 
-def test_memory_is_counted_by_rows_to_verify(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_is_counted_by_tokens_per_request(caplog: pytest.LogCaptureFixture) -> None:
     memory = RecordedMemory("decode graph")
-    assert memory.sentence() == "0 decode graphs take 0.0 MiB"
+    assert memory.sentence() == "0 decode graphs use 0.0 MiB"
     for size, mebibytes in ((4, 3), (1, 1), (4, 2)):
         memory.add(size, mebibytes << 20)
     expected = (
-        "3 decode graphs take 6.0 MiB: 1.0 MiB for 1 row of a request (1), "
-        "5.0 MiB for 4 rows of a request (2)"
+        "3 decode graphs use 6.0 MiB: 1.0 MiB for 1 token per request (1), "
+        "5.0 MiB for 4 tokens per request (2)"
     )
     assert memory.nbytes == 6 << 20
     assert memory.sentence() == expected
@@ -35,15 +35,15 @@ def test_memory_is_counted_by_rows_to_verify(caplog: pytest.LogCaptureFixture) -
     assert caplog.messages == [expected]
 
 
-def test_it_is_said_once_and_when_it_has_changed(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_is_logged_once_and_again_after_changes(caplog: pytest.LogCaptureFixture) -> None:
     memory = RecordedMemory("decode graph")
     with caplog.at_level(logging.INFO):
         for _ in range(3):
-            # Shorter than what is waited for.
+            # Cleared before the number of steps after which it is logged.
             memory.add(1, 1 << 20)
             memory.clear()
         assert caplog.messages == [
-            "1 decode graph takes 1.0 MiB: 1.0 MiB for 1 row of a request (1)"
+            "1 decode graph uses 1.0 MiB: 1.0 MiB for 1 token per request (1)"
         ]
         memory.add(1, 1 << 20)
         memory.add(8, 1 << 20)

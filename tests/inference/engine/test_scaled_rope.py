@@ -1,4 +1,4 @@
-"""Exact mode with scaled rotary embeddings: engine, trainer and drafts turn by the same table."""
+"""Exact mode with scaled rotary embeddings, with and without drafts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SCALINGS: list[RopeScaling] = [
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling.kind)
 def test_engine_and_trainer_compute_the_same_bits(scaling: RopeScaling, dtype: torch.dtype) -> None:
     decoder = make_decoder(rope_scaling=scaling)
-    # Beyond the original length of most.
+    # Some contexts are longer than the original context length.
     requests = mixed_requests(5, longest=50, tokens=14, seed=4)
     done = make_engine(decoder, dtype, max_num_seqs=1).run(requests)
     for request, generation in zip(requests, done, strict=True):
@@ -65,7 +65,7 @@ def test_engine_and_trainer_compute_the_same_bits(scaling: RopeScaling, dtype: t
     assert engine.stats().accepted_tokens > 0
 
 
-def test_requests_beyond_the_context_that_is_computed_are_refused() -> None:
+def test_requests_beyond_the_sliding_window_are_refused() -> None:
     decoder = make_decoder(family="mistral", sliding_window=48, windowed_layers=(0, 1))
     engine = make_engine(decoder)
     assert engine.run([make_request("fits", [5] * 40, max_tokens=8)])[0].token_ids

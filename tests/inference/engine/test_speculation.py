@@ -1,4 +1,5 @@
-"""Speculation changes how soon tokens come, never which: bits against plain decoding."""
+"""Speculative decoding in the engine: it gives the bits of plain decoding, and the selector, the
+proposer and the counters receive the right values."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ from tests.inference.helpers import (
 
 
 class Oracle(LyingOracle):
-    """Insists on being right in the end: what comes out is what it knows."""
+    """A `LyingOracle` that checks that generated tokens equal the known responses."""
 
     def observe(
         self,
@@ -65,6 +66,7 @@ def oracle_of(
     lies: float = 0.3,
     ragged: bool = True,
 ) -> LyingOracle:
+    """A proposer that knows these responses; a fraction `lies` of its drafts is wrong."""
     responses = {generation.request_id: generation.token_ids for generation in known}
     return kind(responses, vocab_size=VOCAB, lies=lies, ragged=ragged)
 
@@ -76,6 +78,7 @@ def speculated(
     dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> list[Generation]:
+    """Generate with drafts, and check the counters."""
     oracle = oracle_of(reference)
     engine = make_engine(dtype=dtype, proposer=oracle, plan=plan, **settings)
     done = engine.run(requests)
@@ -90,7 +93,7 @@ TREES = [DraftPlan(2, 2, 6), DraftPlan(4, 3, 8), DraftPlan(6, 4, 24)]
 
 
 @pytest.mark.parametrize("plan", [*map(DraftPlan.chain, (1, 3, 7)), *TREES], ids=str)
-def test_drafts_do_not_matter(dtype: torch.dtype, plan: DraftPlan) -> None:
+def test_drafts_do_not_change_bits(dtype: torch.dtype, plan: DraftPlan) -> None:
     count, tokens = (14, 40) if dtype == torch.float32 else (6, 12)
     requests = mixed_requests(count, tokens=tokens)
     reference = make_engine(dtype=dtype).run(requests)
@@ -100,21 +103,21 @@ def test_drafts_do_not_matter(dtype: torch.dtype, plan: DraftPlan) -> None:
         assert [g.stop_reason for g in done] == [g.stop_reason for g in reference]
 
 
-def test_right_drafts_save_steps() -> None:
+def test_accepted_drafts_save_steps() -> None:
     requests = [make_request(f"r{i}", max_tokens=41, ignore_eos=True) for i in range(3)]
     plain = make_engine()
     reference = plain.run(requests)
     oracle = oracle_of(reference, lies=0.0, ragged=False)
     engine = make_engine(proposer=oracle, plan=DraftPlan.chain(4))
     assert all_bits(engine.run(requests)) == all_bits(reference)
-    # One token comes from the prefill; then four drafts and a bonus token a step.
+    # The prefill samples one token. Each step then gives four drafts and a bonus token.
     assert plain.stats().decode_steps == 40
     assert engine.stats().decode_steps == 8
     assert engine.stats().accepted_tokens == 3 * 32
 
 
 @pytest.mark.parametrize("plan", [DraftPlan.chain(6), DraftPlan(6, 2, 14)], ids=str)
-def test_ends_inside_an_accepted_run_cut_it(plan: DraftPlan) -> None:
+def test_a_response_that_ends_inside_accepted_drafts_is_cut(plan: DraftPlan) -> None:
     decoder = make_decoder(eos=EOS)
     rng = random.Random(3)
     requests = [
@@ -123,7 +126,7 @@ def test_ends_inside_an_accepted_run_cut_it(plan: DraftPlan) -> None:
     ]
     reference = make_engine(decoder).run(requests)
     oracle = oracle_of(reference, lies=0.05)
-    # What would come after the end must not be looked at, even if it is drafted.
+    # Drafts after the end of a response must be ignored.
     oracle._known = {name: [*ids, *range(9)] for name, ids in oracle._known.items()}
     done = make_engine(decoder, proposer=oracle, plan=plan).run(requests)
     reasons = {g.stop_reason for g in reference}
@@ -140,7 +143,7 @@ def test_ends_inside_an_accepted_run_cut_it(plan: DraftPlan) -> None:
         assert torch.equal(one.hidden_states, other.hidden_states)
 
 
-def test_preemption_abort_and_switching_under_drafts(dtype: torch.dtype) -> None:
+def test_preemption_and_changing_plans_with_drafts_do_not_change_bits(dtype: torch.dtype) -> None:
     requests = mixed_requests(6, tokens=20, seed=2)
     reference = make_engine(dtype=dtype).run(requests)
     engine = make_engine(dtype=dtype, proposer=oracle_of(reference), plan=DraftPlan.chain(3))
@@ -159,12 +162,15 @@ def test_preemption_abort_and_switching_under_drafts(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("policy", list(KVPolicy))
-def test_a_weight_update_under_drafts(policy: KVPolicy) -> None:
+def test_a_weight_update_with_drafts_gives_the_bits_of_plain_decoding(policy: KVPolicy) -> None:
     first, second = make_decoder(), make_decoder(1)
     requests = [make_request(f"u{i}", max_tokens=24, ignore_eos=True) for i in range(4)]
 
     def run(at: dict[str, int], proposer: LyingOracle | None) -> dict[str, Generation]:
-        """Each request alone, updated where `at` says."""
+        """Run each request alone, and update the weights when it has at least `at[id]` tokens.
+
+        `at` is set to the number of tokens at the update.
+        """
         done = {}
         for request in requests:
             engine = make_engine(make_decoder(), proposer=proposer, plan=plan_of(proposer))
@@ -181,7 +187,7 @@ def test_a_weight_update_under_drafts(policy: KVPolicy) -> None:
         return OFF if proposer is None else DraftPlan.chain(3)
 
     at = {request.request_id: 5 + 3 * i for i, request in enumerate(requests)}
-    # Knows what the old weights would say; under new ones that is wrong, which is no error.
+    # Its drafts are the responses of the old weights. With the new ones, most are rejected.
     plain = make_engine(first).run(requests)
     speculative = run(at, oracle_of(plain, LyingOracle))
     reference = run(at, None)
@@ -191,7 +197,7 @@ def test_a_weight_update_under_drafts(policy: KVPolicy) -> None:
         assert len(generation.spans) == 2
 
 
-def test_memory_goes_to_requests_before_drafts() -> None:
+def test_drafts_are_left_out_rather_than_preempting_requests() -> None:
     slot = 2 * 2 * 2 * 16 * 4
     requests = [make_request(f"m{i}", (3,) * 20, max_tokens=40, ignore_eos=True) for i in range(4)]
     reference = make_engine().run(requests)
@@ -204,7 +210,9 @@ def test_memory_goes_to_requests_before_drafts() -> None:
     assert engine.stats().accepted_tokens > 0
 
 
-def test_long_contexts_and_the_last_position(dtype: torch.dtype) -> None:
+def test_drafts_up_to_the_last_position_do_not_change_bits(
+    dtype: torch.dtype,
+) -> None:
     sizes = {"num_layers": 1, "num_heads": 1, "num_kv_heads": 1}
     lengths = (120, 500, 1015) if dtype == torch.float32 else (505,)
     rng = random.Random(6)
@@ -219,17 +227,17 @@ def test_long_contexts_and_the_last_position(dtype: torch.dtype) -> None:
         assert bits(engine.run([request])[0]) == bits(reference)
 
 
-def test_history_drafts_what_a_greedy_policy_repeats() -> None:
+def test_history_drafts_of_a_repeated_greedy_response_are_accepted() -> None:
     requests = [make_request(f"h{i}", (3, 4, 5, 6), temperature=0.0, max_tokens=60) for i in (0, 1)]
     reference = [make_engine().run([request])[0] for request in requests]
     engine = make_engine(proposer=HistoryProposer(), plan=DraftPlan.chain(5))
     done = [engine.run([request])[0] for request in requests]
     assert all_bits(done) == all_bits(reference)
-    # The second request finds the first one's response.
+    # The drafts of the second request come from the response of the first one.
     assert engine.stats().accepted_tokens > 40
 
 
-def test_staggered_samples_run_one_after_the_other() -> None:
+def test_staggered_samples_of_a_prompt_run_one_after_the_other() -> None:
     prompts = [(3, 4, 5), (6, 7, 8)]
     requests = [
         make_request(f"{p}/{i}", prompt, max_tokens=9, ignore_eos=True)
@@ -238,7 +246,8 @@ def test_staggered_samples_run_one_after_the_other() -> None:
     ]
     reference = make_engine().run(requests)
 
-    def together(**settings: Any) -> set[tuple[str, ...]]:
+    def running_prompts(**settings: Any) -> set[tuple[str, ...]]:
+        """The sets of prompts of the requests that ran at the same time."""
         engine = make_engine(proposer=HistoryProposer(), plan=DraftPlan.chain(2), **settings)
         seen, done = set(), list[Generation]()
         for request in requests:
@@ -250,10 +259,10 @@ def test_staggered_samples_run_one_after_the_other() -> None:
         assert all_bits(done) == all_bits(reference)
         return seen
 
-    assert ("0", "0") in together(max_num_seqs=2)
-    # One of each prompt, until only one prompt is left.
-    assert ("0", "1") in together(max_num_seqs=2, stagger_samples=True)
-    assert not {("0", "0"), ("1", "1")} & together(max_num_seqs=2, stagger_samples=True)
+    assert ("0", "0") in running_prompts(max_num_seqs=2)
+    # One sample of each prompt runs.
+    assert ("0", "1") in running_prompts(max_num_seqs=2, stagger_samples=True)
+    assert not {("0", "0"), ("1", "1")} & running_prompts(max_num_seqs=2, stagger_samples=True)
 
 
 def test_a_plan_needs_a_proposer() -> None:
@@ -261,7 +270,7 @@ def test_a_plan_needs_a_proposer() -> None:
         make_engine(plan=DraftPlan.chain(3))
 
 
-def test_speculation_can_be_left_out_for_a_while() -> None:
+def test_speculation_can_be_switched_off_and_on() -> None:
     requests = mixed_requests(6, tokens=20)
     reference = make_engine(shared_decoder()).run(requests)
     engine = make_engine(proposer=oracle_of(reference, LyingOracle), plan=DraftPlan.chain(3))
@@ -277,52 +286,55 @@ def test_speculation_can_be_left_out_for_a_while() -> None:
     engine.step()
     with pytest.raises(EngineError, match="requests are running; let them end, or abort them"):
         engine.speculate(False)
-    with pytest.raises(EngineError, match="was made without a proposer of drafts"):
+    with pytest.raises(EngineError, match="made without a draft proposer"):
         make_engine().speculate(True)
 
 
-class Choosy:
-    """`StrategySelector` that drafts at random, but not for the first `unseen` steps of rollouts,
-    and keeps what it is told."""
+class RandomSelector:
+    """A `StrategySelector` that chooses plans at random and stores its calls.
 
-    def __init__(self, *unseen: int) -> None:
+    Rollout i begins with `backoff_steps[i]` steps of backoff.
+    """
+
+    def __init__(self, *backoff_steps: int) -> None:
         self._rng = random.Random(0)
-        self._unseen = list(unseen)
-        self.begun: list[int] = []
-        self.asked: list[DraftPlan] = []
-        self.told: list[DraftPlan] = []
+        self._backoff_steps = list(backoff_steps)
+        self.rollouts: list[int] = []
+        self.selected: list[DraftPlan] = []
+        self.recorded: list[DraftPlan] = []
         self.changes: list[bool] = []
 
     def begin_rollout(self, requests: int) -> int:
-        self.begun.append(requests)
-        return self._unseen[len(self.begun) - 1]
+        self.rollouts.append(requests)
+        return self._backoff_steps[len(self.rollouts) - 1]
 
     def select(self, running: int) -> DraftPlan:
-        self.asked.append(self._rng.choice([OFF, DraftPlan.chain(2)]))
-        return self.asked[-1]
+        self.selected.append(self._rng.choice([OFF, DraftPlan.chain(2)]))
+        return self.selected[-1]
 
     def record(self, step: StepRecord) -> None:
-        self.told.append(step.plan)
+        self.recorded.append(step.plan)
 
     def changed(self, *, drafter: bool = False) -> None:
         self.changes.append(drafter)
 
 
 def any_head() -> DraftHead:
+    """An untrained draft head."""
     head = DraftHead(shared_decoder().config)
     head.init_weights(1)
     return head
 
 
-@pytest.mark.parametrize("who", ["history", "union"])
-def test_rollouts_that_nobody_drafts_for(who: str) -> None:
+@pytest.mark.parametrize("strategy", ["history", "union"])
+def test_rollouts_in_backoff_have_no_drafts_and_fill_the_history(strategy: str) -> None:
     requests = mixed_requests(12, tokens=40)
     reference = make_engine(shared_decoder()).run(requests)
     history = HistoryProposer()
     union = UnionProposer(EagleProposer(any_head(), dtype=torch.float32), history)
-    selector = Choosy(10**9, 0, 10, 10**9, 0)
+    selector = RandomSelector(10**9, 0, 10, 10**9, 0)
     engine = make_engine(
-        proposer=history if who == "history" else union, selector=selector, max_num_seqs=5
+        proposer=history if strategy == "history" else union, selector=selector, max_num_seqs=5
     )
     known, steps = 0, []
     for _ in range(5):
@@ -330,23 +342,23 @@ def test_rollouts_that_nobody_drafts_for(who: str) -> None:
         assert all_bits(engine.run(requests)) == all_bits(reference)
         new = engine.stats().since(before)
         steps.append((new.recess_steps, new.recess_steps == new.decode_steps, new.draft_tokens > 0))
-        # What was written is remembered all the same, but for what was there when drafts began in
-        # the midst of a rollout.
+        # The history also stores responses of rollouts in backoff. The exception is tokens from
+        # before drafts began in the middle of a rollout.
         assert not history._running
         assert history.kept_tokens > known
         known = history.kept_tokens
     assert [backoff for backoff, *_ in steps[1:3]] == [0, 10]
     assert [whole for _, whole, _ in steps] == [True, False, False, True, False]
     assert [drafted for *_, drafted in steps] == [False, True, True, False, True]
-    assert selector.begun == [5] * 5
-    assert len(selector.asked) == engine.stats().decode_steps - engine.stats().recess_steps
-    assert selector.told == selector.asked
+    assert selector.rollouts == [5] * 5
+    assert len(selector.selected) == engine.stats().decode_steps - engine.stats().recess_steps
+    assert selector.recorded == selector.selected
 
 
-def test_much_happens_while_nobody_drafts() -> None:
+def test_preemption_update_and_abort_during_backoff() -> None:
     requests = mixed_requests(8, tokens=40)
     reference = {g.request_id: bits(g) for g in make_engine(shared_decoder()).run(requests)}
-    history, selector = HistoryProposer(), Choosy(10**9, 0)
+    history, selector = HistoryProposer(), RandomSelector(10**9, 0)
     engine = make_engine(
         proposer=UnionProposer(EagleProposer(any_head(), dtype=torch.float32), history),
         selector=selector,
@@ -365,34 +377,34 @@ def test_much_happens_while_nobody_drafts() -> None:
     done += drain(engine)
     assert [bits(g) for g in done] == [reference[g.request_id] for g in done]
     assert len(done) == 7
-    # Each once, however often it was sent back, after up to sixteen tokens of its prompt.
+    # Each response is stored once, even after preemption, with up to 16 tokens of its prompt.
     prompts = {request.request_id: request.prompt_ids for request in requests}
     assert history.kept_tokens == sum(
         len(g.token_ids) + min(16, len(prompts[g.request_id])) for g in done + stopped
     )
-    assert selector.asked == []
+    assert selector.selected == []
     assert engine.stats().recess_steps == engine.stats().decode_steps
-    # Left out altogether, it is not asked.
+    # With speculation off, the selector is not called.
     engine.speculate(False)
     engine.run(requests)
-    assert (selector.begun, selector.asked) == ([5], [])
+    assert (selector.rollouts, selector.selected) == ([5], [])
     assert engine.stats().recess_steps < engine.stats().decode_steps
     engine.speculate(True)
     engine.run(requests)
-    assert len(selector.begun) == 2
-    assert len(selector.asked) > 0
+    assert len(selector.rollouts) == 2
+    assert len(selector.selected) > 0
 
 
-def test_a_rollout_begins_once_however_long_its_prompt() -> None:
-    selector = Choosy(0)
+def test_a_rollout_with_chunked_prefill_begins_once() -> None:
+    selector = RandomSelector(0)
     engine = make_engine(proposer=HistoryProposer(), selector=selector, max_prefill_tokens=16)
     prompt = random_prompt(random.Random(0), 40)
     engine.run([make_request("long", prompt=prompt, max_tokens=4)])
-    assert selector.begun == [1]
+    assert selector.rollouts == [1]
 
 
-def test_a_selector_is_told_what_has_changed() -> None:
-    head, selector = any_head(), Choosy()
+def test_the_selector_is_told_about_new_weights() -> None:
+    head, selector = any_head(), RandomSelector()
     engine = make_engine(proposer=EagleProposer(head, dtype=torch.float32), selector=selector)
     engine.update_weights(update_from(shared_decoder(), 1))
     weights = [(name, weight.detach().clone()) for name, weight in head.named_parameters()]
@@ -401,8 +413,8 @@ def test_a_selector_is_told_what_has_changed() -> None:
 
 
 @pytest.mark.parametrize("plan", [DraftPlan.chain(3), DraftPlan(4, 3, 12)], ids=str)
-def test_a_selector_is_told_how_far_chains_would_have_come(plan: DraftPlan) -> None:
-    class Told(PredefinedSelector):
+def test_step_records_of_trees_say_how_far_chains_would_have_come(plan: DraftPlan) -> None:
+    class RecordingSelector(PredefinedSelector):
         steps: ClassVar[list[StepRecord]] = []
 
         def record(self, step: StepRecord) -> None:
@@ -410,26 +422,25 @@ def test_a_selector_is_told_how_far_chains_would_have_come(plan: DraftPlan) -> N
 
     requests = mixed_requests(8, tokens=30)
     reference = make_engine(shared_decoder()).run(requests)
-    selector = Told(plan)
+    selector = RecordingSelector(plan)
     engine = make_engine(proposer=oracle_of(reference), selector=selector)
     engine.run(requests)
-    told = [step for step in selector.steps if step.drafted]
+    steps = [step for step in selector.steps if step.drafted]
     selector.steps.clear()
     if plan.topk == 1:
-        assert not any(step.straight for step in told)
+        assert not any(step.straight for step in steps)
         return
-    lines = [zip(s.straight, s.drafted, s.accepted, strict=True) for s in told]
-    pairs = [pair for line in lines for pair in line]
-    assert all(right <= drafts <= all_of_them for (drafts, right), all_of_them, _ in pairs)
-    assert sum(right for (_, right), *_ in pairs) > 0
-    # Whoever came further went by a sibling.
-    further = [accepted > right for (_, right), _, accepted in pairs]
-    assert 0 < sum(further) <= engine.stats().sibling_tokens
+    rows = [row for s in steps for row in zip(s.straight, s.drafted, s.accepted, strict=True)]
+    assert all(in_chain <= length <= drafted for (length, in_chain), drafted, _ in rows)
+    assert sum(in_chain for (_, in_chain), *_ in rows) > 0
+    # A longer path than the chain's contains a sibling.
+    longer = [accepted > in_chain for (_, in_chain), _, accepted in rows]
+    assert 0 < sum(longer) <= engine.stats().sibling_tokens
 
 
-def test_after_a_recess_requests_are_seen_from_their_beginning() -> None:
-    class Watched(HistoryProposer):
-        known: ClassVar[list[bool]] = []
+def test_after_backoff_the_proposer_sees_all_running_requests() -> None:
+    class WatchedHistory(HistoryProposer):
+        with_features: ClassVar[list[bool]] = []
 
         def begin(
             self,
@@ -438,22 +449,22 @@ def test_after_a_recess_requests_are_seen_from_their_beginning() -> None:
             context: Sequence[int],
             features_TD: torch.Tensor | None = None,
         ) -> None:
-            self.known.append(features_TD is not None)
+            self.with_features.append(features_TD is not None)
             super().begin(request_id, prompt, context)
 
-    proposer = Watched()
-    engine = make_engine(proposer=proposer, selector=Choosy(10**9, 0, 5), max_num_seqs=5)
+    proposer = WatchedHistory()
+    engine = make_engine(proposer=proposer, selector=RandomSelector(10**9, 0, 5), max_num_seqs=5)
     requests = [make_request(f"r{i}", max_tokens=30, ignore_eos=True) for i in range(8)]
     engine.run(requests)
-    assert proposer.known == []
+    assert proposer.with_features == []
     engine.run(requests)
-    assert proposer.known == [True] * 8
+    assert proposer.with_features == [True] * 8
     engine.run(requests)
-    # Those that were there after five steps, and the others.
-    assert proposer.known[8:] == [False] * 5 + [True] * 3
+    # Five requests ran when the backoff ended after five steps; three started later.
+    assert proposer.with_features[8:] == [False] * 5 + [True] * 3
 
 
-def test_accepting_without_comparing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepting_all_drafts_changes_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         engine_module, "accepted_path", lambda tokens, parents, chosen: list(range(len(tokens)))
     )
@@ -470,7 +481,7 @@ def test_drafted_tokens_depths_and_plans_are_counted() -> None:
         proposer=oracle_of(reference, lies=0.0, ragged=False), plan=DraftPlan.chain(4)
     )
     done = engine.run(requests)
-    # The prefill's token, then in eight steps four drafts and one that was not drafted.
+    # The token of the prefill, then in each of 8 steps four drafts and a bonus token.
     drafted = [i for i in range(1, 41) if i % 5]
     assert [g.drafted for g in done] == [drafted] * 3
     stats = engine.stats()
@@ -483,11 +494,11 @@ def test_drafted_tokens_depths_and_plans_are_counted() -> None:
     assert (plain.stats().plan_seconds, plain.stats().offered_depths) == ({}, (0,) * 16)
 
 
-def test_of_drafts_that_are_partly_right_depths_tell_how_far() -> None:
+def test_depths_of_partly_accepted_drafts_are_counted() -> None:
     requests = [make_request("r", max_tokens=12, ignore_eos=True)]
     (known,) = make_engine().run(requests)
     oracle = oracle_of([known], lies=0.0, ragged=False)
-    # From the third token on it knows something else.
+    # It proposes other tokens from the fourth one on.
     oracle._known = {"r": [*known.token_ids[:3], *[known.token_ids[3] ^ 1] * 9]}
     engine = make_engine(proposer=oracle, plan=DraftPlan.chain(4))
     oracle.observe = lambda *_: None  # type: ignore[method-assign]
@@ -498,7 +509,7 @@ def test_of_drafts_that_are_partly_right_depths_tell_how_far() -> None:
     assert stats.accepted_depths[:4] == (1, 1, 0, 0)
 
 
-def test_counters_of_plans_are_subtracted_as_others_are() -> None:
+def test_stats_since_subtracts_counters_by_plan_and_depth() -> None:
     before = EngineStats(plan_seconds={(0, "off"): 1.0}, offered_depths=(1,) * 16)
     now = EngineStats(plan_seconds={(0, "off"): 1.0, (2, "4_1_5"): 3.0}, offered_depths=(3,) * 16)
     new = now.since(before)

@@ -112,7 +112,7 @@ def test_recorded_drafts_are_those_that_were_not() -> None:
         drafted(graphs, policy, head, kv, step)
     assert graphs.replayed == 6
     assert graphs.memory.nbytes == MIB
-    assert graphs.memory.sentence().startswith("1 draft graph takes 1.0 MiB: 1.0 MiB for 4 rows")
+    assert graphs.memory.sentence().startswith("1 draft graph uses 1.0 MiB: 1.0 MiB for 4 tokens")
 
 
 @torch.no_grad()
