@@ -270,7 +270,7 @@ def test_correction_without_the_rollouts_log_probs_is_refused() -> None:
             return await super().score_sample(sample)
 
     correction = RolloutCorrectionConfig(rollout_is="token")
-    with pytest.raises(DataError, match="rollout_correction needs the rollout's log-probs"):
+    with pytest.raises(DataError, match="rollout_correction needs rollout log-probs"):
         train(tiny_backend(), scorer=Forgets(), correction=correction)
 
 
@@ -311,14 +311,14 @@ def test_a_batch_that_is_rejected_whole_is_no_update() -> None:
     backend = tiny_backend()
     history = train(backend, correction=correction)
     assert [metrics["training/skipped_batch"] for metrics in history] == [1.0, 1.0]
-    with pytest.raises(TrainingError, match="rejected every token"):
+    with pytest.raises(TrainingError, match="rollout_correction rejected all tokens"):
         train(tiny_backend(), correction=correction, max_skipped_batches=1)
     # Mini-batch by mini-batch, too.
     bypass = replace(correction, bypass_mode=True)
     history = train(tiny_backend(), correction=bypass, mini_batch_size=2)
     assert [metrics["training/skipped_batch"] for metrics in history] == [1.0, 1.0]
     assert not any("actor/lr" in metrics for metrics in history)
-    with pytest.raises(TrainingError, match="rejected every token"):
+    with pytest.raises(TrainingError, match="rollout_correction rejected all tokens"):
         train(tiny_backend(), correction=bypass, max_skipped_batches=1)
 
 
