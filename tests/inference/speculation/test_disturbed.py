@@ -57,7 +57,7 @@ class Disturbed:
     ) -> None:
         self._selector, self._lost, self._late = selector, lost, late
         self._rng = random.Random(seed)
-        self._waiting: deque[StepRecord] = deque()
+        self._held: deque[StepRecord] = deque()
         self.chosen: list[tuple[DraftPlan, float]] = []
         """Plans, each with its min acceptance probability."""
 
@@ -78,9 +78,9 @@ class Disturbed:
 
     def record(self, step: StepRecord) -> None:
         if self._rng.random() >= self._lost:
-            self._waiting.append(step)
-        if len(self._waiting) > self._late:
-            self._selector.record(self._waiting.popleft())
+            self._held.append(step)
+        if len(self._held) > self._late:
+            self._selector.record(self._held.popleft())
 
     def changed(self, *, drafter: bool = False) -> None:
         self._selector.changed(drafter=drafter)
