@@ -130,9 +130,9 @@ class TreeRatios:
 
 
 def tree_probabilities(rates: Sequence[float], plan: DraftPlan) -> tuple[float, ...]:
-    """Estimated acceptance probabilities of the nodes that a plan verifies, in descending order:
-    of each node, that all tokens from the root down to it are accepted. `rates` are the acceptance
-    rates of first children by depth; they are rounded to hundredths."""
+    """Estimated acceptance probabilities of the nodes that a tree plan verifies, in descending
+    order. A node is accepted if all tokens from the root down to it are. `rates`: acceptance rates
+    of first children by depth; they are rounded to hundredths, because results are cached."""
     return _tree_probabilities(tuple([round(rate, 2) for rate in rates]), plan)
 
 

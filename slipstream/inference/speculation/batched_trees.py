@@ -109,8 +109,8 @@ def _parents(expanded: list[Tensor], N: int, topk: int, device: torch.device) ->
     if not expanded:
         return root_N1.expand(-1, topk)
     # Index of the first candidate of each level: `candidate_count` of 0, 1, ... levels. All levels
-    # except the first have topk * topk candidates, so a range is right but for its first entry,
-    # which is negative and becomes 0.
+    # except the first have topk * topk candidates, so a range gives all starts except the first;
+    # its first entry is negative or 0 and becomes 0.
     level_size = topk * topk
     end = candidate_count(len(expanded), topk)
     firsts = torch.arange(topk - level_size, end, level_size, device=device)
@@ -121,8 +121,8 @@ def _parents(expanded: list[Tensor], N: int, topk: int, device: torch.device) ->
 class _NoisyScores:
     """Computes log-prob + Gumbel noise of tokens, up to a constant, for `steps` next positions.
 
-    The noise is that of the token's position. The policy adds the same noise when it samples there,
-    so a draft with a good log-prob estimate is the token that the policy will sample.
+    The policy adds the same noise when it samples at these positions. So if the log-probs of head
+    and policy are close, the best draft is the token that the policy will sample.
     """
 
     def __init__(self, batch: DraftBatch, steps: int, vocab_size: int) -> None:

@@ -50,7 +50,7 @@ class PrefillInput:
 
     @property
     def width(self) -> int:
-        """W."""
+        """W, the number of prefill tokens per request."""
         return self.features.shape[1]
 
 

@@ -15,9 +15,9 @@ class DraftPlan:
     """Draft `steps` deep, follow `topk` tokens per level, and verify `verify_tokens` per request.
 
     For trees, `verify_tokens` is a mean over the batch; the drafts with the highest estimated
-    acceptance probability are verified. The count includes the last known token, as in SGLang and
-    FastRL: a chain of n drafts is `n_1_(n+1)`. Plans are written like `8_4_32`; `OFF` is `0_0_1`.
-    Raises ConfigError for an impossible shape.
+    acceptance probability are verified. `verify_tokens` includes the last known token, as in SGLang
+    and FastRL: a chain of n drafts is `n_1_(n+1)`. Plans are written like `8_4_32`; `OFF` is
+    `0_0_1`. Raises ConfigError for an impossible shape.
     """
 
     steps: int

@@ -54,9 +54,9 @@ class ReportedSelector:
         trace: Callable[[str], object] | None = None,
     ) -> None:
         """`notify` receives messages. `head` is the name of the draft head, None without one.
-        `head_record` returns how many drafts of the head were compared with sampled tokens and how
-        many of their tokens were correct; by default all drafts are the head's. `trace` receives
-        the lines of the trace."""
+        `head_record` returns the number of chains and trees of the head that were compared with
+        sampled tokens, and the total number of their correct draft tokens. By default all verified
+        drafts count as the head's. `trace` receives the lines of the trace."""
         self._selector = selector
         # Stored, because `min_acceptance` is called in every step.
         self._threshold = selector if isinstance(selector, HasMinAcceptance) else None
@@ -173,7 +173,7 @@ class ReportedSelector:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A new selector starts: the first one, that of another engine, or that of a resumed run."""
+    """A new selector starts: the first one, or the one of another engine or a resumed run."""
 
 
 @dataclass(frozen=True, slots=True)

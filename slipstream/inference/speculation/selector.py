@@ -213,10 +213,10 @@ class CostModelSelector:
         no probes                                8.8 %   7.6 %
 
     The speed factor of `StepCosts` and the delay `_CONFIRM` matter only if the machine's speed
-    drifts: in such settings they save up to 1.7 % and 0.7 %. If the costs were fitted at each
-    record and searched at each change of the batch size, this would cost 3 % in steps of half a
-    millisecond. Backoff saves work outside of steps, which the simulator does not count. Tree
-    ratios matter if real trees differ from the predicted ones.
+    drifts: in such settings they save up to 1.7 % and 0.7 %. A fit at each record and a search at
+    each change of the batch size would cost 3 % with steps of half a millisecond. Backoff saves
+    work outside of steps, which the simulator does not count. Tree ratios matter if real trees
+    differ from the predicted ones.
     """
 
     def __init__(

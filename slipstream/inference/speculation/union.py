@@ -43,8 +43,8 @@ class UnionProposer:
         self._history = history
         self._head_curve = AcceptanceCurve()
         self.head_record = (0, 0)
-        """Drafts of the head that were compared with the sampled tokens, and how many of their
-        tokens were correct in all; including drafts that were not verified."""
+        """Number of chains and trees of the head that were compared with the sampled tokens, and
+        total number of their correct draft tokens. Includes drafts that were not verified."""
         # Prior acceptance rates of history: longer matches are trusted more.
         guesses = (0.3, 0.45, 0.6, 0.75, 0.85)
         self._curves = [AcceptanceCurve(guess=guess) for guess in guesses]

@@ -164,9 +164,9 @@ def test_drafts_are_lossless_with_preemption_aborts_and_changing_plans() -> None
             done += engine.abort(["r5"])
     assert engine.stats().preempted > 2
     got = all_bits(done)
-    tokens, full, law = got.pop("r5")
+    tokens, full, sampling = got.pop("r5")
     expected = reference.pop("r5")
-    assert (tokens, full, law) == tuple(part[: len(tokens)] for part in expected)
+    assert (tokens, full, sampling) == tuple(part[: len(tokens)] for part in expected)
     assert got == reference
     assert proposer._order == []
 

@@ -113,5 +113,5 @@ def test_finished_responses_can_be_forgotten() -> None:
     assert drafts(proposer, "b") == []
 
 
-def test_unknown_requests_may_end() -> None:
-    HistoryProposer().end("nobody")
+def test_the_end_of_an_unknown_request_is_ignored() -> None:
+    HistoryProposer().end("unknown")

@@ -166,9 +166,9 @@ def test_a_trace_replays_to_the_same_decisions() -> None:
             continue
         running = 1 + number % 3
         plan = reported.select(running)
-        right = plan.steps * (number % 2) * (number < 400)
+        accepted = plan.steps * (number % 2) * (number < 400)
         seconds = 1 + 0.3 * plan.steps * running
-        reported.record(step(plan, right, seconds=seconds, running=running))
+        reported.record(step(plan, accepted, seconds=seconds, running=running))
         asked += 1
     lines = trace.getvalue().splitlines()
     assert json.loads(lines[0]) == {"selector": "new"}

@@ -53,10 +53,10 @@ def simulate(
         drafted = [plan.steps] * running if plan.steps else []
         accepted = []
         for drafts in drafted:
-            right = 0
-            while right < drafts and rng.random() < acceptance(step):
-                right += 1
-            accepted.append(right)
+            correct = 0
+            while correct < drafts and rng.random() < acceptance(step):
+                correct += 1
+            accepted.append(correct)
         steady = not (plan != OFF and before == OFF)
         record = StepRecord(
             running=running,
@@ -104,7 +104,7 @@ def test_within_five_percent_of_the_best_plan_in_hindsight(running: int, p: floa
         )
         rates.append(tokens / sum(seconds))
     assert mean(rates) > 0.95 * best_rate(running, p)
-    # One run in many has unlucky first probes and stays without drafts for long.
+    # In one of many runs, noise spoils the first probes, so it stays without drafts for long.
     unlucky, *others = sorted(rates)
     assert min(others) > 0.9 * best_rate(running, p)
     assert unlucky > 0.8 * best_rate(running, p)
@@ -342,7 +342,7 @@ def tree_steps(
 
 @pytest.mark.parametrize(("tree_gains", "tree"), [(2.0, True), (0.8, False)])
 @pytest.mark.parametrize("running", [1, 4])
-def test_trees_are_chosen_if_they_pay(tree_gains: float, tree: bool, running: int) -> None:
+def test_trees_are_chosen_if_they_are_faster(tree_gains: float, tree: bool, running: int) -> None:
     found = []
     for seed in range(5):
         selector = CostModelSelector([*PLANS, DraftPlan(6, 3, 10), DraftPlan(6, 4, 16)])
@@ -454,7 +454,7 @@ def test_min_acceptance_follows_the_cost_of_a_token(running: int) -> None:
     for token in (0.02, 0.3):
         selector, rng = CostModelSelector(plans), random.Random(0)
         for step in range(600):
-            # All plans, because the chosen ones alone teach less.
+            # Run all plans, because the chosen ones do not show the cost of a token.
             selector.select(running)
             plan = [OFF, *plans][step // 8 % (1 + len(plans))]
             milliseconds = 3.0 + token * running * plan.verify_tokens + 0.1 * plan.steps
@@ -485,7 +485,7 @@ def cut_tree(plan: DraftPlan, running: int, drafts: int) -> StepRecord:
     )
 
 
-def test_trees_with_drafts_left_out_teach_the_cost_of_their_tokens() -> None:
+def test_trees_with_drafts_left_out_show_the_cost_of_their_tokens() -> None:
     plan, other = DraftPlan(6, 4, 24), DraftPlan(6, 4, 16)
     selector = CostModelSelector([*PLANS, plan, other])
     for _ in range(60):
@@ -531,7 +531,7 @@ def test_tree_ratios_fade_while_chains_are_drafted() -> None:
     assert selector._tree_expectation(4, plan)[1] > 0.7 * before
 
 
-def test_first_children_of_trees_teach_the_acceptance_of_chains() -> None:
+def test_first_children_of_trees_show_the_acceptance_of_chains() -> None:
     plan = DraftPlan(4, 3, 12)
     selector = CostModelSelector([*PLANS, plan])
     for _ in range(100):

@@ -98,8 +98,8 @@ def test_all_calls_are_passed_on_to_the_head() -> None:
     proposed(union, "a", 3)
     union.observe(["a"], [[4]], None)
     union.end("a")
-    union.end("nobody")
-    assert head.calls == ["begin a", "observe [[4]]", "end a", "end nobody"]
+    union.end("unknown")
+    assert head.calls == ["begin a", "observe [[4]]", "end a", "end unknown"]
 
 
 def test_union_chains_do_not_change_the_generated_tokens() -> None:
