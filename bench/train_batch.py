@@ -1,15 +1,16 @@
-"""Host memory and time of the path from scored samples to the loss, without the model.
+"""Benchmark of host memory and time from scored samples to the loss, without the model.
 
     python -m bench.train_batch [--tokens N] [--spread S] [--runs K] [--against CHECKOUT]
 
-Each case makes synthetic groups of N response tokens in all and gives them to `Learner.learn`. The
-backend is the real one, but a formula of the label replaces the model's forward pass. What is left
-is the handling of data: columns, advantages, mini-batches, packing and losses. With `--against`
-the code of another checkout runs as well, in interleaved runs. Every run is a process of its own.
+Each case makes synthetic groups with N response tokens in all and trains on them with
+`Learner.learn`. The training backend is the real one, but log-probs come from a formula of the
+label instead of the model's forward pass. So the benchmark measures columns, advantages,
+mini-batches, packing and losses. `--against` also runs the code of another checkout, in interleaved
+runs. Each run is a separate process.
 
-Prints medians over K runs: bytes per response token that the samples hold, bytes per response token
-that the path adds at its peak (resident memory), and seconds. Fails if metrics or weights differ
-between two runs of one case.
+Prints medians of K runs: bytes per response token of the samples, additional bytes per response
+token at the peak of the update (resident memory), and seconds. Exits with an error if metrics or
+weights differ between two runs of a case.
 """
 
 from __future__ import annotations
@@ -29,49 +30,49 @@ from pathlib import Path
 from typing import Any
 
 CASES = ("grpo", "corrected", "gae")
-"""`grpo`: four mini-batches, old and reference log-probs. `corrected`: in addition importance
-weights and rejection against the rollout's log-probs, and a KL penalty in the reward. `gae`: the
-first one with a critic and GAE."""
+"""`grpo`: GRPO with mini-batches of 64 prompts (four by default), old and reference log-probs.
+`corrected`: the same with rollout correction (importance weights and rejection) and a KL penalty in
+the reward. `gae`: the same as `grpo` with a critic and GAE."""
 
 PROMPT, GROUP, MEDIAN, SPREAD = 64, 8, 400, 0.8
-"""Prompt tokens, samples per group, and the log-normal law of response lengths: its median, and the
-standard deviation of the logarithm."""
+"""Prompt tokens, samples per group, and the log-normal distribution of response lengths: median,
+and standard deviation of the logarithm."""
 
 VOCAB = 32_000
 
 
 def make_groups(tokens: int, spread: float) -> list[Any]:
-    """Groups with `tokens` response tokens in all, as a rollout returns them."""
+    """Scored groups with `tokens` response tokens in all. `spread`: as `SPREAD`."""
     from slipstream.types import Group, Prompt, Sample, Segment, Status, VersionSpan
 
-    draw, groups, left = random.Random(0), list[Any](), tokens
+    rng, groups, left = random.Random(0), list[Any](), tokens
     while left:
-        index = len(groups)
-        prompt = Prompt(uid=f"p{index}", ids=[draw.randrange(VOCAB) for _ in range(PROMPT)])
+        group_index = len(groups)
+        prompt = Prompt(uid=f"p{group_index}", ids=[rng.randrange(VOCAB) for _ in range(PROMPT)])
         samples = []
-        for place in range(GROUP):
-            length = min(left, max(1, int(draw.lognormvariate(0, spread) * MEDIAN)))
+        for index in range(GROUP):
+            length = min(left, max(1, int(rng.lognormvariate(0, spread) * MEDIAN)))
             if not length:
                 break
             left -= length
-            sample = Sample.from_prompt(prompt, group_index=index, index=place)
+            sample = Sample.from_prompt(prompt, group_index=group_index, index=index)
             segment = Segment(
                 role="assistant",
-                ids=[draw.randrange(VOCAB) for _ in range(length)],
+                ids=[rng.randrange(VOCAB) for _ in range(length)],
                 loss_mask=[1.0] * length,
-                log_probs=[_float32(-draw.expovariate(1.0)) for _ in range(length)],
-                sampling_log_probs=[_float32(-draw.expovariate(1.0)) for _ in range(length)],
+                log_probs=[_float32(-rng.expovariate(1.0)) for _ in range(length)],
+                sampling_log_probs=[_float32(-rng.expovariate(1.0)) for _ in range(length)],
                 spans=[VersionSpan(0, 0, length)],
             )
             sample.append(segment)
-            sample.status, sample.reward = Status.COMPLETED, draw.random()
+            sample.status, sample.reward = Status.COMPLETED, rng.random()
             samples.append(sample)
-        groups.append(Group(index=index, prompt=prompt, samples=samples))
+        groups.append(Group(index=group_index, prompt=prompt, samples=samples))
     return groups
 
 
 def _float32(value: float) -> float:
-    """An engine's log-probs are float32."""
+    """Round to float32, as an engine's log-probs are."""
     import struct
 
     out: float = struct.unpack("f", struct.pack("f", value))[0]
@@ -79,7 +80,8 @@ def _float32(value: float) -> float:
 
 
 def make_learner(case: str) -> tuple[Any, Callable[[], str]]:
-    """A learner without a model, and a function that returns the digest of the weights."""
+    """A learner of a case with a formula in place of the model, and a function that returns a hash
+    of the weights."""
     import torch
 
     from slipstream.algorithms import FixedKLController, RolloutCorrectionConfig
@@ -174,7 +176,8 @@ def make_learner(case: str) -> tuple[Any, Callable[[], str]]:
 
 
 def measure(case: str, tokens: int, spread: float) -> dict[str, Any]:
-    """In a process of its own: one update."""
+    """Run one update and return its memory, time, metrics and weight hash. Needs a new process,
+    because it measures resident memory."""
     import anyio
 
     from slipstream.inference.engine.memory import FreedMemory
@@ -186,13 +189,14 @@ def measure(case: str, tokens: int, spread: float) -> dict[str, Any]:
         found: dict[str, float] = await learner.learn(1, groups, Timers(), print)
         return found
 
+    # A small update first, so that memory of imports and caches does not count.
     anyio.run(learn, make_groups(2_000, spread))
     FreedMemory().give_back()
     before = _resident("VmRSS")
     groups = make_groups(tokens, spread)
     FreedMemory().give_back()
     held = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak (VmHWM)
     start = time.perf_counter()
     metrics = anyio.run(learn, groups)
     seconds = time.perf_counter() - start
@@ -206,16 +210,17 @@ def measure(case: str, tokens: int, spread: float) -> dict[str, Any]:
 
 
 def _resident(field: str) -> int:
-    """Bytes of a line of /proc/self/status."""
+    """The value of a field of /proc/self/status in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     raise SystemExit(f"/proc/self/status has no {field}; this benchmark needs Linux")
 
 
-def run_once(checkout: Path, case: str, given: argparse.Namespace) -> dict[str, Any]:
+def run_once(checkout: Path, case: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Run `measure` in a new process with the code of `checkout`."""
     line = [sys.executable, str(Path(__file__).resolve()), "--one", case]
-    line += ["--tokens", str(given.tokens), "--spread", str(given.spread)]
+    line += ["--tokens", str(args.tokens), "--spread", str(args.spread)]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     done = subprocess.run(
         line, check=True, stdout=subprocess.PIPE, text=True, env=environment, cwd=checkout
@@ -226,12 +231,15 @@ def run_once(checkout: Path, case: str, given: argparse.Namespace) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Host memory and time from samples to the loss.")
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="response tokens in all")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="total response tokens")
     parser.add_argument(
-        "--spread", type=float, default=SPREAD, help="of response lengths; 0: all are equal"
+        "--spread",
+        type=float,
+        default=SPREAD,
+        help="standard deviation of the logarithm of response lengths; 0 makes all lengths equal",
     )
     parser.add_argument("--runs", type=int, default=3, help="runs per case; medians are printed")
-    parser.add_argument("--against", type=Path, help="another checkout, to compare with")
+    parser.add_argument("--against", type=Path, help="another checkout to compare with")
     parser.add_argument("--one", choices=CASES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -249,18 +257,18 @@ def main() -> None:
             for name, checkout in checkouts.items():
                 found[name].append(run_once(checkout, case, args))
         for name, runs in found.items():
-            middle = {
+            medians = {
                 key: statistics.median(run[key] for run in runs)
                 for key in ("samples", "path", "seconds")
             }
             print(
-                f"| {case} | {name} | {middle['samples']:.0f} | {middle['path']:.0f} "
-                f"| {middle['seconds']:.2f} |",
+                f"| {case} | {name} | {medians['samples']:.0f} | {medians['path']:.0f} "
+                f"| {medians['seconds']:.2f} |",
                 flush=True,
             )
-        every = [run for runs in found.values() for run in runs]
+        all_runs = [run for runs in found.values() for run in runs]
         for key in ("metrics", "weights"):
-            if any(run[key] != every[0][key] for run in every):
+            if any(run[key] != all_runs[0][key] for run in all_runs):
                 raise SystemExit(f"{case}: {key} differ between runs")
 
 

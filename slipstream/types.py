@@ -1,9 +1,9 @@
-"""The carriers: the only values that cross a folder boundary.
+"""Data classes that the folders of the package pass to each other. Nothing else crosses a folder.
 
     Prompt --rollout--> Group of Samples --rewards--> scored Group --advantages--> TrainBatch
 
-Nothing here knows how a token is drawn, scored or trained on. torch is imported for types only, so
-that configuration, command line and data tools stay light.
+This module does not know how tokens are sampled, scored or trained on. It imports torch for type
+checking only, so the configuration, the command line and the data tools start without torch.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PolicyVersion = int
-"""Counts published weight updates: 0 is the policy that a run starts from."""
+"""Number of weight updates sent to the engines so far; 0 is the policy at the start of a run."""
 
 Message = dict[str, Any]
-"""One chat turn: `{"role": ..., "content": ...}`, with VERL's and Hugging Face's optional keys."""
+"""One chat message: `{"role": ..., "content": ...}`, with the optional keys of verl and Hugging
+Face."""
 
 
 class Status(StrEnum):
-    """Where a sample stands."""
+    """The state of a sample."""
 
     PENDING = "pending"
-    """Not generated yet, or only in part: an aborted sample that will be carried over."""
+    """Not generated yet, or a partial response that the next step will continue."""
     COMPLETED = "completed"
-    """Ended by itself: end-of-sequence token or a stop condition."""
+    """Generation ended with an end-of-sequence token or another stop condition."""
     TRUNCATED = "truncated"
-    """Cut at the length limit."""
+    """Generation reached the length limit."""
     ABORTED = "aborted"
-    """Stopped from outside; its partial tokens are kept."""
+    """The run stopped the generation; the tokens so far are kept."""
     FAILED = "failed"
-    """Engine, tool or reward failed; `Sample.failure` says why."""
+    """The engine, a tool or the reward failed. `Sample.failure` has the reason."""
 
 
 class StopReason(StrEnum):
@@ -64,9 +65,11 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class NoiseKey:
-    """What the randomness of one sample depends on, and nothing else (see `sampling.noise`).
+    """The key of a sample's sampling noise. The noise depends on nothing else but the position and
+    the token id (`sampling.noise`).
 
-    A restarted sample increments `attempt`; a resumed one does not.
+    A sample that is generated again from the start has a higher `attempt`. A sample that is
+    continued keeps its `attempt`.
     """
 
     seed: int
@@ -80,11 +83,11 @@ class NoiseKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen and when to stop.
+    """Settings of sampling and of the end of a response.
 
-    `temperature == 0` is greedy. `top_k <= 0` and `top_p == 1` and `min_p == 0` switch the
-    truncations off. `stop_token_ids` end the response and are kept in it; a stop string ends it
-    with the token that completes the string.
+    `temperature == 0` is greedy decoding. `top_k <= 0`, `top_p == 1` and `min_p == 0` switch the
+    truncations off. A token of `stop_token_ids` ends the response and stays in it. A stop string
+    ends the response; the token that completes the string is the last one.
     """
 
     max_tokens: int
@@ -99,9 +102,10 @@ class SamplingParams:
 
 @dataclass(slots=True, kw_only=True)
 class Prompt:
-    """One task instance, in the terms of VERL's row schema.
+    """One problem of a data set, with the fields of verl's data format.
 
-    `uid` is stable over epochs and runs; `ids` is the rendered, tokenised prompt.
+    `uid` is the same in all epochs and runs. `ids` is the prompt after chat template and
+    tokenizer.
     """
 
     uid: str
@@ -117,11 +121,12 @@ class Prompt:
 
 @dataclass(slots=True, kw_only=True)
 class Segment:
-    """One append-only run of tokens with one author. All per-token lists have equal length.
+    """Consecutive tokens of one author (`role`). All per-token lists have equal length.
 
-    `log_probs` are full-vocabulary log-probabilities at the sampling temperature (what the trainer
-    recomputes); `sampling_log_probs` those of the truncated law that the token was drawn from, the
-    same numbers where nothing truncates. Tokens that no policy sampled carry 0.0 and no span.
+    `log_probs` are over the full vocabulary at the sampling temperature; the trainer recomputes
+    them. `sampling_log_probs` are those of the truncated distribution that the token was sampled
+    from (top-k, top-p, min-p); without truncation they equal `log_probs`. Tokens that the policy
+    did not sample have the log-prob 0.0 and no span. Raises ValueError if the lengths differ.
     """
 
     role: str
@@ -131,8 +136,8 @@ class Segment:
     sampling_log_probs: list[float]
     spans: list[VersionSpan] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list, compare=False)
-    """Places in `ids` of tokens that were drafted before the policy chose them. It depends on the
-    clock, and is no part of what was generated."""
+    """Indices into `ids` of accepted draft tokens. They depend on timing, so they do not count when
+    two segments are compared."""
 
     def __post_init__(self) -> None:
         lengths = {
@@ -150,7 +155,8 @@ class Segment:
 
     @classmethod
     def given(cls, role: str, ids: Sequence[int], *, loss: float = 0.0) -> Segment:
-        """Tokens that no policy sampled: a prompt, a tool reply, a demonstration (`loss=1`)."""
+        """A segment that the policy did not sample: a prompt, a tool reply, or a demonstration
+        (`loss=1`)."""
         n = len(ids)
         return cls(
             role=role,
@@ -162,7 +168,7 @@ class Segment:
 
     @property
     def versions(self) -> list[PolicyVersion]:
-        """Policy version per token; -1 where no policy sampled it."""
+        """Policy version of each token; -1 for tokens that the policy did not sample."""
         out = [-1] * len(self.ids)
         for span in self.spans:
             out[span.start : span.end] = [span.version] * (span.end - span.start)
@@ -170,10 +176,11 @@ class Segment:
 
 
 class _FlatViews:
-    """The flat lists of a sample: made at the first access, kept until tokens are appended.
+    """A cache of the flat per-token lists of a sample.
 
-    They are no part of the sample's state: equality, `asdict` and pickle leave them out. Appended
-    tokens are noticed by the segments and their lengths. Not for threads that append meanwhile.
+    A list is made at its first use and kept until the segments or their lengths change. The cache
+    does not count for equality, `asdict` and pickle. It is not safe if another thread appends
+    tokens at the same time.
     """
 
     __slots__ = ("_made_of", "_views")
@@ -204,11 +211,11 @@ class _FlatViews:
 
 @dataclass(slots=True, kw_only=True)
 class Sample(_FlatViews):
-    """One response to one prompt, append-only, token-in and token-out.
+    """One response to one prompt, with the prompt; tokens are only ever appended.
 
-    Ids that the model produced are never decoded and tokenised again. The flat views `tokens`,
-    `loss_mask`, `rollout_log_probs`, `sampling_log_probs` and `versions` have equal length. Views
-    are made once and shared: copy one before you change it.
+    Token ids from the model are never decoded and tokenized again. The flat lists `tokens`,
+    `loss_mask`, `rollout_log_probs`, `sampling_log_probs` and `versions` join all segments and have
+    equal length. All callers share these lists: copy a list before you change it.
     """
 
     prompt: str | list[Message] = ""
@@ -233,11 +240,11 @@ class Sample(_FlatViews):
     multi_modal: dict[str, Any] | None = None
 
     def append(self, segment: Segment) -> None:
-        """Add tokens at the end; what is there is never changed."""
+        """Add a segment at the end."""
         self.segments.append(segment)
 
     def noise_key(self, seed: int, namespace: str = "train") -> NoiseKey:
-        """What decides this sample's tokens in the rollouts of a run's `seed`."""
+        """The key of this sample's sampling noise, in a run with `seed`."""
         return NoiseKey(
             seed=seed,
             namespace=namespace,
@@ -275,16 +282,16 @@ class Sample(_FlatViews):
 
     @property
     def drafted(self) -> list[int]:
-        """Places in `tokens` of those that were drafted before the policy chose them."""
-        found, start = list[int](), 0
+        """Indices into `tokens` of accepted draft tokens."""
+        indices, start = list[int](), 0
         for segment in self.segments:
-            found.extend(start + place for place in segment.drafted)
+            indices.extend(start + index for index in segment.drafted)
             start += len(segment.ids)
-        return found
+        return indices
 
     @property
     def prompt_ids(self) -> list[int]:
-        """The tokens before the first one that the policy wrote."""
+        """The tokens before the first segment with the role `assistant`."""
         return self._view("prompt_ids", self._find_prompt)
 
     def _find_prompt(self) -> list[int]:
@@ -297,12 +304,12 @@ class Sample(_FlatViews):
 
     @property
     def response_ids(self) -> list[int]:
-        """Everything after the prompt."""
+        """All tokens after the prompt, tool replies included."""
         return self._view("response_ids", lambda: self.tokens[len(self.prompt_ids) :])
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and response."""
+        """Number of tokens of prompt and response together."""
         return sum(len(segment.ids) for segment in self.segments)
 
     @property
@@ -311,7 +318,7 @@ class Sample(_FlatViews):
 
     @classmethod
     def from_prompt(cls, prompt: Prompt, *, group_index: int, index: int) -> Sample:
-        """An empty sample of `prompt`, to be filled by a rollout."""
+        """A sample of `prompt` without a response, which a rollout will generate."""
         return cls(
             prompt=prompt.messages,
             segments=[Segment.given("prompt", prompt.ids)],
@@ -328,8 +335,11 @@ class Sample(_FlatViews):
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """The samples of one prompt: what a group-relative advantage is computed over. `greedy` is a
-    further response, greedily decoded, whose reward is a baseline (ReMax); nothing trains on it."""
+    """The samples of one prompt. Group-relative advantages compare them with each other.
+
+    `greedy` is an additional, greedily decoded response. Its reward is the baseline of ReMax; it is
+    not trained on.
+    """
 
     index: int
     prompt: Prompt
@@ -338,13 +348,13 @@ class Group:
 
     @property
     def members(self) -> list[Sample]:
-        """The samples, and the greedy one."""
+        """The samples, and the greedy response if there is one."""
         return self.samples if self.greedy is None else [*self.samples, self.greedy]
 
 
 @dataclass(slots=True, kw_only=True)
 class RolloutBatch:
-    """Samples as ragged columns (seed API of the `rollouts` design)."""
+    """Samples as lists per column. Row i of each list belongs to the same sample."""
 
     tokens: list[list[int]]
     loss_masks: list[list[float]]
@@ -356,9 +366,10 @@ class RolloutBatch:
 
 @dataclass(slots=True, kw_only=True)
 class TrainRow:
-    """One sequence to train on, as lists: what a batch is written by hand from
-    (`training.columns.train_batch`), and what `TrainBatch.row` returns for a look at one. Every
-    list has the length of `tokens`. The fields are those of `TrainBatch`.
+    """One training sequence as Python lists, with the fields of `TrainBatch`.
+
+    `training.columns.train_batch` makes a batch from such rows, and `TrainBatch.row` returns one
+    row of a batch. All lists have the length of `tokens`.
     """
 
     tokens: list[int]
@@ -378,44 +389,46 @@ class TrainRow:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TrainBatch:
-    """One mini-batch: what one optimizer step sees. Losses are normalised over all of its rows.
+    """Training sequences of one optimizer step (a mini-batch), or of several before they are split.
 
-    The N rows are ragged columns: each column is one flat CPU tensor (T,) over the T tokens of all
-    rows, and row i is `[starts[i], starts[i + 1])` of it. Float columns are float32, or float64
-    where their values need it. A column is replaced, never changed in place: batches share them.
-    Made by `rollout.train_rows.rows_of` from samples and by `training.columns` from lists.
+    The N rows have different lengths and no padding. Each column is one flat CPU tensor (T,) over
+    the T tokens of all rows; row i is its slice `[starts[i], starts[i + 1])`. Float columns are
+    float32, or float64 if their values need it. Batches share columns, so replace a column and
+    never change it in place. Losses are normalized over all rows. `rollout.train_rows.rows_of`
+    makes a batch from samples, `training.columns` from lists.
 
-    `loss_mask[t]` is not 0 where token t is a target (it is predicted from the tokens before it);
-    the first token of a row has no context and is never a target. Log-probs are aligned with
-    tokens: entry t belongs to token t. So are `values` and `returns`, a critic's: the state before
-    token t.
+    Entry t of each column belongs to token t. Token t is trained on if `loss_mask[t]` is not 0 and
+    it is not the first token of its row, which has no context. `values` and `returns` (of a critic)
+    at t belong to the state before token t.
     """
 
     starts: list[int]
-    """(N + 1,): where each row begins, and the end of the last one."""
+    """(N + 1,): the start of each row, then T."""
     tokens: Tensor
     """int64."""
     loss_mask: Tensor
     advantages: Tensor | None = None
     old_log_probs: Tensor | None = None
     has_old_log_probs: Tensor | None = None
-    """(N,) bool: rows with `old_log_probs`; None: all, if there are any."""
+    """(N,) bool: the rows with valid `old_log_probs`; None if all rows are valid or there is no
+    such column."""
     ref_log_probs: Tensor | None = None
     rollout_log_probs: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
     rollout_is_weights: Tensor | None = None
-    """What each token's loss is multiplied by (rollout correction)."""
+    """Importance weight of each token's loss (rollout correction)."""
     selected: Tensor | None = None
-    """1.0 on the tokens that the policy loss treats in its own way, chosen over the mini-batch."""
+    """1.0 for the tokens that a policy loss such as Clip-Cov treats differently. They are selected
+    over the whole mini-batch."""
     kept_ids: list[list[array[int]]] | None = None
-    """For each row and token, the ids that a truncating sampler kept there: log-probs are then
-    those of the law over them. An empty array stands for the whole vocabulary."""
+    """By row and token: the ids that the truncating sampler (top-k, top-p, min-p) kept. Log-probs
+    are then those of the distribution over these ids. An empty array means the full vocabulary."""
     uids: list[str]
     keys: list[NoiseKey | None]
-    """Of each row, the noise that the policy's tokens were sampled with, where the engine takes
-    keyed noise."""
+    """Sampling noise key of each row; None if the engine does not use keyed noise."""
     temperature: float = 1.0
+    """Sampling temperature: log-probs are those of logits / temperature."""
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -432,7 +445,7 @@ class TrainBatch:
 
     @property
     def targets(self) -> Tensor:
-        """(T,) bool: tokens that carry loss."""
+        """(T,) bool: the tokens that are trained on."""
         targets: Tensor = self.loss_mask != 0
         targets[[start for start, end in pairwise(self.starts) if end > start]] = False
         return targets
@@ -442,11 +455,11 @@ class TrainBatch:
         return int(self.targets.sum())
 
     def slice_of(self, row: int) -> slice:
-        """Where in the columns the tokens of a row stand."""
+        """The slice of each column that holds the tokens of a row."""
         return slice(self.starts[row], self.starts[row + 1])
 
     def row(self, index: int) -> TrainRow:
-        """One row as lists, made at each call: for a look, not for all rows of a large batch."""
+        """A copy of one row as lists. Too slow to read all rows of a large batch."""
         own = self.slice_of(index)
         lists: dict[str, Any] = {}
         for name in FLOAT_COLUMNS:
@@ -464,7 +477,8 @@ class TrainBatch:
         )
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        """For other processes: a part of a larger batch leaves the rest behind."""
+        """The state for pickle. Columns that are views of a larger tensor are copied, because
+        pickle would send the whole tensor to the other process."""
         copies: dict[int, Any] = {}
         state = {}
         for f in fields(self):
@@ -489,19 +503,18 @@ FLOAT_COLUMNS = (
     "rollout_is_weights",
     "selected",
 )
-"""The float columns of `TrainBatch`, and lists of `TrainRow`."""
+"""Names of the float columns of `TrainBatch`; they are lists of floats in `TrainRow`."""
 
 _TENSORS = frozenset(("tokens", "has_old_log_probs", *FLOAT_COLUMNS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One response to generate.
+    """A request to an engine to generate one response.
 
-    `prompt_ids` is everything the model sees first. `prior_ids` are response tokens of an earlier,
-    interrupted attempt of the same sample: generation goes on at position
-    `len(prompt_ids) + len(prior_ids)` and `params.max_tokens` counts new tokens only.
-    Requests of equal `group` share one prefill.
+    The context is `prompt_ids` followed by `prior_ids`. `prior_ids` are response tokens from before
+    an interruption: generation continues at position `len(prompt_ids) + len(prior_ids)`, and
+    `params.max_tokens` counts new tokens only. Requests with the same `group` share one prefill.
     """
 
     request_id: str
@@ -515,12 +528,13 @@ class GenerateRequest:
 
 @dataclass(slots=True, kw_only=True)
 class Generation:
-    """What an engine returns for one request; per-token lists have the length of `token_ids`.
+    """An engine's answer to one request. Per-token lists have the length of `token_ids`.
 
-    `hidden_states` (only on request): (len(token_ids), D), row i the final hidden state that
-    predicted token i; `context_hidden_states` (C - 1, D) are those before, of all tokens of the
-    context of C but the last. Each is of the weights that computed it. `spans` index `token_ids`,
-    and so does `drafted`: tokens that were drafted before the policy chose them.
+    Hidden states are returned only on request. `hidden_states` (len(token_ids), D): row i is the
+    final hidden state from which token i was sampled. `context_hidden_states` (C - 1, D): the final
+    hidden states of the C context tokens except the last one. If weights changed during the
+    request, each state is that of the weights at its time. `spans` and `drafted` (accepted draft
+    tokens) are indices into `token_ids`.
     """
 
     request_id: str
@@ -537,7 +551,8 @@ class Generation:
 
 
 class UpdateKind(StrEnum):
-    """Which weights a `WeightUpdate` carries."""
+    """The weights that a `WeightUpdate` contains: all of the policy, LoRA adapters, or the draft
+    head."""
 
     FULL = "full"
     LORA = "lora"
@@ -545,16 +560,16 @@ class UpdateKind(StrEnum):
 
 
 class KVPolicy(StrEnum):
-    """What a weight update does to the KV cache of running requests."""
+    """How a weight update treats the KV cache of running requests."""
 
     KEEP = "keep"
-    """Go on with the keys and values of the old weights."""
+    """Keep the keys and values that the old weights computed."""
     RECOMPUTE = "recompute"
-    """Prefill prompt and generated tokens again under the new weights."""
+    """Compute the keys and values of prompt and generated tokens again with the new weights."""
 
 
 class Transport(StrEnum):
-    """How the tensors of a `WeightUpdate` travel."""
+    """How the tensors of a `WeightUpdate` reach the engine."""
 
     REFERENCE = "reference"
     SHARED_MEMORY = "shared_memory"
@@ -563,57 +578,60 @@ class Transport(StrEnum):
 
 
 class PolicyKind(StrEnum):
-    """Which code computes a policy's forward pass."""
+    """The code that computes a policy's forward pass."""
 
     DECODER = "decoder"
     """Slipstream's decoder (`models.decoder`)."""
     TRANSFORMERS = "transformers"
-    """The architecture's class in `transformers` (`models.hf_policy`)."""
+    """The model class of transformers (`models.hf_policy`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCapabilities:
-    """What an inference engine can do. Rules between options ask this, never an engine's name.
+    """The features that an inference engine supports.
 
-    The defaults describe an engine about which nothing is promised.
+    Checks of the configuration ask for capabilities, never for the name of an engine. The defaults
+    are those of an engine without any optional feature.
     """
 
     policies: frozenset[PolicyKind] = frozenset()
-    """The kinds of policy that the engine generates with; empty: it needs no policy."""
+    """The kinds of policy that the engine can run; empty if it needs no policy."""
     keyed_noise: bool = False
     """A token depends only on the request's noise key, its position and the target logits."""
     exact: bool = False
-    """With the trainer's dtype, log-probs are bit for bit the trainer's."""
+    """If engine and trainer use the same dtype, their log-probs are equal to the bit."""
     drafts: bool = False
-    """The engine can speculate: it verifies draft tokens, and its draft head can be updated."""
+    """The engine supports speculative decoding, and its draft head can be updated."""
     hidden_states: bool = False
-    """`GenerateRequest.return_hidden_states` returns the hidden states of decoding."""
+    """The engine can return the hidden states of decoding
+    (`GenerateRequest.return_hidden_states`)."""
     top_log_probs: int = 0
-    """How many of the likeliest tokens' log-probs the engine can return at each position."""
+    """Largest number of top log-probs that the engine can return per position."""
     transports: frozenset[Transport] = frozenset({Transport.REFERENCE})
-    """How the tensors of a `WeightUpdate` may travel to the engine."""
+    """The transports of a `WeightUpdate` that the engine supports."""
     several_processes: bool = False
-    """The engine takes weights that several trainer processes hold in parts."""
+    """The engine accepts weights that are sharded over several trainer processes."""
     one_thread_tail: bool = False
     """On a CPU with compiled kernels, the engine can decode the last requests on one thread and
-    lend the other cores (`actor_rollout_ref.rollout.one_thread_below`)."""
+    leave the other cores to drafter training (`actor_rollout_ref.rollout.one_thread_below`)."""
     kv_budget: bool = False
-    """Keys and values stay within `actor_rollout_ref.rollout.kv_cache_bytes`."""
+    """The engine keeps its KV cache within `actor_rollout_ref.rollout.kv_cache_bytes`."""
     width_multiple: int = 1
-    """Hidden size, intermediate size and head width must be multiples of this."""
+    """Hidden size, intermediate size and head dimension must be multiples of this."""
     for_tests: bool = False
-    """No run may select this engine."""
+    """The engine is for tests only; a run cannot select it."""
 
 
 WeightBucket = Sequence[tuple[str, "Tensor"]]
-"""Some named tensors, Hugging Face names; a bucket is what is in memory at once."""
+"""Tensors with their Hugging Face names. An update is split into buckets to limit memory: only one
+bucket is in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightUpdate:
-    """A versioned set of weights on its way from a trainer to an engine.
+    """New weights from the trainer for an engine, with their policy version.
 
-    `buckets` may be consumed once; an engine validates names and shapes before it changes anything.
+    `buckets` can be iterated once. An engine checks names and shapes before it changes anything.
     """
 
     version: PolicyVersion
@@ -629,11 +647,11 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Features:
-    """Hidden states that a trainer's forward pass hands to a `FeatureSink`.
+    """Hidden states of one row from the trainer's forward pass, for a `FeatureSink`.
 
-    `hidden` (T, D) is the final hidden state (the input of the LM head) of the T tokens `tokens`;
-    `aux_layers` (T, n * D) are the inputs of the n layers that were asked for, side by side; None
-    where none was. `optimizer_step` produced the weights.
+    `hidden` (T, D) are the final hidden states (inputs of the LM head) of the T tokens `tokens`.
+    `aux_layers` (T, n * D) are the concatenated inputs of the n layers that the sink requested;
+    None if it requested no layers. `optimizer_step` is the step that produced the weights.
     """
 
     uid: str
@@ -646,29 +664,31 @@ class Features:
 
 
 class FeatureSink(Protocol):
-    """A subscriber to the hidden states that the trainer computes anyway (drafter co-training)."""
+    """Receives hidden states of the trainer's forward pass, to train a draft head on them."""
 
     @property
     def tap_layers(self) -> tuple[int, ...]:
-        """Layers whose inputs are wanted next to the final hidden state, in order."""
+        """Indices of the layers whose inputs the sink needs in addition to the final hidden states
+        (auxiliary layers), in the order of concatenation."""
         ...
 
     def select(self, batch: TrainBatch) -> set[int]:
-        """Rows of `batch` whose features are wanted. Asked before the forward pass."""
+        """The rows of `batch` whose features the sink needs. Called before the forward pass."""
         ...
 
     def receive(self, features: Features) -> None:
-        """Keep the features of one selected row; the tensors are detached."""
+        """Receive the features of one selected row. The tensors are detached."""
         ...
 
 
 class GenerationSink(Protocol):
-    """A subscriber to the hidden states that an engine computes while it decodes."""
+    """Receives hidden states that the engine computes while it decodes."""
 
     def wants(self, request: GenerateRequest) -> bool:
-        """Whether those of this request are wanted. Asked before it runs."""
+        """Whether the sink needs the hidden states of this request. Called before it runs."""
         ...
 
     def receive(self, request: GenerateRequest, generation: Generation) -> None:
-        """Keep those of a response that were wanted and that has ended by itself."""
+        """Receive a generation with hidden states. Called only for requests that the sink wanted,
+        and only if the response was not interrupted."""
         ...

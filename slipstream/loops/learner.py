@@ -1,10 +1,10 @@
-"""What one batch of groups teaches: log-probs, advantages, and all optimizer steps.
+"""The training part of one RL step: log-probs, advantages, and all optimizer steps of a batch.
 
-    rows -> old, reference and teacher log-probs, values -> correction -> rewards less KL
-         -> advantages and returns -> critic's update -> policy's update
+    rows -> old and reference log-probs -> rewards - KL penalty -> rollout correction
+         -> critic values -> advantages and returns -> critic update -> policy update
 
-Every stage has a deadline. Knows backends by protocol, and nothing of engines or of the course of a
-run. Called by `loops.rl`.
+Every stage has a deadline. This module sees training backends through their protocol. It does not
+know engines, checkpoints or the order of a run. Called by `loops.rl`.
 """
 
 from __future__ import annotations
@@ -53,19 +53,26 @@ from slipstream.types import FeatureSink, Group, Sample, TrainBatch
 
 Notify = Callable[[str], None]
 
-_ALL_REJECTED = "rollout correction rejected every token, or all but one"
+_ALL_REJECTED = (
+    "algorithm.rollout_correction rejected all tokens, or left fewer than the two tokens that "
+    "whitening needs"
+)
 
 
 class CriticUpdates(Protocol):
-    """Values of states, and their update (`training.critic.Critic`)."""
+    """A critic: predicts values and trains on returns (`training.critic.Critic`)."""
 
-    def values(self, batch: TrainBatch) -> TrainFuture[Tensor]: ...
+    def values(self, batch: TrainBatch) -> TrainFuture[Tensor]:
+        """Predicted values (T,) of the states before each token."""
+        ...
 
-    def update(self, batch: TrainBatch) -> TrainFuture[dict[str, float]]: ...
+    def update(self, batch: TrainBatch) -> TrainFuture[dict[str, float]]:
+        """Run one optimizer step on a mini-batch and return its metrics."""
+        ...
 
 
 class Learner:
-    """The update of one step."""
+    """Runs the training part of RL steps."""
 
     def __init__(
         self,
@@ -78,6 +85,9 @@ class Learner:
         kl_in_reward: KLInReward | None = None,
         sink: FeatureSink | None = None,
     ) -> None:
+        """`reference`: computes reference log-probs. `critic`: for estimators with values.
+        `kl_in_reward`: subtracts a KL penalty from rewards. `sink`: receives hidden states of the
+        first epoch's forward passes."""
         self._backend = backend
         self._config = config
         self._deadlines = deadlines
@@ -96,8 +106,12 @@ class Learner:
     async def learn(
         self, step: int, groups: Sequence[Group], timers: Timers, notify: Notify
     ) -> dict[str, float]:
-        """Advantages, log-probs and all optimizer steps of one batch; a batch without a sample to
-        train on changes nothing."""
+        """Train on one batch of scored groups and return the metrics.
+
+        A batch without usable samples or tokens is skipped: the policy does not change and `notify`
+        gets a message. Raises TrainingError after `max_skipped_batches` skipped batches in a row,
+        and DataError if the batch lacks log-probs or rewards that the configuration needs.
+        """
         config = self._config
         usable = usable_samples(
             groups,
@@ -123,7 +137,7 @@ class Learner:
             rewards, penalty = self._rewards(batch, usable, full_kl)
             metrics |= penalty | self._correct(batch)
             rewards = carried_rewards(batch, rewards)
-        # A token that is left alone has nothing to be whitened by.
+        # Whitening a single token would divide by a standard deviation of 0.
         whitens = config.correction is not None and self._estimator in WHITENING
         if batch.num_target_tokens < (2 if whitens else 1):
             metrics["training/skipped_batch"] = 1.0
@@ -158,13 +172,15 @@ class Learner:
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= self._config.max_skipped_batches:
             raise TrainingError(
-                f"no sample could be trained on in {self._skipped_in_a_row} steps in a row (step "
-                f"{step}); {reason}. Repair the reward function or the engine, set "
-                "reward_model.on_failure=zero, or reject less (algorithm.rollout_correction)"
+                f"step {step}: {self._skipped_in_a_row} steps in a row had no sample to train on; "
+                f"{reason}. Repair the reward function or the engine, set "
+                "reward_model.on_failure=zero, or reject fewer tokens "
+                "(algorithm.rollout_correction)"
             )
-        notify(f"step {step}: no sample can be trained on, so there is no update; {reason}")
+        notify(f"step {step}: no sample to train on, update skipped; {reason}")
 
     def _rows(self, usable: Usable) -> TrainBatch:
+        """The training batch of all usable samples, with noise keys if rollouts are exact."""
         config = self._config
         truncated = config.replay is not None
         batch = rows_of(usable.samples, temperature=config.temperature, truncated=truncated)
@@ -173,34 +189,37 @@ class Learner:
         return batch
 
     async def _replay(self, batch: TrainBatch, timers: Timers) -> dict[str, float]:
-        """Find what a truncating sampler kept, under the weights that it sampled with."""
-        cuts, outside = self._config.replay, 0
-        if cuts is None:
+        """With `replay`, set `batch.kept_ids`: the ids that the truncating sampler kept, computed
+        again under the weights that it sampled with. Returns the number of sampled tokens that are
+        missing from these ids."""
+        truncation, outside = self._config.replay, 0
+        if truncation is None:
             return {}
         with timers.span("old_log_prob"):
             async with self._deadlines.stage("log-probs", "the policy's forward pass"):
-                kept = await self._backend.compute_kept_ids(batch, cuts)
+                kept = await self._backend.compute_kept_ids(batch, truncation)
         for index, ids in enumerate(kept):
             tokens = batch.tokens[batch.slice_of(index)].tolist()
-            for token, own in zip(tokens, ids, strict=True):
-                if own and token not in own:
-                    # Not of these weights, to the bit: the law has to give it some probability.
-                    own.append(token)
+            for token, token_kept in zip(tokens, ids, strict=True):
+                if token_kept and token not in token_kept:
+                    # Rollout and trainer logits differ slightly. A sampled token needs a
+                    # probability above 0.
+                    token_kept.append(token)
                     outside += 1
         batch.kept_ids = kept
         return {"rollout_corr/outside_support": float(outside)}
 
     async def _fill_log_probs(self, batch: TrainBatch, timers: Timers) -> None:
-        """The old policy's log-probs, where the update is not its own old policy and the rollout's
-        will not do, and the reference's."""
+        """Set `old_log_probs` if the update needs the trainer's own, and `ref_log_probs` if there
+        is a reference policy."""
         config, correction = self._config, self._config.correction
-        several = not config.on_policy and config.sync_every == 1
-        penalised = self._kl is not None and self._kl.direction is None
-        needed = penalised or AdvantageNeed.OLD_LOG_PROBS in self._needs
-        # Also where it only measures how far the two are apart.
+        several_updates = not config.on_policy and config.sync_every == 1
+        penalized = self._kl is not None and self._kl.direction is None
+        needed = penalized or AdvantageNeed.OLD_LOG_PROBS in self._needs
+        # Needed even if the correction is off and only measures the mismatch.
         compared = correction is not None and not correction.bypass_mode
         bypass = correction is not None and correction.bypass_mode
-        if (several and not bypass) or needed or compared:
+        if (several_updates and not bypass) or needed or compared:
             with timers.span("old_log_prob"):
                 async with self._deadlines.stage("log-probs", "the policy's forward pass"):
                     batch.old_log_probs = await self._backend.compute_log_probs(batch)
@@ -210,7 +229,7 @@ class Learner:
                     batch.ref_log_probs = await self._reference.compute_log_probs(batch)
 
     async def _full_kl(self, batch: TrainBatch, timers: Timers) -> Tensor | None:
-        """The penalty's KL over the whole vocabulary, where it takes that one."""
+        """KL (T,) over the full vocabulary, for KL penalties that use it; else None."""
         if self._kl is None or self._kl.direction is None:
             return None
         with timers.span("ref"):
@@ -218,12 +237,13 @@ class Learner:
                 return await self._backend.compute_full_kl(batch, self._kl.direction)
 
     def _correct(self, batch: TrainBatch) -> dict[str, float]:
-        """Weights and rejection against the rollout's law, of the policy that starts the update;
-        in bypass mode that is left to each mini-batch."""
+        """Apply rollout correction: importance weights and rejection by the log-prob difference of
+        trainer and rollout at the start of the update. In bypass mode, `_prepare` corrects each
+        mini-batch instead. Raises DataError if rollout log-probs are missing."""
         correction = self._config.correction
         if correction is None:
             return {}
-        _check_recorded(batch)
+        _check_has_rollout_log_probs(batch)
         if correction.bypass_mode:
             return {}
         assert batch.old_log_probs is not None
@@ -232,13 +252,15 @@ class Learner:
     def _rewards(
         self, batch: TrainBatch, usable: Usable, full_kl: Tensor | None
     ) -> tuple[Tensor, dict[str, float]]:
-        """Token-level rewards (T,) less the KL penalty of all sampled tokens, and metrics."""
+        """Token-level rewards (T,) minus the KL penalty, and metrics of the penalty."""
         rewards = placed_rewards(batch, [sample.reward for sample in usable.samples])
         return (rewards, {}) if self._kl is None else self._kl.rewards(rewards, batch, full_kl)
 
     async def _fill_advantages(
         self, batch: TrainBatch, rewards: Tensor, usable: Usable
     ) -> dict[str, float]:
+        """Set `advantages` (and `returns` with a critic) from token-level rewards (T,). Returns the
+        metrics of rewards, advantages and staleness."""
         config, samples = self._config, usable.samples
         sums = [float(sum(row.tolist())) for row in rows_of_column(rewards, batch.starts)]
         if config.baseline is not None:
@@ -252,7 +274,7 @@ class Learner:
                 config=config.advantages,
                 extra=await self._extra(batch, usable),
             )
-        # The policy that samples may be some updates behind: it is the old one, then.
+        # If the sampling policy may be some updates older, it is the old policy of the loss.
         behind = config.sync_every > 1 and not _decoupled(config.correction)
         if behind or (config.correction is not None and config.correction.bypass_mode):
             batch.old_log_probs = batch.rollout_log_probs
@@ -261,7 +283,7 @@ class Learner:
         )
 
     async def _extra(self, batch: TrainBatch, usable: Usable) -> dict[str, object]:
-        """What the estimator needs and batches have no column for."""
+        """Inputs of the advantage estimator that are not columns of a batch, by argument name."""
         extra: dict[str, object] = {}
         if AdvantageNeed.REWARD_BASELINES in self._needs:
             extra["reward_baselines"] = torch.tensor(
@@ -286,24 +308,27 @@ class Learner:
     def _resampled(
         self, step: int, batch: TrainBatch, usable: Usable
     ) -> tuple[TrainBatch, list[int]]:
-        """As many rows, drawn by their scores."""
+        """PF-PPO: the same number of rows, resampled by their scores; and the group sizes."""
         config = self._config
         assert config.pf_ppo is not None
         scores = torch.tensor([sample.reward for sample in usable.samples])
         seed = config.seed * 1_000_003 + step
         indices = pf_ppo_indices(scores, config.pf_ppo, seed=seed)
-        # Rows in the order of their groups, and cut where the groups were: as many optimizer steps.
+        # Keep the group order and sizes, so that the number of optimizer steps stays the same.
         rows = sorted(indices.tolist())
         return select_rows(batch, rows), [len(group) for group in usable.groups]
 
     async def _update(self, step: int, batch: TrainBatch, sizes: Sequence[int]) -> dict[str, float]:
-        """All optimizer steps of one batch; metrics are means over them, but how far rollout and
-        trainer are apart is known of the first one alone: the others are of another policy."""
+        """Run all optimizer steps of the policy on one batch. `sizes`: rows of each group.
+
+        Metrics are means over the optimizer steps. The mismatch of rollout and trainer
+        (`training/rollout_*`) is from the first step only, because later ones change the policy.
+        """
         config, totals = self._config, dict[str, list[float]]()
         order = f"{config.shuffle}/{step}" if config.shuffle is not None else None
         for epoch, mini in _minis(batch, sizes, config.ppo_epochs, config.mini_batch_size, order):
             async with self._deadlines.stage("update", "the trainer's optimizer step"):
-                metrics = await self._present(step, epoch, mini)
+                metrics = await self._prepare(step, epoch, mini)
                 if mini.num_target_tokens:
                     sink = None if epoch else self._sink
                     metrics |= await self._backend.forward_backward(mini, config.loss, sink=sink)
@@ -312,24 +337,25 @@ class Learner:
                 totals.setdefault(name, []).append(value)
         return {name: _combined(name, values) for name, values in totals.items()}
 
-    async def _present(self, step: int, epoch: int, mini: TrainBatch) -> dict[str, float]:
-        """What is decided over a whole mini-batch by the policy as it is now: in bypass mode
-        weights and rejection, and the tokens that the loss treats in its own way."""
+    async def _prepare(self, step: int, epoch: int, mini: TrainBatch) -> dict[str, float]:
+        """Fill the columns of a mini-batch that need log-probs of the current policy: in bypass
+        mode importance weights and rejection, and `selected` for losses that select tokens.
+        Returns the metrics of the correction."""
         config = self._config
         bypass = config.correction is not None and config.correction.bypass_mode
         corrects = bypass and config.correction is not None and config.correction.enabled
         if (not corrects and config.select is None) or not mini.num_target_tokens:
             return {}
-        now = await self._backend.compute_log_probs(mini)
+        current = await self._backend.compute_log_probs(mini)
         metrics: dict[str, float] = {}
         if corrects and config.correction is not None:
-            metrics = correct(mini, now, config.correction)
+            metrics = correct(mini, current, config.correction)
         if config.select is not None and mini.num_target_tokens:
             starts = mini.starts
             assert mini.advantages is not None
             selected = config.select(
-                padded(now if mini.old_log_probs is None else mini.old_log_probs, starts),
-                padded(now, starts),
+                padded(current if mini.old_log_probs is None else mini.old_log_probs, starts),
+                padded(current, starts),
                 padded(mini.advantages, starts),
                 padded(mini.targets, starts),
                 hashes=token_hashes(
@@ -344,6 +370,7 @@ class Learner:
     async def _update_critic(
         self, step: int, batch: TrainBatch, sizes: Sequence[int]
     ) -> dict[str, float]:
+        """Run all optimizer steps of the critic on one batch and return mean metrics."""
         assert self._critic is not None
         c, totals = self._config, dict[str, list[float]]()
         order = f"{c.critic_shuffle}/{step}" if c.critic_shuffle is not None else None
@@ -364,7 +391,8 @@ def _minis(
     prompts: int | None,
     order: str | None,
 ) -> Iterator[tuple[int, TrainBatch]]:
-    """(epoch, mini-batch) in the order of updates."""
+    """Yields (epoch, mini-batch) in training order. `prompts`: groups per mini-batch; None for all.
+    `order`: seed of the shuffling; None keeps the order."""
     for epoch in range(epochs):
         seed = None if order is None else f"{order}/{epoch}"
         for mini in mini_batches(batch, sizes, prompts, shuffle=seed):
@@ -372,16 +400,18 @@ def _minis(
 
 
 def _part(sample: Sample, name: str) -> float:
-    """A part of the reward; where scoring failed and counts as zero, so does each part."""
+    """One part of a sample's reward. If scoring failed and the reward counts as 0, each part is 0;
+    else a missing part is NaN."""
     return sample.reward_parts.get(name, 0.0 if REWARD_FAILURE in sample.metadata else torch.nan)
 
 
 def correct(
     batch: TrainBatch, log_probs_T: Tensor, correction: RolloutCorrectionConfig
 ) -> dict[str, float]:
-    """Give `batch` importance weights and take rejected tokens out of its loss mask; metrics.
+    """Rollout correction: set `rollout_is_weights` and zero `loss_mask` for rejected tokens.
 
-    `log_probs_T` are the policy's, to be compared with what the rollout recorded.
+    `log_probs_T` are the trainer's log-probs; they are compared with `batch.rollout_log_probs`.
+    Returns the metrics of the correction.
     """
     assert batch.rollout_log_probs is not None
     starts = batch.starts
@@ -398,27 +428,31 @@ def correct(
 
 
 def _decoupled(correction: RolloutCorrectionConfig | None) -> bool:
-    """Whether the policy that starts the update is a third one between the rollout's and the one
-    that is trained."""
+    """Whether the loss is decoupled PPO: the old policy (the trainer's at the start of the update)
+    is a third policy, next to the rollout's and the current one."""
     return correction is not None and correction.enabled and not correction.bypass_mode
 
 
 def _row_keys(batch: TrainBatch) -> Tensor:
-    """What tells apart responses that begin alike, wherever they stand."""
+    """A key (N,) of each row, independent of its place in the batch. It keeps the tie-break hashes
+    of responses with equal first tokens different."""
     pairs = zip(batch.uids, batch.keys, strict=True)
     return torch.tensor([zlib.crc32(f"{uid}/{key}".encode()) for uid, key in pairs])
 
 
-def _check_recorded(batch: TrainBatch) -> None:
+def _check_has_rollout_log_probs(batch: TrainBatch) -> None:
     if batch.rollout_log_probs is None:
         raise DataError(
-            "algorithm.rollout_correction needs the rollout's log-probs of all tokens, and some "
-            "were not sampled by the policy; set algorithm.rollout_correction.rollout_is=null, "
-            "rollout_rs=null and bypass_mode=false for such data"
+            "algorithm.rollout_correction needs rollout log-probs of all trained tokens, but the "
+            "policy did not sample some of them; set "
+            "algorithm.rollout_correction.rollout_is=null, rollout_rs=null and bypass_mode=false "
+            "for such data"
         )
 
 
 def _combined(name: str, values: Sequence[float]) -> float:
+    """One value of a metric for all optimizer steps of a batch: the first, the maximum, the minimum
+    or the mean, depending on its name."""
     if name.startswith("training/rollout_"):
         return values[0]
     if name.endswith(("_max", "/skipped_steps")):

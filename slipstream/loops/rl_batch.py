@@ -1,7 +1,8 @@
-"""From scored groups to what the trainer takes: rows, advantages, log-probs, mini-batches.
+"""Steps between scored groups and the trainer: usable samples, KL penalty in the reward,
+mini-batches and batch metrics.
 
-Knows groups and a backend to ask for log-probs; nothing of engines or of the course of a run.
-Called by `loops.learner`.
+Pure functions of groups and batches, and the state of the KL controller. This module does not call
+backends or engines. Called by `loops.learner` and `loops.rl`.
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ from slipstream.types import Group, Sample, Status, TrainBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usable:
-    """The samples to train on, group by group (none of them empty), and those left out although
-    they have a score: every other sample of their group failed, or the greedy one that they are to
-    be compared with. `baselines`: the reward of each group's greedy response, where wanted."""
+    """The samples to train on.
+
+    `groups`: samples by group, without empty groups. `lone`: number of samples that have a score
+    but cannot be compared, because all other samples of their group or its greedy response failed.
+    `baselines`: rewards of the greedy responses by group, if there are any.
+    """
 
     groups: list[list[Sample]]
     lone: int
@@ -44,14 +48,20 @@ class Usable:
 
     @property
     def samples(self) -> list[Sample]:
+        """All usable samples, in the order of their groups."""
         return [sample for group in self.groups for sample in group]
 
 
 def usable_samples(
     groups: Sequence[Group], *, compared: bool = True, greedy: bool = False
 ) -> Usable:
-    """Leave out failed samples, and a sample whose advantage has nothing to be relative to: where
-    advantages are `compared` within groups another sample, with `greedy` the group's greedy one."""
+    """Select the samples to train on.
+
+    Failed samples are left out. With `compared`, advantages compare the samples of a group, so a
+    sample is left out if all others of its group failed. With `greedy`, samples are compared with
+    the group's greedy response, so a group is left out if that response failed. Raises DataError
+    if `greedy` is set and a group has no greedy response.
+    """
     kept: list[list[Sample]] = []
     baselines: list[float] = []
     lone = 0
@@ -59,11 +69,11 @@ def usable_samples(
         scored = [s for s in group.samples if s.status is not Status.FAILED]
         if greedy and group.greedy is None:
             raise DataError(
-                "the advantage estimator needs reward_baselines, the rewards of greedy responses, "
-                "and the rollout makes none; set RolloutSettings(greedy_baseline=True)"
+                "the advantage estimator needs reward_baselines (rewards of greedy responses), but "
+                "the rollout generated none; set RolloutSettings(greedy_baseline=True)"
             )
-        without = greedy and group.greedy is not None and group.greedy.status is Status.FAILED
-        if without or (compared and len(scored) == 1 and len(group.samples) > 1):
+        no_baseline = greedy and group.greedy is not None and group.greedy.status is Status.FAILED
+        if no_baseline or (compared and len(scored) == 1 and len(group.samples) > 1):
             lone += len(scored)
         elif scored:
             kept.append(scored)
@@ -73,7 +83,7 @@ def usable_samples(
 
 
 def first_failure(groups: Sequence[Group]) -> str:
-    """Why the first failed sample failed."""
+    """A message with the reason of the first failed sample; says so if no sample failed."""
     for group in groups:
         for sample in group.members:
             if sample.status is Status.FAILED:
@@ -82,21 +92,22 @@ def first_failure(groups: Sequence[Group]) -> str:
 
 
 def failure_of(sample: Sample) -> str | None:
-    """Why a sample failed, and what became of it; None where it did not."""
+    """A message with the failure of a sample and its consequence; None if it did not fail."""
     if sample.status is Status.FAILED:
         return f"left out, {sample.failure or 'no reason given'}"
     reason = sample.metadata.get(REWARD_FAILURE)
-    return None if reason is None else f"reward 0, since the reward function failed: {reason}"
+    return None if reason is None else f"reward 0, because the reward function failed: {reason}"
 
 
 class KLInReward:
-    """The KL penalty of `algorithm.use_kl_in_reward`, with its controller's state.
+    """The KL penalty of `algorithm.use_kl_in_reward`, with the state of its controller.
 
-    `direction` is which KL over the whole vocabulary it takes; None: one that is estimated from the
-    log-probs of the sampled tokens.
+    `direction`: the direction of the KL over the full vocabulary. None if the penalty estimates the
+    KL from the log-probs of the sampled tokens.
     """
 
     def __init__(self, controller: KLController, kind: str) -> None:
+        """`kind` is a value of `algorithm.kl_penalty`."""
         self._controller = controller
         self._kind = kind
         self.direction: KLDirection | None = FULL_KL.get(kind)
@@ -107,21 +118,22 @@ class KLInReward:
         batch: TrainBatch,
         full_kl_T: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Token-level rewards (T,) in float64 less the penalty of each token, and metrics. Moves
-        the controller. Needs `full_kl_T` of each token where there is a `direction`, else a batch
-        with old and reference log-probs.
+        """Token-level rewards (T,) minus the penalty of each token, in float64, and metrics.
+
+        Updates the coefficient of an adaptive controller. With a `direction` it needs `full_kl_T`,
+        the KL at each token; else the batch needs old and reference log-probs.
         """
         starts = batch.starts
         scores, mask = padded(rewards_T, starts), padded(batch.targets, starts)
         if self.direction is not None:
             assert full_kl_T is not None
-            penalised, metrics = subtract_kl(
+            penalized, metrics = subtract_kl(
                 scores, padded(full_kl_T, starts), mask, kl_ctrl=self._controller
             )
         else:
             assert batch.old_log_probs is not None
             assert batch.ref_log_probs is not None
-            penalised, metrics = apply_kl_penalty(
+            penalized, metrics = apply_kl_penalty(
                 scores,
                 padded(batch.old_log_probs, starts),
                 padded(batch.ref_log_probs, starts),
@@ -129,13 +141,15 @@ class KLInReward:
                 kl_ctrl=self._controller,
                 kl_penalty_kind=self._kind,
             )
-        return unpadded(penalised, starts).double(), metrics
+        return unpadded(penalized, starts).double(), metrics
 
     def state_dict(self) -> dict[str, Any]:
+        """The coefficient, for checkpoints."""
         return {"kl_coef": self._controller.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # A fixed one is what this run's settings say.
+        """Restore the coefficient of an adaptive controller."""
+        # The coefficient of a fixed controller comes from this run's configuration.
         if isinstance(self._controller, AdaptiveKLController):
             self._controller.value = float(state["kl_coef"])
 
@@ -143,10 +157,10 @@ class KLInReward:
 def mini_batches(
     batch: TrainBatch, group_sizes: Sequence[int], prompts: int | None, *, shuffle: str | None
 ) -> list[TrainBatch]:
-    """Split by prompts; the rows of one group stay together.
+    """Split a batch into mini-batches of `prompts` groups each; None keeps the batch whole.
 
-    `group_sizes` are the rows of each group, in order; `prompts` None keeps the batch whole;
-    `shuffle` is the seed of another order of the groups, None keeps theirs.
+    `group_sizes` is the number of rows of each group, in order. Rows of a group stay together.
+    `shuffle` is a seed for a random order of the groups; None keeps their order.
     """
     groups: list[range] = []
     start = 0
@@ -170,8 +184,9 @@ def batch_metrics(
     *,
     critic: bool = False,
 ) -> dict[str, float]:
-    """Rewards after penalties, advantages and staleness of what is trained on; with a `critic`
-    returns and values."""
+    """Metrics of a batch: mean, maximum and minimum of rewards after penalties and of advantages;
+    with `critic` also of returns and values; and the staleness of the trained tokens, in weight
+    versions before `weight_version`."""
     metrics = summary("critic/rewards", rewards)
     targets = batch.targets
     columns = ("advantages", "returns", "values") if critic else ("advantages",)
@@ -190,7 +205,7 @@ def batch_metrics(
 
 
 def _ages(samples: Sequence[Sample], weight_version: int) -> Counter[int]:
-    """How many trained tokens were sampled how many weight versions ago."""
+    """Number of trained tokens by staleness (weight versions since they were sampled)."""
     ages = Counter[int]()
     for sample in samples:
         for segment in sample.segments:
@@ -202,7 +217,8 @@ def _ages(samples: Sequence[Sample], weight_version: int) -> Counter[int]:
 
 
 def _summary_of(prefix: str, values_T: Tensor) -> dict[str, float]:
-    """`metrics.batch_metrics.summary` of a column, with the same bits and without a list of it."""
+    """`metrics.batch_metrics.summary` of a column, to the same bits, but without a list of all
+    values in memory."""
     if not len(values_T):
         return {}
     parts = (values_T[start : start + 4096].tolist() for start in range(0, len(values_T), 4096))

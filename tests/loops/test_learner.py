@@ -1,4 +1,4 @@
-"""Every algorithm through the loop: what each needs gets there, and what it does to the weights."""
+"""Tests of the RL loop with all advantage estimators, policy losses and correction settings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ PARTS = AdvantageConfig(gdpo_reward_keys=["even", "short"])
 
 
 class Scorer:
-    """The share of even tokens, with two parts; odd groups all fail the same way on demand."""
+    """Scores the share of even tokens, with two reward parts. With `equal`, all samples of
+    odd-numbered groups get the same reward."""
 
     def __init__(self, *, equal: bool = False) -> None:
         self._equal = equal
@@ -69,7 +70,7 @@ def train(
     given: dict[str, Any] | None = None,
     **changes: Any,
 ) -> list[dict[str, float]]:
-    """Two steps; every metric is in the table."""
+    """Metrics of two training steps. The log checks that all metric names are known."""
     served, data = engine(), buffer()
     settings = RolloutSettings(
         batch_size=4,
@@ -108,7 +109,7 @@ def train(
 
 
 @pytest.mark.parametrize("name", adv_estimator_names())
-def test_each_estimator_gets_what_it_needs_and_moves_the_weights(name: str) -> None:
+def test_each_advantage_estimator_gets_its_inputs_and_changes_the_weights(name: str) -> None:
     decoder = tiny_decoder()
     backend, reference = tiny_backend(decoder), tiny_backend(tiny_decoder(seed=5))
     critic = Critic(ValueModel.of(decoder), optim=OptimSettings(lr=1e-3))
@@ -142,7 +143,7 @@ def settings_of(name: str) -> PolicyLossConfig:
 
 
 @pytest.mark.parametrize("name", policy_loss_names())
-def test_each_loss_takes_two_steps_a_batch(name: str) -> None:
+def test_each_policy_loss_trains_two_mini_batches_per_batch(name: str) -> None:
     loss = settings_of(name)
     select = policy_loss_selection(name)
     history = train(
@@ -154,7 +155,7 @@ def test_each_loss_takes_two_steps_a_batch(name: str) -> None:
     assert all(metrics["actor/grad_norm"] > 0 for metrics in history)
 
 
-def test_tokens_are_selected_over_the_mini_batch_whatever_the_micro_batches() -> None:
+def test_token_selection_does_not_depend_on_the_micro_batches() -> None:
     loss = settings_of("kl_cov")
     seen: list[list[list[float] | None]] = []
     shares = []
@@ -179,7 +180,7 @@ def test_tokens_are_selected_over_the_mini_batch_whatever_the_micro_batches() ->
         assert 0 < sum(chosen) < len(chosen)
 
 
-def test_a_critic_learns_first_when_told_so_and_explains_returns() -> None:
+def test_critic_warmup_trains_only_the_critic() -> None:
     decoder = tiny_decoder()
     backend = tiny_backend(decoder)
     before = weights(backend)
@@ -195,17 +196,17 @@ def test_a_critic_learns_first_when_told_so_and_explains_returns() -> None:
     assert all("actor/grad_norm" not in metrics for metrics in history)
     for n, w in backend.decoder.named_parameters():
         assert torch.equal(before[n], w)
-    # Values begin at 0 and follow rewards of about a half.
+    # Values start at 0 and move towards the mean reward, about 0.5.
     assert history[0]["critic/values/max"] == 0.0
     assert history[1]["critic/values/mean"] > 0.0
     assert history[0]["critic/returns/mean"] == pytest.approx(history[0]["critic/score/mean"], 0.2)
     assert history[1]["critic/vf_loss"] < history[0]["critic/vf_loss"]
-    # Values that are all 0 explain nothing, whatever mini-batches look like.
+    # Values that are all 0 explain no variance.
     assert history[0]["critic/vf_explained_var"] == pytest.approx(0.0, abs=1e-3)
     critic.close()
 
 
-def test_the_greedy_response_is_the_baseline_and_nothing_trains_on_it() -> None:
+def test_remax_uses_the_greedy_response_as_baseline_but_does_not_train_on_it() -> None:
     backend = tiny_backend()
     rows = observe(backend, rows_of)
     history = train(backend, greedy=True, adv_estimator="remax")
@@ -215,7 +216,7 @@ def test_the_greedy_response_is_the_baseline_and_nothing_trains_on_it() -> None:
         train(tiny_backend(), adv_estimator="remax")
 
 
-def test_weights_against_the_rollouts_law_reach_the_loss() -> None:
+def test_importance_weights_of_rollout_correction_change_the_loss() -> None:
     correction = RolloutCorrectionConfig(
         rollout_is="token", rollout_rs="seq_mean_k3", rollout_rs_threshold=100.0
     )
@@ -225,12 +226,12 @@ def test_weights_against_the_rollouts_law_reach_the_loss() -> None:
         history = train(backend, correction=chosen)
         losses.append([metrics["actor/grad_norm"] for metrics in history])
     assert "rollout_corr/kl" in history[0]
-    # The scripted engine's log-probs are not the trainer's: the weights tell them apart.
+    # The log-probs of the scripted engine differ from the trainer's, so weights differ from 1.
     assert history[0]["rollout_corr/rollout_is_mean"] != 1.0
     assert losses[0] != losses[1]
 
 
-def test_each_mini_batch_has_the_truncated_weights_of_the_policy_that_starts_the_update() -> None:
+def test_each_mini_batch_has_truncated_importance_weights_of_the_old_policy() -> None:
     backend = tiny_backend()
     seen = observe(backend, as_rows)
     train(
@@ -253,7 +254,7 @@ def test_each_mini_batch_has_the_truncated_weights_of_the_policy_that_starts_the
     assert cut
 
 
-def test_in_bypass_mode_the_rollouts_policy_is_the_old_one() -> None:
+def test_bypass_mode_uses_rollout_log_probs_as_old_log_probs() -> None:
     correction = RolloutCorrectionConfig.preset("bypass_ppo_clip")
     backend = tiny_backend()
     seen = observe(backend, as_rows)
@@ -263,18 +264,18 @@ def test_in_bypass_mode_the_rollouts_policy_is_the_old_one() -> None:
         assert row.rollout_log_probs is not None
 
 
-def test_correction_without_the_rollouts_log_probs_is_refused() -> None:
-    class Forgets(Scorer):
+def test_rollout_correction_without_rollout_log_probs_is_an_error() -> None:
+    class WithoutSpans(Scorer):
         async def score_sample(self, sample: Sample) -> Score:
             sample.segments[-1].spans = []
             return await super().score_sample(sample)
 
     correction = RolloutCorrectionConfig(rollout_is="token")
-    with pytest.raises(DataError, match="rollout_correction needs the rollout's log-probs"):
-        train(tiny_backend(), scorer=Forgets(), correction=correction)
+    with pytest.raises(DataError, match="rollout_correction needs rollout log-probs"):
+        train(tiny_backend(), scorer=WithoutSpans(), correction=correction)
 
 
-def test_rollout_and_trainer_are_compared_before_the_policy_moves() -> None:
+def test_mismatch_metrics_are_from_the_first_optimizer_step() -> None:
     found = []
     for epochs in (1, 3):
         history = train(tiny_backend(optim=OptimSettings(lr=0.1)), ppo_epochs=epochs)
@@ -283,14 +284,14 @@ def test_rollout_and_trainer_are_compared_before_the_policy_moves() -> None:
     assert found[0] == found[1]
 
 
-def test_a_preset_that_only_measures_has_both_log_probs() -> None:
+def test_the_disabled_preset_still_measures_the_mismatch() -> None:
     history = train(tiny_backend(), correction=RolloutCorrectionConfig.preset("disabled"))
     assert all(metrics["actor/grad_norm"] > 0 for metrics in history)
     assert history[0]["rollout_corr/kl"] != 0.0
 
 
 @pytest.mark.parametrize("preset", ["bypass_ppo_clip", "bypass_pg_is", "bypass_ppo_clip_k3_rs"])
-def test_bypass_mode_has_no_forward_pass_for_old_log_probs(preset: str) -> None:
+def test_bypass_mode_skips_the_forward_pass_for_old_log_probs(preset: str) -> None:
     correction = RolloutCorrectionConfig.preset(preset)
     if correction.rollout_rs is not None:
         correction = replace(correction, rollout_rs_threshold=1e6)
@@ -306,23 +307,23 @@ def test_bypass_mode_has_no_forward_pass_for_old_log_probs(preset: str) -> None:
     assert ("rollout_corr/kl" in history[0]) is correction.enabled
 
 
-def test_a_batch_that_is_rejected_whole_is_no_update() -> None:
+def test_a_fully_rejected_batch_is_skipped() -> None:
     correction = RolloutCorrectionConfig(rollout_rs="token_k3", rollout_rs_threshold=1e-12)
     backend = tiny_backend()
     history = train(backend, correction=correction)
     assert [metrics["training/skipped_batch"] for metrics in history] == [1.0, 1.0]
-    with pytest.raises(TrainingError, match="rejected every token"):
+    with pytest.raises(TrainingError, match="rollout_correction rejected all tokens"):
         train(tiny_backend(), correction=correction, max_skipped_batches=1)
-    # Mini-batch by mini-batch, too.
+    # The same if bypass mode rejects in each mini-batch.
     bypass = replace(correction, bypass_mode=True)
     history = train(tiny_backend(), correction=bypass, mini_batch_size=2)
     assert [metrics["training/skipped_batch"] for metrics in history] == [1.0, 1.0]
     assert not any("actor/lr" in metrics for metrics in history)
-    with pytest.raises(TrainingError, match="rejected every token"):
+    with pytest.raises(TrainingError, match="rollout_correction rejected all tokens"):
         train(tiny_backend(), correction=bypass, max_skipped_batches=1)
 
 
-def test_a_batch_in_which_no_response_has_a_token_is_no_update() -> None:
+def test_a_batch_without_target_tokens_is_skipped() -> None:
     class Masks(Scorer):
         async def score_sample(self, sample: Sample) -> Score:
             last = sample.segments[-1]
@@ -336,11 +337,13 @@ def test_a_batch_in_which_no_response_has_a_token_is_no_update() -> None:
         train(tiny_backend(), scorer=Masks(), max_skipped_batches=1)
 
 
-class UnlikelyEnds(SingleProcessBackend):
-    """Whose log-probs are those of the rollout, but for the last token of each response."""
+class LowEndLogProbs(SingleProcessBackend):
+    """A backend whose log-probs equal the rollout's, except for some tokens that are 5 nats lower,
+    so that rollout correction rejects them."""
 
     kept = 0
-    """Tokens of the batch for which they are not that far off; 0: all but the last."""
+    """Number of target tokens whose log-probs stay equal; if 0, all except the last token of each
+    response."""
 
     def compute_log_probs(self, batch: TrainBatch, **more: Any) -> Any:
         assert batch.rollout_log_probs is not None
@@ -358,11 +361,11 @@ REJECTED_ENDS = RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_thresh
 
 
 @pytest.mark.parametrize("name", ["remax", "optimal_token_baseline", "grpo"])
-def test_a_response_whose_end_is_rejected_has_its_reward(name: str) -> None:
+def test_a_response_keeps_its_reward_if_its_last_token_is_rejected(name: str) -> None:
     found = []
     for correction in (None, REJECTED_ENDS):
         backend = tiny_backend()
-        backend.__class__ = UnlikelyEnds
+        backend.__class__ = LowEndLogProbs
         seen = observe(
             backend,
             lambda batch: [
@@ -370,33 +373,33 @@ def test_a_response_whose_end_is_rejected_has_its_reward(name: str) -> None:
             ],
         )
         train(backend, adv_estimator=name, greedy=name == "remax", correction=correction)
-        # Of the first step: the second one has other weights.
+        # Only the first step: in the second one the weights differ.
         found.append(seen[0])
     for plain, corrected in zip(*found, strict=True):
         own = [advantage for mask, advantage in corrected if mask]
         assert len(own) == sum(mask for mask, _ in plain) - 1
         if name == "optimal_token_baseline":
-            # Its baselines weigh tokens, of which there are fewer.
+            # Its baselines are weighted by tokens, so they change with the rejected tokens.
             continue
         there = [advantage for mask, advantage in plain if mask]
         assert own == pytest.approx(there[:-1], rel=1e-6)
     assert any(advantage for row in found[1] for _, advantage in row)
 
 
-def test_a_batch_of_which_one_token_is_left_is_no_update() -> None:
-    class One(UnlikelyEnds):
+def test_a_batch_with_one_remaining_token_is_skipped_if_advantages_are_whitened() -> None:
+    class One(LowEndLogProbs):
         kept = 1
 
     backend = tiny_backend()
     backend.__class__ = One
-    # However the name of an estimator that whitens is spelled.
+    # An alias of the estimator's name must be recognized as whitening, too.
     history = train(backend, adv_estimator="reinforce-plus-plus", correction=REJECTED_ENDS)
     assert [metrics["training/skipped_batch"] for metrics in history] == [1.0, 1.0]
 
 
-def test_a_mini_batch_that_is_rejected_whole_is_left_out_before_tokens_are_selected() -> None:
+def test_a_fully_rejected_mini_batch_is_skipped_before_token_selection() -> None:
     class FirstTwo(SingleProcessBackend):
-        """Whose log-probs are those of the rollout for the first two groups alone."""
+        """A backend whose log-probs equal the rollout's for the first two groups only."""
 
         def compute_log_probs(self, batch: TrainBatch, **more: Any) -> Any:
             assert batch.rollout_log_probs is not None
@@ -421,7 +424,7 @@ def test_a_mini_batch_that_is_rejected_whole_is_left_out_before_tokens_are_selec
     assert steps == [6, 6]
 
 
-def test_a_failed_score_that_counts_as_zero_has_parts_of_zero() -> None:
+def test_a_failed_score_counts_as_zero_in_all_reward_parts() -> None:
     class Failing(Scorer):
         async def score_sample(self, sample: Sample) -> Score:
             if sample.index == 1:
@@ -435,7 +438,7 @@ def test_a_failed_score_that_counts_as_zero_has_parts_of_zero() -> None:
     assert history[0]["training/num_failed_rewards"] == 4
 
 
-def test_pf_ppo_trains_on_as_many_rows_and_on_some_twice() -> None:
+def test_pf_ppo_keeps_the_number_of_rows_and_repeats_some() -> None:
     backend = tiny_backend()
     seen = observe(backend, lambda batch: [tuple(row.tokens) for row in as_rows(batch)])
     train(backend, pf_ppo=PFPPOConfig(reweight_method="max_min"))
@@ -443,14 +446,14 @@ def test_pf_ppo_trains_on_as_many_rows_and_on_some_twice() -> None:
     assert all(len(set(rows)) < 12 for rows in seen)
 
 
-def test_pf_ppo_makes_as_many_steps_as_without() -> None:
+def test_pf_ppo_keeps_the_number_of_optimizer_steps() -> None:
     backend = tiny_backend()
     rows = observe(backend, rows_of)
     train(backend, pf_ppo=PFPPOConfig(reweight_method="max_min"), mini_batch_size=1)
     assert rows == [3] * 8
 
 
-def test_groups_without_a_difference_are_replaced_and_counted() -> None:
+def test_groups_with_equal_rewards_are_replaced_and_counted() -> None:
     history = train(
         tiny_backend(), scorer=Scorer(equal=True), filtered=True, rollout={"max_rejected": 5.0}
     )
@@ -466,7 +469,7 @@ def test_groups_without_a_difference_are_replaced_and_counted() -> None:
         )
 
 
-def test_kl_in_the_reward_reaches_single_tokens() -> None:
+def test_kl_in_reward_changes_token_level_advantages() -> None:
     from slipstream.algorithms import FixedKLController
 
     reference = tiny_backend(tiny_decoder(seed=5))

@@ -1,4 +1,4 @@
-"""The RL loop as a library: a scripted engine, a tiny backend, plain objects."""
+"""Tests of the RL loop with a scripted engine and a tiny training backend."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ EOS = 63
 
 
 class Scorer:
-    """The share of even tokens, or a given score."""
+    """Scores the share of even tokens, or calls the given score function."""
 
     def __init__(self, score: Callable[[Sample], Score] | None = None) -> None:
         self._score = score
@@ -55,7 +55,7 @@ class Scorer:
 
 
 class Log:
-    """Keeps what is logged, and refuses names that the table does not have."""
+    """Keeps logged metrics and raises if a metric name is unknown."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, dict[str, float]]] = []
@@ -115,7 +115,7 @@ def train(
         backend.close()
 
 
-def test_three_steps_train_publish_and_log_known_names() -> None:
+def test_three_steps_train_publish_weights_and_log_known_metrics() -> None:
     backend = tiny_backend()
     before = weights(backend)
     history, log, served = train(backend, config())
@@ -142,7 +142,7 @@ def test_three_steps_train_publish_and_log_known_names() -> None:
     assert [m["training/epoch"] for m in history] == [0, 0, 1]
 
 
-def test_the_wait_for_rewards_is_no_generation() -> None:
+def test_reward_time_does_not_count_as_generation_time() -> None:
     class Slow(Scorer):
         async def score_sample(self, sample: Sample) -> Score:
             await anyio.sleep(0.02)
@@ -153,7 +153,7 @@ def test_the_wait_for_rewards_is_no_generation() -> None:
     assert 0 < metrics["timing_s/gen"] <= metrics["timing_s/step"] - metrics["timing_s/reward"]
 
 
-def test_a_baseline_stands_in_for_the_estimator_and_saving_may_be_rare() -> None:
+def test_a_fixed_baseline_replaces_the_estimator_and_checkpoint_every_is_respected() -> None:
     saved: list[int] = []
 
     async def save(step: int, stopping: bool, timers: Timers) -> None:
@@ -161,18 +161,18 @@ def test_a_baseline_stands_in_for_the_estimator_and_saving_may_be_rare() -> None
 
     settings = config(baseline=10.0, num_steps=3, checkpoint_every=2)
     history, _, _ = train(tiny_backend(), settings, save=save)
-    # Rewards are far below the baseline: no group has a mean of its own.
+    # Rewards are far below the baseline, so no advantage was computed relative to a group's mean.
     assert all(m["critic/advantages/max"] < -5 for m in history)
     assert saved == [2, 3]
     with pytest.raises(ConfigError, match="sync_every=0 must be at least 1"):
         config(sync_every=0)
 
 
-def test_mini_batches_epochs_and_rare_publishing() -> None:
+def test_mini_batches_ppo_epochs_and_sync_every() -> None:
     backend = tiny_backend()
 
     def uids(batch: TrainBatch) -> list[str]:
-        # Rare publishing: the policy that sampled is some updates behind, and the old one.
+        # With sync_every=2 the old policy of the loss is the policy that sampled.
         assert batch.old_log_probs is not None
         assert batch.rollout_log_probs is not None
         assert torch.equal(batch.old_log_probs, batch.rollout_log_probs)
@@ -187,7 +187,7 @@ def test_mini_batches_epochs_and_rare_publishing() -> None:
         assert len(one) == len(other) == 2
         assert not one & other
     orders = {tuple(steps[i] + steps[i + 1]) for i in (0, 2)}
-    assert len(orders) == 2, "the second epoch has an order of its own"
+    assert len(orders) == 2, "both epochs have the same order"
     assert [m["training/policy_version"] for m in history] == [0, 1, 1]
     assert served.stats().version == 1
     assert not any("timing_s/old_log_prob" in m for m in history)
@@ -197,7 +197,7 @@ def fail(reason: str) -> Score:
     return Score(0.0, ok=False, failure=reason)
 
 
-def test_steps_without_a_usable_sample_are_left_out_and_then_end_the_run() -> None:
+def test_steps_without_usable_samples_are_skipped_and_end_the_run_after_three() -> None:
     backend = tiny_backend()
     before = weights(backend)
     notes: list[str] = []
@@ -210,21 +210,21 @@ def test_steps_without_a_usable_sample_are_left_out_and_then_end_the_run() -> No
             backend, data, manager, [served], config(num_steps=9), log, notify=notes.append
         )
 
-    with pytest.raises(TrainingError, match=r"in 3 steps in a row .*judge is gone.*on_failure"):
+    with pytest.raises(TrainingError, match=r"3 steps in a row .*judge is gone.*on_failure"):
         anyio.run(work)
     backend.close()
     assert [m["training/skipped_batch"] for _, m in log.lines] == [1.0, 1.0]
     assert [m["training/num_failed_rewards"] for _, m in log.lines] == [12.0, 12.0]
     assert all("critic/score/mean" not in m and "actor/lr" not in m for _, m in log.lines)
     assert len(notes) == 3
-    assert "no sample can be trained on" in notes[0]
+    assert "no sample to train on" in notes[0]
     assert notes[1] == "warning: step 1: 12 of 12 samples: left out, judge is gone"
-    assert "no sample can be trained on" in notes[2]
+    assert "no sample to train on" in notes[2]
     for name, parameter in backend.decoder.named_parameters():
         assert torch.equal(before[name], parameter)
 
 
-def test_one_bad_step_is_left_out_and_the_run_goes_on() -> None:
+def test_one_step_without_usable_samples_is_skipped_and_the_run_continues() -> None:
     calls = 0
 
     def second_step_fails(sample: Sample) -> Score:
@@ -237,7 +237,7 @@ def test_one_bad_step_is_left_out_and_the_run_goes_on() -> None:
     assert [m["training/policy_version"] for m in history] == [1, 2, 3, 4]
 
 
-def test_a_sample_left_alone_by_failures_is_not_trained_on() -> None:
+def test_a_lone_sample_of_a_group_is_not_trained_on() -> None:
     def only_one(sample: Sample) -> Score:
         alone = sample.group_index is not None and sample.group_index % 4 == 0
         return fail("x") if alone and sample.index else Score(float(sample.index))
@@ -250,7 +250,7 @@ def test_a_sample_left_alone_by_failures_is_not_trained_on() -> None:
     assert history[0]["training/num_failed_rewards"] == 2.0
 
 
-def test_a_reward_that_ends_the_run_ends_it() -> None:
+def test_a_reward_error_ends_the_run() -> None:
     def stop(sample: Sample) -> Score:
         raise RewardError("the judge is broken")
 
@@ -259,54 +259,54 @@ def test_a_reward_that_ends_the_run_ends_it() -> None:
 
 
 class Stuck(SingleProcessBackend):
-    """A trainer whose work never ends."""
+    """A backend whose forward and backward pass never finishes."""
 
     def forward_backward(self, *arguments: Any, **more: Any) -> TrainFuture[dict[str, float]]:
         never: Future[dict[str, float]] = Future()
         return TrainFuture(never)
 
 
-def test_an_update_that_never_ends_is_a_timeout_that_names_it() -> None:
+def test_a_stuck_update_raises_a_timeout_error_that_names_the_stage() -> None:
     backend = tiny_backend()
     backend.__class__ = Stuck
     with pytest.raises(StageTimeoutError, match=r"update: the trainer's optimizer step .* 0.1 s"):
         train(backend, config(), deadlines=Deadlines(timeout_s=0.1))
 
 
-def test_a_stage_that_cannot_be_cancelled_is_reported_by_another_thread() -> None:
-    said: list[str] = []
+def test_a_blocked_event_loop_is_reported_from_another_thread() -> None:
+    messages: list[str] = []
     reported = threading.Event()
 
     def on_stuck(message: str) -> None:
-        said.append(message)
+        messages.append(message)
         reported.set()
 
     async def work() -> None:
         deadlines = Deadlines(timeout_s=0.01, grace_s=0.02, on_stuck=on_stuck)
         async with deadlines.stage("checkpoint", "the disk"):
-            assert reported.wait(10), "nobody noticed"
+            assert reported.wait(10), "on_stuck was not called"
 
     anyio.run(work)
-    assert said == [
+    assert messages == [
         "checkpoint: the disk was not done after 0.01 s; raise trainer.stage_timeout_s if it only "
         "needs more time"
     ]
 
 
-def test_a_stage_in_time_leaves_nothing_behind() -> None:
-    said: list[str] = []
+def test_a_stage_within_its_deadline_is_not_reported() -> None:
+    messages: list[str] = []
 
     async def work() -> None:
-        deadlines = Deadlines(timeout_s=0.02, grace_s=0.01, on_stuck=said.append)
+        deadlines = Deadlines(timeout_s=0.02, grace_s=0.01, on_stuck=messages.append)
         async with deadlines.stage("fast", "nothing"):
             pass
         await anyio.sleep(0.06)
 
     anyio.run(work)
-    assert said == []
+    assert messages == []
 
 
-def test_a_step_is_saved_after_it_is_logged_and_the_hook_can_end_the_loop() -> None:
+def test_a_step_is_saved_after_logging_and_after_step_can_stop_the_run() -> None:
     log_lengths: list[tuple[int, bool, int]] = []
     data, served, log, backend = buffer(), engine(), Log(), tiny_backend()
 
@@ -340,7 +340,7 @@ def test_a_step_is_saved_after_it_is_logged_and_the_hook_can_end_the_loop() -> N
 
 
 class Receiver:
-    """Takes weights as an engine does."""
+    """Receives weight updates like an engine."""
 
     def __init__(self) -> None:
         self.version = -1
@@ -351,42 +351,42 @@ class Receiver:
         self.names = [name for name, _ in update.tensors()]
 
 
-class ToldDrafter:
-    """`DrafterTraining` that notes what it is told."""
+class RecordingDrafter:
+    """A `DrafterTraining` that records its calls."""
 
     sink = None
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     async def begin(self) -> None:
-        self.told.append("begin")
+        self.calls.append("begin")
 
     @asynccontextmanager
     async def rollout(self, step: int) -> AsyncIterator[None]:
-        self.told.append(f"rollout {step}")
+        self.calls.append(f"rollout {step}")
         yield
-        self.told.append(f"generated {step}")
+        self.calls.append(f"generated {step}")
 
     def begin_step(self, step: int, version: int) -> None:
-        self.told.append(f"update {step} of {version}")
+        self.calls.append(f"update {step} of {version}")
 
     async def after_step(self, step: int, version: int) -> dict[str, float]:
-        self.told.append(f"after {step} with {version}")
+        self.calls.append(f"after {step} with {version}")
         return {}
 
 
-def test_a_drafter_begins_before_the_first_step_and_is_told_of_each_part() -> None:
-    drafter = ToldDrafter()
+def test_drafter_training_is_called_before_and_after_each_part_of_a_step() -> None:
+    drafter = RecordingDrafter()
     train(tiny_backend(), config(num_steps=2), drafter=drafter)
     steps = [
         [f"rollout {n}", f"generated {n}", f"update {n} of {n - 1}", f"after {n} with {n}"]
         for n in (1, 2)
     ]
-    assert drafter.told == ["begin", *steps[0], *steps[1]]
+    assert drafter.calls == ["begin", *steps[0], *steps[1]]
 
 
-def test_every_engine_gets_all_weights_under_one_version() -> None:
+def test_all_engines_receive_all_weights_with_the_same_version() -> None:
     backend = tiny_backend()
     receivers = [Receiver(), Receiver(), Receiver()]
 
@@ -412,16 +412,16 @@ FLAT = {"critic/score/min": 0.0, "critic/score/max": 0.0}
         ({"critic/score/min": 1.0, "critic/score/max": 1.0}, "too easy"),
     ],
 )
-def test_flat_rewards_are_warned_of_once_with_the_likely_cause(
+def test_equal_rewards_cause_one_warning_with_the_likely_reason(
     metrics: dict[str, float], cause: str
 ) -> None:
-    said: list[str] = []
-    watch = FlatRewardWatch(3, said.append)
+    messages: list[str] = []
+    watch = FlatRewardWatch(3, messages.append)
     varied = {"critic/score/min": 0.0, "critic/score/max": 1.0}
     for step, seen in enumerate(
         [metrics, metrics, varied, {}, *[metrics] * 9, varied, *[metrics] * 5]
     ):
         watch.see(step, seen)
-        assert len(said) == int(step >= 6)
-    assert said[0].startswith("warning: step 6: ")
-    assert cause in said[0]
+        assert len(messages) == int(step >= 6)
+    assert messages[0].startswith("warning: step 6: ")
+    assert cause in messages[0]

@@ -1,4 +1,4 @@
-"""Mini-batches, usable samples and the KL penalty, by hand-computed numbers."""
+"""Tests of mini-batches, usable samples and the KL penalty against values computed by hand."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def group(index: int, *failed: bool) -> Group:
     return Group(index=index, prompt=Prompt(uid=f"p{index}", ids=[1, 2]), samples=samples)
 
 
-def test_failed_samples_and_the_last_of_a_group_are_left_out() -> None:
+def test_failed_samples_and_lone_samples_are_left_out() -> None:
     groups = [group(0, False, False), group(1, True, False), group(2, True, True), group(3, False)]
     usable = usable_samples(groups)
     assert [[(s.group_index, s.index) for s in g] for g in usable.groups] == [
         [(0, 0), (0, 1)],
-        # A group of one by design has nothing to be relative to either, and is kept.
+        # A group with a single sample from the start is kept.
         [(3, 0)],
     ]
     assert usable.lone == 1
@@ -78,7 +78,7 @@ def first_tokens(parts: list[TrainBatch]) -> list[list[int]]:
     return [[row.tokens[0] for row in as_rows(part)] for part in parts]
 
 
-def test_mini_batches_count_groups_of_any_size_also_of_one_prompt() -> None:
+def test_mini_batches_keep_groups_whole() -> None:
     sizes = [2, 1, 3, 2, 1]
     assert first_tokens(mini_batches(batch(sizes), sizes, 2, shuffle=None)) == [
         [0, 0, 1],
@@ -90,7 +90,7 @@ def test_mini_batches_count_groups_of_any_size_also_of_one_prompt() -> None:
     assert whole.temperature == 0.7
 
 
-def test_shuffled_mini_batches_are_a_function_of_the_seed() -> None:
+def test_the_seed_determines_the_order_of_groups_in_mini_batches() -> None:
     sizes = [1] * 12
 
     def order(seed: str) -> list[int]:
@@ -106,7 +106,7 @@ def test_shuffled_mini_batches_are_a_function_of_the_seed() -> None:
 
 
 def batch_with_log_probs() -> tuple[Tensor, TrainBatch]:
-    """Rewards per token, and a batch."""
+    """Token-level rewards (T,), and a batch with log-probs."""
     samples = [sample(0, 0, 1.0), sample(0, 1, 2.0)]
     made = prepare_grpo_batch(samples, norm_adv_by_std_in_grpo=False)
     made.old_log_probs = torch.tensor([0.0, 0.0, -1.0, -2.0, 9.0, 9.0, -1.0, -1.0])
@@ -114,10 +114,10 @@ def batch_with_log_probs() -> tuple[Tensor, TrainBatch]:
     return placed_rewards(made, [1.0, 2.0]), made
 
 
-def test_the_kl_penalty_is_subtracted_token_by_token() -> None:
+def test_the_kl_penalty_is_subtracted_from_each_token() -> None:
     placed, made = batch_with_log_probs()
     rewards_T, metrics = KLInReward(FixedKLController(0.2), "kl").rewards(placed, made)
-    # Row 0: k1 is 0.5 and 1.0; row 1: none on its targets.
+    # k1 is 0.5 and 1.0 on the targets of row 0, and 0 on those of row 1.
     rewards = by_row(made, rewards_T)
     assert [sum(row) for row in rewards] == pytest.approx([1.0 - 0.2 * 1.5, 2.0])
     assert rewards[0][-2:] == pytest.approx([-0.1, 1.0 - 0.2])
@@ -127,7 +127,7 @@ def test_the_kl_penalty_is_subtracted_token_by_token() -> None:
     }
 
 
-def test_the_whole_vocabularys_kl_is_subtracted_without_log_probs() -> None:
+def test_full_vocabulary_kl_penalty_needs_no_log_probs() -> None:
     placed, made = batch_with_log_probs()
     made.old_log_probs = made.ref_log_probs = None
     penalty = KLInReward(FixedKLController(0.2), "full_forward")
@@ -140,13 +140,13 @@ def test_the_whole_vocabularys_kl_is_subtracted_without_log_probs() -> None:
     assert metrics["actor/reward_kl_penalty"] == pytest.approx((0.75 + 1.0) / 2)
 
 
-def test_the_steered_coefficient_survives_a_restart() -> None:
+def test_an_adaptive_kl_coefficient_is_restored() -> None:
     def penalty() -> KLInReward:
         return KLInReward(AdaptiveKLController(0.2, target_kl=0.1, horizon=10), "kl")
 
     one, other = penalty(), penalty()
     one.rewards(*batch_with_log_probs())
-    # KL 0.375 is far above the target: * (1 + 0.2 * 2 / 10).
+    # The relative error is clipped to 0.2, and there are 2 samples: * (1 + 0.2 * 2 / 10).
     assert one.state_dict() == {"kl_coef": pytest.approx(0.208)}
     other.load_state_dict(one.state_dict())
     theirs, their_metrics = other.rewards(*batch_with_log_probs())
@@ -155,13 +155,13 @@ def test_the_steered_coefficient_survives_a_restart() -> None:
     assert their_metrics == our_metrics
 
 
-def test_a_fixed_coefficient_is_that_of_the_settings_after_a_restart() -> None:
+def test_a_fixed_kl_coefficient_comes_from_the_configuration() -> None:
     other = KLInReward(FixedKLController(0.5), "kl")
     other.load_state_dict({"kl_coef": 0.2})
     assert other.state_dict() == {"kl_coef": 0.5}
 
 
-def test_batch_metrics_cover_targets_only() -> None:
+def test_batch_metrics_cover_only_trained_tokens() -> None:
     usable = usable_samples([group(0, False, False)])
     made = prepare_grpo_batch(usable.samples, norm_adv_by_std_in_grpo=False)
     metrics = batch_metrics(made, [0.0, 1.0], usable, weight_version=5)

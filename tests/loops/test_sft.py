@@ -1,4 +1,4 @@
-"""The SFT loop as a library, and the order of its samples."""
+"""Tests of the SFT loop and of the order of its samples."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def uids(stream: SampleStream, count: int) -> list[str]:
     return [stream.next_sample().uid for _ in range(count)]
 
 
-def test_the_loss_falls_and_every_metric_is_known() -> None:
+def test_the_loss_decreases_and_all_metric_names_are_known() -> None:
     backend = tiny_backend(metrics_prefix="sft")
     config = SFTTrainingConfig(num_steps=8, batch_tokens=20)
     logged: list[tuple[int, dict[str, float]]] = []
@@ -58,11 +58,12 @@ def test_the_loss_falls_and_every_metric_is_known() -> None:
     backend.close()
     assert [step for step, _ in logged] == list(range(1, 9))
     assert history[-1]["sft/loss"] < history[0]["sft/loss"]
-    # Batches end with the sample that reaches 20 tokens: four of six tokens, four targets each.
+    # A batch ends with the sample that reaches 20 tokens: four samples of six tokens, each with
+    # four target tokens.
     assert {m["sft/tokens"] for m in history} == {16.0}
 
 
-def test_a_step_may_count_samples_and_saving_may_be_rare() -> None:
+def test_batch_size_counts_samples_and_checkpoint_every_is_respected() -> None:
     backend = tiny_backend(metrics_prefix="sft")
     saved: list[tuple[int, bool]] = []
 
@@ -87,12 +88,12 @@ def test_a_step_may_count_samples_and_saving_may_be_rare() -> None:
         ({"batch_tokens": 8, "checkpoint_every": 0}, "checkpoint_every=0 must be at least 1"),
     ],
 )
-def test_impossible_sft_settings_are_refused(settings: dict[str, int], message: str) -> None:
+def test_invalid_sft_settings_are_errors(settings: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SFTTrainingConfig(num_steps=1, **settings)
 
 
-def test_saving_follows_logging_and_a_hook_ends_the_loop() -> None:
+def test_a_step_is_saved_after_logging_and_after_step_can_stop_the_run() -> None:
     backend = tiny_backend(metrics_prefix="sft")
     events: list[str] = []
 
@@ -121,7 +122,7 @@ def test_saving_follows_logging_and_a_hook_ends_the_loop() -> None:
     assert events == ["step 3", "log 3", "save 3 False", "step 4", "log 4", "save 4 True"]
 
 
-def test_an_epoch_is_a_shuffle_of_its_own_with_every_sample_once() -> None:
+def test_each_epoch_is_a_different_permutation_of_all_samples() -> None:
     stream = ShuffledSamples(samples(9), seed=4)
     first, second = uids(stream, 9), uids(stream, 9)
     assert sorted(first) == sorted(second) == sorted(s.uid for s in samples(9))
@@ -131,7 +132,7 @@ def test_an_epoch_is_a_shuffle_of_its_own_with_every_sample_once() -> None:
 
 
 @pytest.mark.parametrize("taken", [0, 3, 5, 7, 10])
-def test_a_position_is_restored_exactly(taken: int) -> None:
+def test_the_position_in_the_data_is_restored_exactly(taken: int) -> None:
     def mixed() -> MixedSamples:
         parts: list[tuple[SampleStream, float]] = [
             (ShuffledSamples(samples(3, "a"), seed="1/0"), 3.0),
@@ -146,7 +147,7 @@ def test_a_position_is_restored_exactly(taken: int) -> None:
         assert uids(restored, 12) == uids(stream, 12)
 
 
-def test_a_mixture_follows_its_weights() -> None:
+def test_a_mixture_samples_by_its_weights() -> None:
     stream = MixedSamples(
         [
             (ShuffledSamples(samples(3, "a"), seed=1), 3.0),
@@ -155,11 +156,11 @@ def test_a_mixture_follows_its_weights() -> None:
         seed=1,
     )
     counts = Counter(uid[0] for uid in uids(stream, 2000))
-    # 1500 expected, standard deviation 19.
+    # The expected count is 1500, with a standard deviation of 19.
     assert 1420 < counts["a"] < 1580
 
 
-def test_positions_of_other_data_are_refused() -> None:
+def test_a_state_of_other_data_or_weights_is_an_error() -> None:
     stream = ShuffledSamples(samples(5), seed=1)
     with pytest.raises(DataError, match="made with 4 SFT samples, now there are 5"):
         stream.load_state_dict(ShuffledSamples(samples(4), seed=1).state_dict())
@@ -169,17 +170,17 @@ def test_positions_of_other_data_are_refused() -> None:
         mixed.load_state_dict(state)
 
 
-def test_no_data_and_data_without_targets_are_errors_not_endless_loops() -> None:
+def test_data_without_samples_or_without_target_tokens_is_an_error() -> None:
     with pytest.raises(DataError, match="check sft"):
         ShuffledSamples([], seed=1)
-    mute = ShuffledSamples([demonstration("mute", loss=0.0)], seed=1)
-    with pytest.raises(DataError, match=r"no token to train on .*'mute'"):
-        next_batch(mute, tokens=10)
-    some = ShuffledSamples([demonstration("mute", loss=0.0), demonstration("s")], seed=1)
+    unlabeled = ShuffledSamples([demonstration("unlabeled", loss=0.0)], seed=1)
+    with pytest.raises(DataError, match=r"no token to train on .*'unlabeled'"):
+        next_batch(unlabeled, tokens=10)
+    some = ShuffledSamples([demonstration("unlabeled", loss=0.0), demonstration("s")], seed=1)
     assert set(next_batch(some, tokens=30).uids) == {"s"}
 
 
-def test_a_position_in_other_samples_is_refused() -> None:
+def test_a_state_of_other_samples_is_an_error() -> None:
     state = ShuffledSamples(samples(4), seed=1).state_dict()
     ShuffledSamples(samples(4), seed=1).load_state_dict(state)
     longer = [demonstration("s0", 7), *samples(4)[1:]]

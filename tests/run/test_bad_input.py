@@ -267,7 +267,7 @@ def test_failing_reward_function_stops_scores_zero_or_drops_as_set(
 
     assert main(line("zero")) == 7
     printed = capsys.readouterr()
-    said = f"4 of 4 samples: reward 0, since the reward function failed: {reason}"
+    said = f"4 of 4 samples: reward 0, because the reward function failed: {reason}"
     assert printed.out.count(said) == 1
     assert "no response of the first 3 steps could be scored" in printed.err
     metrics = dict(read_jsonl(tmp_path / "zero" / "metrics.jsonl"))
@@ -275,7 +275,7 @@ def test_failing_reward_function_stops_scores_zero_or_drops_as_set(
     assert [metrics[step]["training/num_zero_variance_groups"] for step in range(1, 4)] == [2] * 3
     assert [metrics[step]["critic/score/mean"] for step in range(1, 4)] == [0] * 3
 
-    parts = ["no sample could be trained on in 3 steps in a row", reason, "on_failure=zero"]
+    parts = ["3 steps in a row had no sample to train on", reason, "on_failure=zero"]
     refused(line("drop"), 7, capsys, *parts)
     metrics = dict(read_jsonl(tmp_path / "drop" / "metrics.jsonl"))
     assert [metrics[step]["training/skipped_batch"] for step in (1, 2)] == [1, 1]

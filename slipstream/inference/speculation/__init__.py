@@ -1,1 +1,1 @@
-"""Drafting: what is proposed, by whom, and how much. Verification is the engine's."""
+"""Speculative decoding: draft proposers, draft plans, and selectors that choose a plan."""

@@ -10,17 +10,18 @@ from heapq import heappop, heappush
 from slipstream.inference.speculation.plan import DraftPlan
 
 _FADE = 0.99
+"""Least factor on the weight of earlier drafts, per step."""
 
 _SIBLING = 0.8
-"""Acceptance rate of a sibling if those before it were rejected, relative to the first child's:
-measured with the quickstart's head (docs/log/trees.md)."""
+"""Acceptance rate of a sibling whose earlier siblings were rejected, relative to that of the first
+child. Measured with the quickstart's head (docs/log/trees.md)."""
 
 
 class AcceptanceCurve:
-    """Acceptance rate of drafts at each depth, given that all before them were accepted.
+    """Acceptance rate of drafts at each depth, given that all drafts before them were accepted.
 
-    Old steps fade, because the policy drifts. A depth that was never tried is assumed to be like
-    the deepest one that was.
+    Older steps have less weight, because the policy changes. A depth without data is assumed to
+    have the rate of the depth before it.
     """
 
     def __init__(self, *, kept: float = 200.0, guess: float = 0.6, guess_weight: float = 4.0):
@@ -31,7 +32,8 @@ class AcceptanceCurve:
         self._tried: list[float] = []
 
     def record(self, drafted: Sequence[int], accepted: Sequence[int], steps: int = 1) -> None:
-        """Draft tokens and accepted ones of each request, of `steps` steps together."""
+        """Learn from the numbers of drafted and accepted tokens of each request, in `steps` steps
+        together."""
         deepest = max(drafted, default=0)
         while len(self._tried) < deepest:
             self._accepted.append(0.0)
@@ -42,13 +44,14 @@ class AcceptanceCurve:
             keep = (slow if depth < deepest else _FADE) ** steps
             self._accepted[depth] *= keep
             self._tried[depth] *= keep
-        for (drafts, right), count in Counter(zip(drafted, accepted, strict=True)).items():
-            for depth in range(min(drafts, right + 1)):
+        for (tried, correct), count in Counter(zip(drafted, accepted, strict=True)).items():
+            # The first rejected draft was tried; drafts after it were not.
+            for depth in range(min(tried, correct + 1)):
                 self._tried[depth] += count
-                self._accepted[depth] += count if depth < right else 0
+                self._accepted[depth] += count if depth < correct else 0
 
     def forget(self, keep: float) -> None:
-        """Multiply the weight of everything seen by `keep`."""
+        """Multiply the weight of all earlier drafts by `keep`."""
         self._accepted = [keep * x for x in self._accepted]
         self._tried = [keep * x for x in self._tried]
 
@@ -81,9 +84,10 @@ def expected_accepted(rates: Sequence[float]) -> float:
 
 
 class TreeRatios:
-    """Measured over predicted draft tokens of trees, accepted or verified ones.
+    """Ratios of measured to predicted draft tokens of tree plans (accepted or verified ones).
 
-    The ratio of a plan starts at that of all trees and approaches its own. Old steps fade.
+    The ratio of a plan starts at the ratio of all trees and approaches its own. Older steps have
+    less weight.
     """
 
     def __init__(self, *, kept: float = 200.0, trust: float = 40.0) -> None:
@@ -97,7 +101,8 @@ class TreeRatios:
     def record(
         self, plan: DraftPlan, measured: float, predicted: float, requests: int, steps: int = 1
     ) -> None:
-        """Means per request, over `requests` requests in `steps` steps."""
+        """Learn from measured and predicted draft tokens, as means of `requests` requests in
+        `steps` steps."""
         old_measured, old_predicted, count = self._seen.get(plan, (0.0, 0.0, 0.0))
         keep = max(_FADE, 1 - requests / steps / self._kept) ** steps
         new_measured = keep * old_measured + requests * measured
@@ -107,7 +112,7 @@ class TreeRatios:
         self._predicted += new_predicted - old_predicted
 
     def forget(self, keep: float) -> None:
-        """Multiply the weight of everything seen by `keep`."""
+        """Multiply the weight of all earlier steps by `keep`."""
         self._seen = {
             plan: (keep * measured, keep * predicted, keep * count)
             for plan, (measured, predicted, count) in self._seen.items()
@@ -116,7 +121,7 @@ class TreeRatios:
         self._predicted *= keep
 
     def ratio(self, plan: DraftPlan) -> float:
-        """Measured over predicted drafts of a plan; 1 if no tree was seen."""
+        """The ratio of measured to predicted draft tokens of a plan; 1 if no tree was recorded."""
         measured, predicted, count = self._seen.get(plan, (0.0, 0.0, 0.0))
         mean = predicted / count if count else 1.0
         weight = self._trust * max(mean, 1e-3)
@@ -125,9 +130,9 @@ class TreeRatios:
 
 
 def tree_probabilities(rates: Sequence[float], plan: DraftPlan) -> tuple[float, ...]:
-    """Estimated acceptance probabilities of the nodes that a plan verifies, in descending order:
-    of each node, that all tokens from the root down to it are accepted. `rates` are the acceptance
-    rates of first children by depth; they are rounded to hundredths."""
+    """Estimated acceptance probabilities of the nodes that a tree plan verifies, in descending
+    order. A node is accepted if all tokens from the root down to it are. `rates`: acceptance rates
+    of first children by depth; they are rounded to hundredths, because results are cached."""
     return _tree_probabilities(tuple([round(rate, 2) for rate in rates]), plan)
 
 

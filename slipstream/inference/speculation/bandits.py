@@ -4,8 +4,8 @@
     UCB1   the plan with the best upper confidence bound of its mean
     BEG    EG among the plans of one `verify_tokens`, which the batch size determines
 
-Unlike `CostModelSelector`, a bandit learns about a plan only from trying it, separately at each
-batch size (FastRL's `MABGroupManager`). It decodes plainly only beyond `bs_threshold`, or if
+Unlike `CostModelSelector`, a bandit knows a plan only from its own steps, separately for each batch
+size (FastRL's `MABGroupManager`). It decodes without drafts only beyond `bs_threshold`, or if
 `0_0_1` is one of the plans.
 """
 
@@ -26,22 +26,28 @@ from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.selector import StepRecord, bucket_of
 
 EPSILON = 0.1
+"""Default probability of a random plan."""
+
 WINDOW = 300
+"""Default number of rewards that are kept per plan and batch size."""
 
 _TRIMMED = 0.1
-"""Share of the rewards, at either end, that UCB1 trims: steps disturbed by other programs."""
+"""Share of the rewards that UCB1 removes at either end, because other programs disturb some
+steps."""
 
 _KEPT_ON_CHANGE = 0.5
-"""Share of the rewards, the newest, that is kept when the policy or the drafter changes."""
+"""Share of the rewards (the newest ones) that is kept when the policy or the drafter changes."""
 
 Rewards = Mapping[DraftPlan, Sequence[float]]
-"""Recent tokens per second of each plan at one batch size; at least one for each plan."""
+"""Recent rewards (tokens per second) of each plan at one batch size, at least one per plan."""
 
 
 class Rule(Protocol):
-    """Picks one of several plans."""
+    """A bandit algorithm."""
 
-    def pick(self, earned: Rewards, rng: random.Random) -> DraftPlan: ...
+    def pick(self, earned: Rewards, rng: random.Random) -> DraftPlan:
+        """Choose one of the plans by their rewards."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,7 @@ class EpsilonGreedy:
             raise ConfigError(f"epsilon={self.epsilon} must be from 0 to 1")
 
     def pick(self, earned: Rewards, rng: random.Random) -> DraftPlan:
-        """One of the plans."""
+        """Choose the plan with the best median, or a random plan."""
         if rng.random() < self.epsilon:
             return rng.choice(list(earned))
         return max(earned, key=lambda plan: median(earned[plan]))
@@ -66,12 +72,12 @@ class EpsilonGreedy:
 class UpperConfidenceBound:
     """UCB1 (Auer et al. 2002) on means without the lowest and highest tenth.
 
-    The bounds assume rewards from 0 to 1, so means are divided by the best one. Without this, the
-    bonus vanishes next to thousands of tokens per second, as it does in FastRL.
+    The bounds assume rewards from 0 to 1, so means are divided by the best mean. Without this, the
+    exploration bonus is negligible next to thousands of tokens per second, as in FastRL.
     """
 
     def pick(self, earned: Rewards, rng: random.Random) -> DraftPlan:
-        """One of the plans."""
+        """Choose the plan with the best upper confidence bound."""
         means = {plan: _trimmed_mean(rewards) for plan, rewards in earned.items()}
         best = max(means.values())
         tries = math.log(sum(map(len, earned.values())))
@@ -86,10 +92,10 @@ def _trimmed_mean(rewards: Sequence[float]) -> float:
 
 
 class BanditSelector:
-    """`StrategySelector` that applies a rule to plans that may depend on the batch size.
+    """A `StrategySelector` that applies a bandit rule to the plans of a batch size.
 
-    A plan without a reward at a batch size is tried first. Steps with extra work (the drafter
-    caught up, new requests arrived) give no reward: the new plan would pay for the one before.
+    Plans without a reward at the batch size are tried first. Steps with extra work (draft catch-up
+    or new requests) give no reward, because their time depends on the plans before.
     """
 
     def __init__(
@@ -101,16 +107,19 @@ class BanditSelector:
         window: int = WINDOW,
         seed: int = 0,
     ) -> None:
-        """`buckets`: plans by the number of running requests from which they apply; the first
-        number must be 1. The last `window` rewards of each plan and batch size count. Beyond
-        `bs_threshold` running requests nothing is drafted. Raises ConfigError for a bucket without
-        plans, or if no bucket starts at 1."""
+        """`buckets` maps the least number of running requests to plans; one bucket must start at 1.
+        Each plan and batch size keeps its last `window` rewards. Beyond `bs_threshold` running
+        requests nothing is drafted. Raises ConfigError for a bucket without plans, if no bucket
+        starts at 1, or if `window` is less than 1."""
         self._starts = sorted(buckets)
         if not self._starts or self._starts[0] != 1:
-            raise ConfigError(f"buckets of a bandit begin at 1 request, not at {self._starts[:1]}")
+            raise ConfigError(
+                f"the first bucket of a bandit must start at 1 running request, not at "
+                f"{self._starts[:1]}"
+            )
         for start in self._starts:
             if not buckets[start]:
-                raise ConfigError(f"no plan to choose from at {start} running requests")
+                raise ConfigError(f"the bucket that starts at {start} running requests has no plan")
         if window < 1:
             raise ConfigError(f"window={window} must be at least 1")
         self.buckets = {start: tuple(dict.fromkeys(buckets[start])) for start in self._starts}
@@ -121,7 +130,7 @@ class BanditSelector:
         self._earned: dict[int, dict[DraftPlan, deque[float]]] = {}
 
     def table(self) -> str:
-        """All plans in one line."""
+        """A line with the plans of all buckets."""
         parts = [(start, " ".join(map(str, plans))) for start, plans in self.buckets.items()]
         return ", ".join(text if start == 1 else f"from {start} on {text}" for start, text in parts)
 
@@ -147,7 +156,7 @@ class BanditSelector:
         return self.buckets[self._starts[bisect_right(self._starts, running) - 1]]
 
     def record(self, step: StepRecord) -> None:
-        """Add the reward of a steady step."""
+        """Add the reward of a step, unless it had extra work."""
         if not step.steady or step.seconds <= 0:
             return
         earned = self._earned.setdefault(bucket_of(step.running), {})
@@ -165,21 +174,23 @@ class BanditSelector:
 def buckets_by_rows(
     plans: Sequence[DraftPlan], thresholds: Sequence[int]
 ) -> dict[int, list[DraftPlan]]:
-    """BEG's buckets: plans with the same `verify_tokens` serve the batch sizes from one threshold
-    up to the next; the largest trees serve the smallest batches.
+    """The buckets of BEG: plans with the same `verify_tokens` form a bucket, which applies from its
+    threshold up to the next one. The largest `verify_tokens` applies to the smallest batches.
 
-    Raises ConfigError unless there is one threshold per value of `verify_tokens`, rising from 1.
+    Raises ConfigError if there is not one threshold for each value of `verify_tokens`, or if the
+    thresholds do not increase from 1.
     """
     by_rows = sorted(dict.fromkeys(plans), key=lambda plan: -plan.verify_tokens)
     groups = [list(group) for _, group in groupby(by_rows, key=lambda plan: plan.verify_tokens)]
     shown = ", ".join(str(group[0].verify_tokens) for group in groups)
     if len(thresholds) != len(groups):
         raise ConfigError(
-            f"{len(thresholds)} thresholds ({', '.join(map(str, thresholds))}) for plans that "
-            f"verify {shown} tokens a request: give {len(groups)}, one for each of these numbers"
+            f"{len(thresholds)} thresholds ({', '.join(map(str, thresholds))}) do not match plans "
+            f"with verify_tokens {shown}: set {len(groups)} thresholds, one for each of these "
+            "values"
         )
     if thresholds[0] != 1 or any(a >= b for a, b in pairwise(thresholds)):
         raise ConfigError(
-            f"thresholds {', '.join(map(str, thresholds))}: they must begin at 1 and grow"
+            f"thresholds {', '.join(map(str, thresholds))} must start at 1 and increase"
         )
     return dict(zip(thresholds, groups, strict=True))

@@ -1,11 +1,11 @@
-"""Drafting that is recorded once for each plan and shape, and replayed after that: what
-`engine.graphs` does for decode steps.
+"""Captures drafting as CUDA graphs, one for each plan and shape, and replays them. `engine.graphs`
+does the same for decode steps.
 
-To draft is several passes of one layer, each of some dozens of small operations, one after another:
-more than anything else it is the CPU starting them that a GPU waits for. What a head takes in
-before is the first of these passes, and filled up to what a plan may bring.
+A draft is several forward passes of one layer with dozens of small operations each. Without graphs
+the GPU mostly waits for the CPU to launch them. The graph includes the head's prefill, padded to
+the most tokens that a step with the plan can yield.
 
-Shapes: N requests, D hidden width, W columns of what is taken in, F width of features.
+Shapes: N requests, D hidden size, W prefill tokens per request, F width of the features.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch
 
 _KEYS = 64
-"""Slots that are attended to come in sizes of `bucket` times so many."""
+"""The number of KV cache slots in a graph is rounded up to this times a value of `bucket`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftInputs:
-    """What drafts begin with: the slots (N,) of a head's cache that each request has filled, the
-    states (N, D) that the head predicts next, and a scale of scores ()."""
+    """Inputs of the first draft: numbers (N,) of filled slots in the head's KV cache, the head's
+    states (N, D) at the last tokens, and the draft temperature, a scalar tensor."""
 
     ends_N: Tensor
     hidden_ND: Tensor
@@ -36,9 +36,13 @@ class DraftInputs:
 
 @dataclass(frozen=True, slots=True)
 class PrefillInput:
-    """What waits to be taken in before: `numbers` (N, 2 + W) are the slots of each request that are
-    filled, how many tokens come, and these; `features` (N, W, F) those before them. Beyond the
-    tokens that come there is anything. And a scale of scores ()."""
+    """Inputs of the head's prefill.
+
+    `numbers` (N, 2 + W), per request: the filled slots of the KV cache, the number of pending
+    tokens, and these tokens. `features` (N, W, F): the features before each of the tokens. Entries
+    beyond the number of pending tokens are arbitrary. `scale`: the draft temperature, a scalar
+    tensor.
+    """
 
     numbers: Tensor
     features: Tensor
@@ -46,17 +50,19 @@ class PrefillInput:
 
     @property
     def width(self) -> int:
+        """W, the number of prefill tokens per request."""
         return self.features.shape[1]
 
 
 Drafting = Callable[[DraftBatch, PrefillInput, int], tuple[Tensor, ...]]
-"""From a batch, what waits, and a number of slots beyond all that are used, drafts: tensors of N
-rows. Of the batch it knows positions, keys, temperatures and weights alone, and to be recorded it
-must not wait for the device."""
+"""A function that drafts from a batch, its prefill, and a number of KV cache slots that is greater
+than all slots in use. It returns tensors with N rows. It may use positions, noise keys,
+temperatures and weights of the batch only. To be captured it must not synchronize with the GPU."""
 
 
-def most_columns(plan: DraftPlan) -> int:
-    """What a head takes in after a step by `plan`: a token after each draft that was right."""
+def most_new_tokens(plan: DraftPlan) -> int:
+    """The most tokens of a request that are pending after one step with `plan`: all drafts, and
+    the token after the last one."""
     return 1 + plan.steps
 
 
@@ -66,7 +72,7 @@ class _DraftShape:
     requests: int
     keys: int
     # `SamplingRows.kinds`.
-    law: tuple[bool, bool, bool]
+    sampling: tuple[bool, bool, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +82,20 @@ class _Draft:
 
 
 class DraftGraphs:
-    """The recordings of one draft head."""
+    """The CUDA graphs of one draft head."""
 
     def __init__(self, record: Recorder) -> None:
         self._record = record
         self._drafts: dict[_DraftShape, _Draft] = {}
         self._habits = Habits()
-        # Addresses that recordings are made for.
-        self._at: tuple[int, ...] = ()
+        # Addresses of cache and weights, and the cache's shape, for which graphs were captured.
+        self._addresses: tuple[int, ...] = ()
         self.memory = RecordedMemory("draft graph")
         self.replayed = 0
 
     def clear(self) -> None:
-        """Let go of all recordings: the head's cache gives its memory back."""
-        self._at = ()
+        """Drop all graphs. Call this before the KV cache of the head is freed."""
+        self._addresses = ()
         if self._drafts:
             self._drafts.clear()
             self.memory.clear()
@@ -100,60 +106,65 @@ class DraftGraphs:
         drafting: Drafting,
         batch: DraftBatch,
         plan: DraftPlan,
-        given: PrefillInput,
+        prefill: PrefillInput,
         kv: Tensor,
         num_keys: int,
     ) -> tuple[Tensor, ...]:
-        """What `drafting` gives, of a plan, into the cache `kv` (2, rows, H, S, K): by a recording,
-        where there is one. Then all levels are drafted, whatever a draft is worth, and the next
-        drafts are written over these. There is room for as many columns as `most_columns` of the
-        plan."""
-        columns = most_columns(plan)
-        if given.width > columns:
-            # Requests that have just begun, or were not drafted for.
-            return drafting(batch, given, num_keys)
-        at = tuple(t.data_ptr() for t in (kv, batch.policy.embedding, batch.policy.lm_head.weight))
-        at = (*at, *kv.shape)
-        if at != self._at:
+        """The results of `drafting` with `plan`, by a graph if its shape is frequent.
+
+        `kv` is the head's cache (2, rows, H, S, K). It needs room for `most_new_tokens` of the plan
+        per request. A graph ignores `batch.min_acceptance` and drafts all tree levels. The next
+        graph of the same shape overwrites the returned tensors.
+        """
+        most = most_new_tokens(plan)
+        if prefill.width > most:
+            # New requests, or pending features of several steps.
+            return drafting(batch, prefill, num_keys)
+        policy = batch.policy
+        addresses = tuple(t.data_ptr() for t in (kv, policy.embedding, policy.lm_head.weight))
+        addresses = (*addresses, *kv.shape)
+        if addresses != self._addresses:
             self.clear()
-            self._at = at
+            self._addresses = addresses
         _, rows, _, slots, _ = kv.shape
-        N = len(given.numbers)
-        num_keys += columns - given.width
+        N = len(prefill.numbers)
+        num_keys += most - prefill.width
         requests = min(bucket_of_requests(N), rows)
         keys = min(_KEYS * bucket(-(-num_keys // _KEYS)), slots)
         shape = _DraftShape(plan, requests, keys, batch.rows.kinds)
         self._habits.came(shape, plan, requests)
         recording = self._drafts.get(shape)
         if recording is not None:
-            recording.inputs.fill(_values(batch, given))
+            recording.inputs.fill(_values(batch, prefill))
             self.memory.stepped()
         elif self._habits.stays(shape, plan, requests):
-            recording = self._drafts[shape] = self._recorded(drafting, batch, given, shape)
+            recording = self._drafts[shape] = self._recorded(drafting, batch, prefill, shape)
             self.memory.add(plan.verify_tokens, recording.recorded.nbytes)
         else:
             self.memory.stepped()
-            return drafting(batch, given, num_keys)
+            return drafting(batch, prefill, num_keys)
         recording.recorded.replay()
         self.replayed += 1
         return tuple(result[:N] for result in recording.recorded.results)
 
     def _recorded(
-        self, drafting: Drafting, batch: DraftBatch, given: PrefillInput, shape: _DraftShape
+        self, drafting: Drafting, batch: DraftBatch, prefill: PrefillInput, shape: _DraftShape
     ) -> _Draft:
-        values = _values(batch, given)
-        N, columns = shape.requests, most_columns(shape.plan)
-        wide = [(N, 2 + columns), (N, columns, given.features.shape[2]), ()]
-        # Of padding all is zero: it goes to rows that nobody holds.
-        inputs = Inputs([*wide, *((N, *value.shape[1:]) for value in values[3:])], values)
+        """Capture a graph with input buffers of the given shape."""
+        values = _values(batch, prefill)
+        N, most = shape.requests, most_new_tokens(shape.plan)
+        padded = [(N, 2 + most), (N, most, prefill.features.shape[2]), ()]
+        # Padding is all zero. It writes to cache rows that no request uses.
+        inputs = Inputs([*padded, *((N, *value.shape[1:]) for value in values[3:])], values)
         numbers, features, scale, positions, keys, temperature = inputs.buffers
         settings = batch.rows.without_truncation(keys, temperature)
-        steady = replace(batch, positions_N=positions, rows=settings, min_acceptance=0.0)
-        held = PrefillInput(numbers, features, scale)
-        return _Draft(inputs, self._record(lambda: drafting(steady, held, shape.keys)))
+        # Without a threshold: comparing with it would synchronize with the GPU.
+        static = replace(batch, positions_N=positions, rows=settings, min_acceptance=0.0)
+        buffers = PrefillInput(numbers, features, scale)
+        return _Draft(inputs, self._record(lambda: drafting(static, buffers, shape.keys)))
 
 
-def _values(batch: DraftBatch, given: PrefillInput) -> list[Tensor]:
+def _values(batch: DraftBatch, prefill: PrefillInput) -> list[Tensor]:
     rows = batch.rows
-    drawn = [batch.positions_N, rows.keys_N2, rows.temperature_N]
-    return [given.numbers, given.features, given.scale, *drawn]
+    sampling = [batch.positions_N, rows.keys_N2, rows.temperature_N]
+    return [prefill.numbers, prefill.features, prefill.scale, *sampling]

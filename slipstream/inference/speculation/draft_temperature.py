@@ -1,9 +1,11 @@
 """Draft temperature: calibrates the scores of a draft head to observed acceptance.
 
-The estimated acceptance probability of a candidate is its share of exp((score + noise) /
-temperature) among the best candidates of its row. A head close to the policy can trust small gaps
-between scores (a low temperature); a new head cannot. Of a fixed set of temperatures, the one with
-the highest likelihood of recent outcomes is used.
+The estimated acceptance probability of a candidate is a softmax over the best candidates of its
+node: exp((score + noise) / temperature), normalized. For a head close to the policy, small score
+differences are reliable, so its temperature is low; a new head needs a high one. Of a fixed set of
+temperatures, the one with the highest likelihood of recent outcomes is used.
+
+Shapes: N requests, W best candidates of the first node.
 """
 
 from __future__ import annotations
@@ -18,20 +20,20 @@ _FIRST = 7
 """Index of 1.0, the temperature before anything was observed."""
 
 _KEPT = 500.0
-"""Drafts that are remembered, about."""
+"""Approximate number of drafts that are remembered."""
 
 _AT_ONCE = 32
 """Drafts per update."""
 
 _TRUST = 4.0
-"""Log-likelihood, in nats, by which another temperature must beat the first one."""
+"""Log-likelihood, in nats, that another temperature needs to replace the first one."""
 
 
 class DraftTemperature:
-    """The current temperature and the log-likelihoods behind it."""
+    """Estimates the draft temperature by maximum likelihood."""
 
     def __init__(self) -> None:
-        # Negative log-likelihoods of the outcomes; the first temperature has a head start.
+        # Negative log-likelihoods of the outcomes, with an advantage for the first temperature.
         self._losses = np.full(len(TEMPERATURES), _TRUST)
         self._losses[_FIRST] = 0.0
         self._gaps: list[Floats] = []
@@ -43,9 +45,10 @@ class DraftTemperature:
         return float(TEMPERATURES[int(self._losses.argmin())])
 
     def learn(self, gaps_NW: Floats, accepted_N: list[bool]) -> None:
-        """Whether the policy chose the best candidate of each row. `gaps_NW`: scores of all
-        candidates minus the best score; 0 comes first. Updates run on batches of drafts, because
-        one per step would cost as much as a small head's draft."""
+        """Learn from one draft per request. `accepted_N`: whether the policy sampled the best
+        candidate. `gaps_NW`: scores of the candidates minus the best one, in descending order, so
+        the first gap is 0. Drafts are collected, because an update per step would take as long as
+        the draft of a small head."""
         self._gaps.append(gaps_NW)
         self._accepted += accepted_N
         if len(self._accepted) < _AT_ONCE and len(self._gaps) < _AT_ONCE:

@@ -1,11 +1,16 @@
-"""Drafts from an EAGLE head: chains or trees of tokens, each from the head's state at the one
-before.
+"""Drafts chains or trees of tokens with an EAGLE or EAGLE-3 head.
 
-The head keeps keys and values of its own, one row per running request, from true features only:
-what it computed over its own predictions lies in later slots and is overwritten. Features that came
-while nothing was drafted wait, and are caught up with when drafting begins again. A request whose
-earlier features are unknown is drafted for from where they begin: slots, and the positions of the
-head's rotary embedding, count from there.
+The head predicts each draft token from its own state at the token before it, as in EAGLE (Li et
+al., https://arxiv.org/abs/2401.15077). It has its own KV cache with one row per running request.
+Cached keys and values come from features of the policy only; those of draft tokens are written
+after them and overwritten by the next draft.
+
+Features that arrive while the engine decodes without drafts are pending. Before the next draft the
+head processes them in one prefill (draft catch-up). If the first features of a request are unknown,
+its cache starts with the first known one, and rotary positions of the head count from there.
+
+Shapes: N requests, W tokens of the prefill per request, T pending tokens of all requests, F width
+of the policy's features, D hidden size of the head, C candidates.
 """
 
 from __future__ import annotations
@@ -22,17 +27,17 @@ from torch import Tensor
 from slipstream.errors import EngineError
 from slipstream.inference.engine.kv_cache import KVStore
 from slipstream.inference.engine.recorder import Recorder
-from slipstream.inference.speculation.batched_trees import chain_by_columns, draft_tree_batched
+from slipstream.inference.speculation.batched_trees import draft_chain_batched, draft_tree_batched
 from slipstream.inference.speculation.draft_graphs import (
     DraftGraphs,
     Drafting,
     DraftInputs,
     PrefillInput,
-    most_columns,
+    most_new_tokens,
 )
 from slipstream.inference.speculation.draft_temperature import DraftTemperature
 from slipstream.inference.speculation.pending_features import (
-    GONE,
+    ENDED,
     PendingFeatureQueue,
     PendingFeatures,
     PendingRequest,
@@ -51,12 +56,12 @@ from slipstream.types import WeightUpdate
 
 _log = logging.getLogger(__name__)
 
-_COLUMNS = 64
-"""Most columns that are caught up with at once; the mask grows with them."""
+_PREFILL_CHUNK = 64
+"""Most tokens per request in one forward pass of the prefill. The attention mask grows with it."""
 
 
 class EagleProposer:
-    """`Proposer` by a draft head."""
+    """A `Proposer` that drafts with an EAGLE head."""
 
     def __init__(
         self,
@@ -64,16 +69,18 @@ class EagleProposer:
         *,
         dtype: torch.dtype,
         kv_budget_bytes: int = 1 << 30,
-        waiting_bytes: int = 1 << 28,
+        pending_bytes: int = 1 << 28,
         free_cache: bool = True,
         record: Recorder | None = None,
     ) -> None:
-        """Keys and values of the head take at most `kv_budget_bytes`; while the running batch needs
-        more, nothing is drafted, which is said once. Features that wait take at most
-        `waiting_bytes`, and those that requests begin with as much; beyond, the oldest are
-        forgotten and rows begin anew after them. With
-        `free_cache` the memory of keys and values is given back when no request is left. With
-        `record` drafting becomes recordings, one for each plan and shape that is usual."""
+        """`kv_budget_bytes` limits the KV cache of the head. While the running batch needs more,
+        nothing is drafted, and one warning is logged.
+
+        `pending_bytes` limits the pending features of decode steps, and separately those that
+        requests start with. Beyond the limit the oldest ones are dropped, and the cache of their
+        requests starts again after them. With `free_cache`, the KV cache is freed when no request
+        is left. `record` captures drafting as CUDA graphs, one for each frequent plan and shape.
+        """
         self._head = head
         device = head.device
         self._dtype, self._features_dtype = dtype, activation_dtype(dtype, device)
@@ -83,24 +90,24 @@ class EagleProposer:
         self._store = KVStore(replace(head.config, num_layers=1), dtype, device, kv_budget_bytes)
         self._rows: dict[str, PendingRequest] = {}
         self._order: list[str] = []
-        # The rows in that order, shared by what waits for them; None where they have changed. And
-        # the engine's list of their names, the same one in each step of a batch.
+        # Cache of `_rows_of`: the rows in `_order`, and the engine's list of their ids. The list
+        # object stays the same while the batch does. None after a change.
         self._batch: list[PendingRequest] | None = None
-        self._names: Sequence[str] = ()
-        self._waiting = PendingFeatureQueue(waiting_bytes)
+        self._batch_ids: Sequence[str] = ()
+        self._pending = PendingFeatureQueue(pending_bytes)
         self._temperature = DraftTemperature()
         self._drafter: TreeDrafter | None = None
-        # Of the trees that are being verified.
-        self._judged: Candidates | None = None
+        # Candidates of the trees that the policy verifies in this step.
+        self._last_candidates: Candidates | None = None
         self._graphs = None if record is None else DraftGraphs(record)
-        # Of scores: the number, and it on the device.
+        # The draft temperature, as a number and as a tensor on the device.
         self._scale: tuple[float, Tensor] | None = None
         self._short_of_memory = False
         self._free_cache = free_cache
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """See `UsesAuxLayers`."""
+        """The auxiliary layers of the head; empty for EAGLE."""
         return self._head.aux_layers
 
     def begin(
@@ -110,22 +117,26 @@ class EagleProposer:
         context: Sequence[int],
         features_TD: Tensor | None,
     ) -> None:
-        """See `Proposer`."""
+        """Add a request. Its features are pending until the next draft.
+
+        Raises EngineError if features have another width or dtype than the head needs.
+        """
         row = self._rows[request_id] = PendingRequest(len(self._order))
         self._order.append(request_id)
         self._batch = None
-        kept = None if features_TD is None else self._as_many_as_fit(self._as_read(features_TD))
+        kept = None if features_TD is None else self._newest_that_fit(self._checked(features_TD))
         if kept is not None:
             row.features_TD, row.tokens = kept, context[len(context) - len(kept) :]
 
-    def _as_many_as_fit(self, features_TD: Tensor) -> Tensor | None:
-        """The last of them, beside what others began with; None where there is no room."""
-        begun = (row.features_TD for row in self._rows.values())
-        room = self._waiting.limit - sum(f.nbytes for f in begun if f is not None)
+    def _newest_that_fit(self, features_TD: Tensor) -> Tensor | None:
+        """The last features of a new request, within the byte limit for all requests; None if none
+        fits."""
+        initial = (row.features_TD for row in self._rows.values())
+        room = self._pending.limit - sum(f.nbytes for f in initial if f is not None)
         count = room // (features_TD.shape[1] * features_TD.element_size())
         if count >= len(features_TD):
             return features_TD
-        # Copied: the rest would be held on to.
+        # Without a copy, the memory of the others would stay allocated.
         return features_TD[-count:].clone() if count > 0 else None
 
     def observe(
@@ -134,36 +145,40 @@ class EagleProposer:
         tokens: Sequence[Sequence[int]],
         features_NWD: Tensor | None,
     ) -> None:
-        """See `Proposer`."""
+        """Add the features of a step to the pending ones, and calibrate the draft temperature with
+        the accepted drafts.
+
+        Raises EngineError without features, or if their width, dtype or requests do not match.
+        """
         if features_NWD is None:
-            raise EngineError("an EAGLE head drafts from the policy's features; this step has none")
-        if self._judged is not None:
-            firsts = zip(self._judged.tokens_NC[:, 0].tolist(), tokens, strict=True)
-            # One that has just ended by an error has nothing new.
-            right = [bool(new) and new[0] == first for first, new in firsts]
-            self._temperature.learn(self._judged.gaps_NW, right)
-            self._judged = None
-        self._waiting.add(self._in_order(request_ids), tokens, self._as_read(features_NWD))
+            raise EngineError("an EAGLE head needs features of the policy, but this step has none")
+        if self._last_candidates is not None:
+            best = zip(self._last_candidates.tokens_NC[:, 0].tolist(), tokens, strict=True)
+            # A request that failed in this step has no new tokens.
+            accepted = [bool(new) and new[0] == token for token, new in best]
+            self._temperature.learn(self._last_candidates.gaps_NW, accepted)
+            self._last_candidates = None
+        self._pending.add(self._rows_of(request_ids), tokens, self._checked(features_NWD))
 
     def end(self, request_id: str) -> None:
-        """See `Proposer`."""
+        """Remove a request; the last row of the batch moves to its place."""
         row = self._rows.pop(request_id, None)
         if row is None:
             return
+        # None if the request itself was the last row.
         last = self._rows.get(self._order[-1])
-        # None where it is the last one itself.
         if last is not None:
             if last.cached:
                 self._store.move(last.index, row.index, last.cached)
             self._order[row.index] = self._order[-1]
             last.index = row.index
-        # It may come back, and bring all its features.
-        row.index = GONE
+        # A preempted request starts again with all of its features.
+        row.index = ENDED
         self._order.pop()
         self._batch = None
         if not self._order:
-            self._waiting.clear()
-            # It holds weights, which may be replaced before there is another request.
+            self._pending.clear()
+            # It refers to weights that an update may replace before the next request.
             self._drafter = None
             if self._free_cache:
                 if self._graphs is not None:
@@ -171,11 +186,14 @@ class EagleProposer:
                 self._store.release()
 
     def remember(self, prompt: Sequence[int], context: Sequence[int], known: int) -> None:
-        """See `Proposer`. A head learns elsewhere."""
+        """Does nothing: the trainer trains the head, not the engine."""
 
     def update(self, update: WeightUpdate) -> None:
-        """See `LearningProposer`. What the head had cached is dropped: running requests are drafted
-        for from the features that still wait, or from the next one on."""
+        """Load new weights of the head. Cached keys and values of the old weights are dropped, so
+        the caches of running requests start again with their pending features.
+
+        Raises EngineError, and changes nothing, if the update does not fit the head.
+        """
         what = "draft head update"
         copy_tensors(self._head, checked_tensors(self._head, update, self._dtype, what=what))
         with torch.no_grad():
@@ -188,51 +206,61 @@ class EagleProposer:
             row.cached = 0
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
-        """See `Proposer`."""
-        rows = self._in_order(batch.request_ids)
-        ours, theirs = self._packed.dtype, batch.policy.compute_dtype
-        if ours != theirs:
-            # Kernels would read past the end of one of them.
-            raise EngineError(f"the policy computes in {theirs}, and the draft head in {ours}")
-        waiting = self._waiting.of(rows)
-        if waiting is None:
-            # A request came back without features; one plain step brings the first.
+        """Process all pending features, then draft a chain or a tree for each request.
+
+        Proposes nothing if a request has no pending features or if the KV budget is too small.
+        Raises EngineError if head and policy compute in different dtypes.
+        """
+        rows = self._rows_of(batch.request_ids)
+        head_dtype, policy_dtype = self._packed.dtype, batch.policy.compute_dtype
+        if head_dtype != policy_dtype:
+            # The kernels would read beyond the end of one of the arrays.
+            raise EngineError(
+                f"the policy computes in {policy_dtype}, but the draft head in {head_dtype}; both "
+                "need the same dtype"
+            )
+        pending = self._pending.of(rows)
+        if pending is None:
+            # A request started without features. One step without drafts brings its first ones.
             return batch.chains([()] * len(rows))
         starts_N = np.array([row.cached for row in rows])
-        ends_N = starts_N + waiting.counts_N
-        width = int(waiting.counts_N.max())
+        ends_N = starts_N + pending.counts_N
+        width = int(pending.counts_N.max())
         if self._graphs is not None:
-            width = max(width, most_columns(plan))
+            width = max(width, most_new_tokens(plan))
         longest = int(starts_N.max()) + width + max(plan.steps - 1, 1) * plan.topk
         if not self._store.fits(len(rows), longest):
-            self._say_short_of_memory(len(rows), longest)
+            self._warn_short_of_memory(len(rows), longest)
             return batch.chains([()] * len(rows))
         self._store.reserve(len(rows), longest)
-        trees = self._drafts(batch, plan, starts_N, waiting)
+        trees = self._drafts(batch, plan, starts_N, pending)
         for row, end in zip(rows, ends_N.tolist(), strict=True):
             row.cached, row.features_TD, row.tokens = end, None, ()
-        self._waiting.clear()
+        self._pending.clear()
         return trees
 
     def _drafts(
-        self, batch: DraftBatch, plan: DraftPlan, starts_N: Ints, waiting: PendingFeatures
+        self, batch: DraftBatch, plan: DraftPlan, starts_N: Ints, pending: PendingFeatures
     ) -> list[DraftTree]:
+        """Draft with the fused kernel if the head has one, else with torch operations. `starts_N`:
+        filled slots of the head's cache, per request."""
         packed = self._packed
-        in_one_call = packed.fused is not None
-        if plan.topk == 1 and (not in_one_call or batch.rows.any_truncated):
-            drafts = self._by_columns(batch, plan, starts_N, waiting).tolist()
+        has_kernel = packed.fused is not None
+        if plan.topk == 1 and (not has_kernel or batch.rows.any_truncated):
+            drafts = self._batched_chains(batch, plan, starts_N, pending).tolist()
             pairs = zip(batch.last, drafts, strict=True)
             return [DraftTree.chain(last, chain, by_head=True) for last, chain in pairs]
-        if in_one_call:
-            candidates = self._in_one_call(packed, batch, plan, starts_N, waiting)
+        if has_kernel:
+            candidates = self._fused_candidates(packed, batch, plan, starts_N, pending)
         else:
-            candidates = self._by_levels(batch, plan, starts_N, waiting)
+            candidates = self._batched_candidates(batch, plan, starts_N, pending)
         if plan.topk == 1:
-            # All of it is verified: nothing is asked of scores, and nothing learned of them.
+            # A chain is verified in full, so its scores are neither used nor calibrated.
             pairs = zip(batch.last, candidates.tokens_NC.tolist(), strict=True)
             return [DraftTree.chain(last, chain, by_head=True) for last, chain in pairs]
-        self._judged = candidates
-        # Of laws that are cut, too: what is cut off is seldom among the best.
+        self._last_candidates = candidates
+        # Trees ignore top-k, top-p and min-p: the tokens that these exclude are seldom among the
+        # best candidates.
         if not batch.as_matrix:
             best = candidates.best(
                 len(batch.last) * (plan.verify_tokens - 1), batch.min_log_probability
@@ -244,14 +272,15 @@ class EagleProposer:
             for last, (tokens, parents, scores) in zip(batch.last, best, strict=True)
         ]
 
-    def _in_one_call(
+    def _fused_candidates(
         self,
         packed: PackedDraft,
         batch: DraftBatch,
         plan: DraftPlan,
         starts_N: Ints,
-        waiting: PendingFeatures,
+        pending: PendingFeatures,
     ) -> Candidates:
+        """Prefill and all candidates by one call of the CPU kernel."""
         drafter = self._drafter
         if drafter is None or drafter.head is not packed or drafter.policy is not batch.policy:
             drafter = self._drafter = TreeDrafter(packed, batch.policy)
@@ -259,9 +288,9 @@ class EagleProposer:
             *drafter(
                 self._store.data[0],
                 starts_N,
-                waiting.counts_N,
-                waiting.tokens_T,
-                waiting.addresses(),
+                pending.counts_N,
+                pending.tokens_T,
+                pending.addresses(),
                 batch.rows.keys_N2,
                 batch.positions_N,
                 batch.rows.temperature_N,
@@ -272,102 +301,112 @@ class EagleProposer:
             )
         )
 
-    def _in_order(self, request_ids: Sequence[str]) -> list[PendingRequest]:
-        if self._batch is None or request_ids is not self._names:
+    def _rows_of(self, request_ids: Sequence[str]) -> list[PendingRequest]:
+        """The rows of the running requests. Raises EngineError if the engine has others, or another
+        order."""
+        if self._batch is None or request_ids is not self._batch_ids:
             if list(request_ids) != self._order:
-                raise EngineError("the rows of the draft head are not those of the engine")
+                raise EngineError(
+                    f"the engine's rows {list(request_ids)} do not match the draft head's rows "
+                    f"{self._order}"
+                )
             self._batch = [self._rows[name] for name in self._order]
-            self._names = request_ids
+            self._batch_ids = request_ids
         return self._batch
 
-    def _by_columns(
-        self, batch: DraftBatch, plan: DraftPlan, starts_N: Ints, waiting: PendingFeatures
+    def _batched_chains(
+        self, batch: DraftBatch, plan: DraftPlan, starts_N: Ints, pending: PendingFeatures
     ) -> Tensor:
-        """Drafts (N, steps) by one call for the tokens that wait and one for each further draft."""
+        """Chains (N, steps): the prefill drafts the first token, one forward pass each further
+        one."""
 
-        def draft(batch: DraftBatch, waits: PrefillInput, num_keys: int) -> tuple[Tensor, ...]:
-            given, kv = self._taken_in(batch, waits, num_keys), self._store.data[0]
-            return (chain_by_columns(self._packed, kv, batch, given, num_keys, plan.steps),)
+        def draft(batch: DraftBatch, prefill: PrefillInput, num_keys: int) -> tuple[Tensor, ...]:
+            inputs, kv = self._prefill(batch, prefill, num_keys), self._store.data[0]
+            return (draft_chain_batched(self._packed, kv, batch, inputs, num_keys, plan.steps),)
 
-        (drafts,) = self._recorded(draft, batch, plan, starts_N, waiting)
+        (drafts,) = self._run(draft, batch, plan, starts_N, pending)
         return drafts
 
-    def _by_levels(
-        self, batch: DraftBatch, plan: DraftPlan, starts_N: Ints, waiting: PendingFeatures
+    def _batched_candidates(
+        self, batch: DraftBatch, plan: DraftPlan, starts_N: Ints, pending: PendingFeatures
     ) -> Candidates:
-        """Candidates of trees, by one call for each level."""
+        """Candidates of trees, with one forward pass per tree level."""
 
-        def draft(batch: DraftBatch, waits: PrefillInput, num_keys: int) -> tuple[Tensor, ...]:
-            given, kv = self._taken_in(batch, waits, num_keys), self._store.data[0]
+        def draft(batch: DraftBatch, prefill: PrefillInput, num_keys: int) -> tuple[Tensor, ...]:
+            inputs, kv = self._prefill(batch, prefill, num_keys), self._store.data[0]
             shape = num_keys, plan.steps, plan.topk
-            parts = draft_tree_batched(self._packed, kv, batch, given, *shape)
-            # All in one: each tensor that is fetched is waited for. Tokens are not rounded.
+            parts = draft_tree_batched(self._packed, kv, batch, inputs, *shape)
+            # One tensor, because the copy of each tensor to the host waits for the GPU. float64
+            # holds token ids exactly.
             return (torch.cat([part.double() for part in parts], 1),)
 
-        (together,) = self._recorded(draft, batch, plan, starts_N, waiting)
+        (together,) = self._run(draft, batch, plan, starts_N, pending)
         numbers = together.cpu().numpy()
-        wide = min(WIDTH, batch.policy.config.vocab_size)
-        tokens, parents, scores = np.split(numbers[:, :-wide], 3, 1)
+        compared = min(WIDTH, batch.policy.config.vocab_size)
+        tokens, parents, scores = np.split(numbers[:, :-compared], 3, 1)
         return Candidates(
-            tokens.astype(np.int64), parents.astype(np.int64), scores, numbers[:, -wide:]
+            tokens.astype(np.int64), parents.astype(np.int64), scores, numbers[:, -compared:]
         )
 
-    def _recorded(
+    def _run(
         self,
         drafting: Drafting,
         batch: DraftBatch,
         plan: DraftPlan,
         starts_N: Ints,
-        waiting: PendingFeatures,
+        pending: PendingFeatures,
     ) -> tuple[Tensor, ...]:
-        """What `drafting` gives after what waits; by a recording where there is one."""
-        ids_NW, features_NWF = waiting.padded()
+        """The results of `drafting` on the pending features; by a CUDA graph if there is one."""
+        ids_NW, features_NWF = pending.padded()
         device, width = features_NWF.device, ids_NW.shape[1]
-        numbers = np.concatenate([starts_N[:, None], waiting.counts_N[:, None], ids_NW], 1)
+        numbers = np.concatenate([starts_N[:, None], pending.counts_N[:, None], ids_NW], 1)
         if self._scale is None or self._scale[0] != self._temperature.value:
             scale = self._temperature.value
             self._scale = scale, torch.tensor(scale, dtype=torch.float64, device=device)
-        waits = PrefillInput(torch.from_numpy(numbers).to(device), features_NWF, self._scale[1])
+        prefill = PrefillInput(torch.from_numpy(numbers).to(device), features_NWF, self._scale[1])
         num_keys = int(starts_N.max()) + width + (plan.steps - 1) * plan.topk
-        # Laws that are cut take as many tokens as there are.
+        # Truncated sampling (top-k, top-p, min-p) has data-dependent shapes, so no graph.
         if self._graphs is None or batch.rows.any_truncated:
-            return drafting(batch, waits, num_keys)
-        return self._graphs.draft(drafting, batch, plan, waits, self._store.data[0], num_keys)
+            return drafting(batch, prefill, num_keys)
+        return self._graphs.draft(drafting, batch, plan, prefill, self._store.data[0], num_keys)
 
-    def _taken_in(self, batch: DraftBatch, waits: PrefillInput, num_keys: int) -> DraftInputs:
-        """What drafts begin with, once the head has taken in what waits."""
-        starts_N, counts_N = waits.numbers[:, 0], waits.numbers[:, 1]
-        ids_NW, width = waits.numbers[:, 2:], waits.width
-        states_NWD = self._packed.to_states(waits.features)
+    def _prefill(self, batch: DraftBatch, prefill: PrefillInput, num_keys: int) -> DraftInputs:
+        """Run the head over the pending tokens and fill its KV cache. Returns the inputs of the
+        first draft: filled slots, and the head's state at the last token of each request."""
+        starts_N, counts_N = prefill.numbers[:, 0], prefill.numbers[:, 1]
+        ids_NW, width = prefill.numbers[:, 2:], prefill.width
+        states_NWD = self._packed.to_states(prefill.features)
         slots_NW = starts_N[:, None] + torch.arange(width, device=starts_N.device)
         hidden: list[Tensor] = []
-        for start in range(0, width, _COLUMNS):
-            part = slice(start, start + _COLUMNS)
+        for start in range(0, width, _PREFILL_CHUNK):
+            part = slice(start, start + _PREFILL_CHUNK)
             kv = self._store.data[0]
             run = DraftPass(self._packed, batch.policy.embedding, kv, slots_NW[:, part], num_keys)
             hidden.append(run.run(0, ids_NW[:, part].contiguous(), states_NWD[:, part]))
         all_hidden = torch.cat(hidden, 1) if len(hidden) > 1 else hidden[0]
-        # Rows of padding have none.
+        # Padding rows have no tokens.
         lasts_N11 = (counts_N - 1).clamp(min=0)[:, None, None]
         last_ND = all_hidden.gather(1, lasts_N11.expand(-1, 1, all_hidden.shape[-1]))[:, 0]
-        return DraftInputs(starts_N + counts_N, last_ND, waits.scale)
+        return DraftInputs(starts_N + counts_N, last_ND, prefill.scale)
 
-    def _as_read(self, features: Tensor) -> Tensor:
-        """Rows one after another, for they may be read by address."""
-        found, wanted = (features.shape[-1], features.dtype), (self._width, self._features_dtype)
-        if found != wanted:
+    def _checked(self, features: Tensor) -> Tensor:
+        """The features, contiguous, because the kernel reads them by address. Raises EngineError
+        for another width or dtype than the head needs."""
+        found, expected = (features.shape[-1], features.dtype), (self._width, self._features_dtype)
+        if found != expected:
             raise EngineError(
-                f"features are {found[0]} numbers of {found[1]}, and the draft head takes "
-                f"{wanted[0]} of {wanted[1]}: it reads the layers {list(self.aux_layers)}"
+                f"features have width {found[0]} and {found[1]}, but the draft head needs width "
+                f"{expected[0]} and {expected[1]} (auxiliary layers {list(self.aux_layers)})"
             )
         return features.contiguous()
 
-    def _say_short_of_memory(self, rows: int, length: int) -> None:
+    def _warn_short_of_memory(self, requests: int, length: int) -> None:
         if not self._short_of_memory:
             _log.warning(
-                "nothing is drafted while %d requests of %d tokens run: their keys and values in "
-                "the draft head are beyond its budget; raise kv_budget_bytes",
-                rows,
+                "no drafts while %d requests with up to %d tokens run: the KV cache of the draft "
+                "head would exceed its budget; raise kv_budget_bytes (in a run: "
+                "actor_rollout_ref.rollout.kv_cache_bytes)",
+                requests,
                 length,
             )
         self._short_of_memory = True

@@ -1,9 +1,10 @@
-"""Drafts from what has been written before: no training, useful from the first step.
+"""Drafts from earlier text, without a draft model.
 
-A request's last tokens are looked up in its own context, in finished responses to the same prompt
-(its siblings, and those of earlier epochs), and what followed there is proposed. Reasoning repeats
-itself: the numbers of a problem, the steps of a search, the form of an answer. The idea is that of
-prompt look-up decoding (Saxena 2023) and of suffix decoding (Oliaro et al. 2024).
+The last tokens of a request are looked up in its own context and in finished responses to the same
+prompt (other samples of its group, and earlier epochs). The tokens that followed there are
+proposed. Responses to one prompt often repeat the numbers of the problem, the steps of a search or
+the form of the answer. Sources: prompt lookup decoding (Saxena 2023), suffix decoding (Oliaro et
+al. 2024).
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 
 _CANDIDATES = 8
-"""Places of one n-gram that are remembered per text or prompt, the latest ones."""
+"""Most places that an index keeps per n-gram; the oldest ones are dropped."""
 
 
 @dataclass(slots=True)
 class _Index:
-    """Where n-grams end: n-gram -> the latest (text, end) pairs."""
+    """Maps each n-gram of `length` tokens to the latest places where it ends, as (text, end)."""
 
     length: int
     places: dict[tuple[int, ...], list[tuple[list[int], int]]] = field(default_factory=dict)
@@ -37,7 +38,7 @@ class _Index:
                 del found[0]
 
     def remove(self, text: list[int]) -> None:
-        """Forget all places in `text`."""
+        """Remove all places in `text`."""
         for stop in range(self.length, len(text)):
             gram = tuple(text[stop - self.length : stop])
             left = [place for place in self.places.get(gram, ()) if place[0] is not text]
@@ -47,14 +48,14 @@ class _Index:
                 self.places.pop(gram, None)
 
     def find(self, context: list[int]) -> list[tuple[list[int], int]]:
-        """Places of the last n-gram of `context`."""
+        """The places of the last n-gram of `context`."""
         return self.places.get(tuple(context[-self.length :]), [])
 
 
 @dataclass(slots=True)
 class _Running:
-    """`new` is where what this request has written since it began to run starts; `indexed` is how
-    far its own index goes."""
+    """A running request. Tokens of `context` from `new` on were generated since it started to run.
+    `own` indexes the first `indexed` tokens of `context`."""
 
     prompt: tuple[int, ...]
     context: list[int]
@@ -72,14 +73,15 @@ class _Past:
 
 
 class HistoryProposer:
-    """`Proposer` by n-gram look-up. Memory is bounded; the oldest texts go first."""
+    """A `Proposer` that looks up n-grams in earlier text."""
 
     def __init__(
         self, *, match: int = 3, longest_match: int = 16, max_tokens: int = 1 << 20
     ) -> None:
-        """`match` tokens must agree at least; among several places the one that agrees in most
-        tokens is taken, counted up to `longest_match`, and the latest among equals. `max_tokens`
-        bounds what is kept of finished responses."""
+        """A place matches if its last `match` tokens equal those of the request. Of several places,
+        the one with the longest match counts, up to `longest_match` tokens; of equal ones the
+        latest. Finished responses are kept up to `max_tokens` tokens in all; the oldest ones are
+        dropped first."""
         self._match = match
         self._longest = longest_match
         self._max_tokens = max_tokens
@@ -90,7 +92,7 @@ class HistoryProposer:
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens of finished responses that are remembered."""
+        """Number of tokens of finished responses in memory."""
         return self._kept
 
     def begin(
@@ -100,12 +102,12 @@ class HistoryProposer:
         context: Sequence[int],
         features_TD: Tensor | None = None,
     ) -> None:
-        """See `Proposer`."""
+        """Add a request. Features are not used."""
         index = _Index(self._match)
         self._running[request_id] = _Running(tuple(prompt), list(context), index, len(context))
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
-        """See `Proposer`."""
+        """A chain of at most `plan.steps` tokens for each request."""
         return batch.chains([self.drafts(name, plan.steps) for name in batch.request_ids])
 
     def observe(
@@ -114,24 +116,24 @@ class HistoryProposer:
         tokens: Sequence[Sequence[int]],
         features_NWD: Tensor | None = None,
     ) -> None:
-        """See `Proposer`."""
+        """Append the new tokens to the contexts."""
         for request_id, new in zip(request_ids, tokens, strict=True):
             self._running[request_id].context.extend(new)
 
     def end(self, request_id: str) -> None:
-        """Remember what the request has written for others of its prompt. One that was interrupted
-        and goes on is remembered piece by piece."""
+        """Remove a request and remember its new tokens for other requests of the same prompt. If
+        the request was interrupted and continues later, each part is remembered once."""
         ended = self._running.pop(request_id, None)
         if ended is not None:
             self.remember(ended.prompt, ended.context, ended.new)
 
     def remember(self, prompt: Sequence[int], context: Sequence[int], known: int) -> None:
-        """See `Proposer`."""
+        """Remember `context[known:]` for later requests of the same prompt."""
         if known == len(context):
             return
         key = tuple(prompt)
         past = self._past.setdefault(key, _Past(_Index(self._match)))
-        # With what comes before it as far as agreement is counted.
+        # Include the tokens before it, as many as a match can count.
         text = list(context[max(0, known - self._longest) :])
         past.index.add(text, len(text) - (len(context) - known), len(text))
         past.texts += 1
@@ -141,7 +143,7 @@ class HistoryProposer:
             self._forget_oldest()
 
     def forget(self) -> None:
-        """Forget all finished responses."""
+        """Drop all finished responses."""
         self._past.clear()
         self._texts.clear()
         self._kept = 0
@@ -156,26 +158,27 @@ class HistoryProposer:
         self._kept -= len(text)
 
     def drafts(self, request_id: str, count: int) -> list[int]:
-        """At most `count` tokens for one running request."""
+        """Propose at most `count` tokens for one running request; none without a match."""
         return self.suggest(request_id, count)[0]
 
     def suggest(self, request_id: str, count: int) -> tuple[list[int], int]:
-        """`drafts`, and how many tokens before them agree."""
+        """At most `count` proposed tokens, and the length of the match before them."""
         request = self._running[request_id]
         context = request.context
-        # The n-gram that ends the context must not find itself.
+        # Exclude the end of the context, because it would match itself.
         request.own.add(context, request.indexed, len(context))
         request.indexed = len(context)
         past = self._past.get(request.prompt)
         places = [*(past.index.find(context) if past else []), *request.own.find(context)]
         best, drafts = 0, list[int]()
         for text, end in places:
-            agree = self._agreement(context, text, end)
-            if agree >= best:
-                best, drafts = agree, text[end : end + count]
+            length = self._match_length(context, text, end)
+            if length >= best:
+                best, drafts = length, text[end : end + count]
         return drafts, best
 
-    def _agreement(self, context: list[int], text: list[int], end: int) -> int:
+    def _match_length(self, context: list[int], text: list[int], end: int) -> int:
+        """Number of equal tokens at the end of `context` and before `end` in `text`."""
         count = 0
         limit = min(self._longest, end, len(context))
         while count < limit and context[-1 - count] == text[end - 1 - count]:

@@ -1,7 +1,12 @@
-"""Features that wait for a draft head to take them in, each with the token after it.
+"""Pending features: hidden states of the policy that a draft head has not processed yet, each with
+the token after it.
 
-They lie where they came: with a request as it began, and step by step as the engine decoded. What
-is drafted from is where they lie, sorted by request. Used by `eagle`.
+They stay in the tensors in which they arrived: one per new request, and one per decode step. The
+head's prefill gets the address of each feature, sorted by request, or a padded copy. Used by
+`eagle`.
+
+Shapes: N requests, W tokens per request, T pending features of all requests, P pieces (the features
+that one tensor has for one request), D feature width.
 """
 
 from __future__ import annotations
@@ -17,13 +22,17 @@ from torch import Tensor
 
 from slipstream.models.draft.forward import Ints
 
-GONE = -1
+ENDED = -1
+"""The index of a request that is no longer in the batch."""
 
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """One request at `index` in the batch, `GONE` once it has ended: `cached` slots are filled;
-    features that it began with may wait, `features_TD` and as many tokens."""
+    """A request's place in the batch and its state in the draft head.
+
+    `index` is its row, or `ENDED`. `cached` slots of the head's KV cache are filled. `features_TD`
+    and `tokens` are the pending features that it started with, and the tokens after them.
+    """
 
     index: int
     cached: int = 0
@@ -31,27 +40,30 @@ class PendingRequest:
     tokens: Sequence[int] = ()
 
     def forget(self) -> None:
-        """Begin anew with the next feature."""
+        """Drop cache and features: the head starts again with the next feature."""
         self.cached, self.features_TD, self.tokens = 0, None, ()
 
 
 @dataclass(slots=True)
 class _FeatureStep:
-    """What one step of the engine brought: to each of the rows that there were, `counts` of the
-    `tokens` and, at the beginning of its row of `features_NWD`, the features before them."""
+    """The features of one decode step. Row n got `counts[n]` of the `tokens`; the features before
+    them are at the start of row n of `features_NWD`."""
 
     rows: Sequence[PendingRequest]
     counts: list[int]
-    # All in one list: hundreds of steps wait, and a list for each of their rows would be work for
-    # the garbage collector.
+    # One list for all rows. Hundreds of steps can be pending, and a list per row of each step would
+    # slow down garbage collection.
     tokens: list[int]
     features_NWD: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class PendingFeatures:
-    """T features that wait, sorted by request: `counts_N` of each, and the `tokens_T` after them.
-    Token t follows line `_line_T[t]` of source `_source_T[t]`, whose lines are features (D,)."""
+    """T pending features, sorted by request: `counts_N` of each request, and the tokens after them.
+
+    The feature before token t is line `_line_T[t]` of tensor `_source_T[t]`, if that tensor is
+    viewed as lines (D,).
+    """
 
     counts_N: Ints
     tokens_T: Ints
@@ -59,19 +71,20 @@ class PendingFeatures:
     _source_T: Ints
     _line_T: Ints
     _in_order: bool = False
-    """Whether the one source has features (N, W, D), those of a request first."""
+    """Whether there is one source (N, W, D) with the rows of the batch in order."""
 
     def addresses(self) -> Ints:
-        """Where each feature lies in memory (T,): a line of numbers one after the other."""
+        """The memory address (T,) of each feature, which is contiguous."""
         first = np.array([source.data_ptr() for source in self._sources])
         source = self._sources[0]
         return first[self._source_T] + source.shape[-1] * source.element_size() * self._line_T
 
     def padded(self) -> tuple[Ints, Tensor]:
-        """Tokens (N, W) and features (N, W, D), those of a request first, anything beyond."""
+        """Tokens (N, W) and features (N, W, D). Entries beyond a request's count are arbitrary."""
         counts_N = self.counts_N
         if self._in_order:
-            # As wide as what waits, not as what was verified: there is room for no more.
+            # Cut to the pending tokens. The source can be wider, because it also has the features
+            # of rejected drafts, for which the head's KV cache has no room.
             features = self._sources[0][:, : int(counts_N.max())].contiguous()
             ids = np.zeros(features.shape[:2], np.int64)
             ids[np.arange(ids.shape[1]) < counts_N[:, None]] = self.tokens_T
@@ -93,20 +106,21 @@ class PendingFeatures:
 
 @dataclass(slots=True)
 class PendingFeatureQueue:
-    """At most `limit` bytes of steps are kept; where it is more, the oldest are forgotten."""
+    """Pending features of decode steps, at most `limit` bytes; the oldest steps are dropped."""
 
     limit: int
     nbytes: int = 0
     _steps: deque[_FeatureStep] = field(default_factory=deque)
 
     def __len__(self) -> int:
-        """Steps that wait."""
+        """Number of pending steps."""
         return len(self._steps)
 
     def add(
         self, rows: Sequence[PendingRequest], tokens: Sequence[Sequence[int]], features_NWD: Tensor
     ) -> None:
-        """A step has brought `tokens` to `rows`, which begin anew where steps are forgotten."""
+        """Add a step with the new `tokens` of `rows`. If an old step is dropped, the head starts
+        again for its requests."""
         flat = list(chain.from_iterable(tokens))
         self._steps.append(_FeatureStep(rows, list(map(len, tokens)), flat, features_NWD))
         self.nbytes += features_NWD.nbytes
@@ -117,24 +131,25 @@ class PendingFeatureQueue:
                 row.forget()
 
     def clear(self) -> None:
-        """All have been taken in."""
+        """Remove all steps, after the head has processed them."""
         self._steps.clear()
         self.nbytes = 0
 
     def of(self, rows: Sequence[PendingRequest]) -> PendingFeatures | None:
-        """What waits for `rows`, all there are; None where one of them has nothing."""
-        begun = [row for row in rows if row.features_TD is not None]
-        sources = [row.features_TD for row in begun if row.features_TD is not None]
+        """The pending features of `rows`, which are all rows of the batch; None if a row has
+        none."""
+        started = [row for row in rows if row.features_TD is not None]
+        sources = [row.features_TD for row in started if row.features_TD is not None]
         sources += [step.features_NWD for step in self._steps]
         if not sources:
             return None
-        # After one step of the same batch, as mostly, all is in order.
-        if not begun and len(self._steps) == 1 and self._steps[0].rows is rows:
+        # The common case: the batch did not change, and only its last step is pending.
+        if not started and len(self._steps) == 1 and self._steps[0].rows is rows:
             return _all_of(self._steps[0])
-        # Pieces: what a request began with, what a step brought to a row.
-        size = [1] * len(begun) + [len(step.rows) for step in self._steps]
-        width = [1] * len(begun) + [step.features_NWD.shape[1] for step in self._steps]
-        lengths = [len(row.tokens) for row in begun]
+        # Pieces: the first features of a request, or the features of one row in one step.
+        size = [1] * len(started) + [len(step.rows) for step in self._steps]
+        width = [1] * len(started) + [step.features_NWD.shape[1] for step in self._steps]
+        lengths = [len(row.tokens) for row in started]
         lengths += chain.from_iterable(step.counts for step in self._steps)
         counts_P = np.array(lengths)
         ends_P: Ints = counts_P.cumsum()
@@ -143,14 +158,14 @@ class PendingFeatureQueue:
         line_P = place_P * np.repeat(width, size) - (ends_P - counts_P)
         line_T = line_P.repeat(counts_P) + np.arange(ends_P[-1])
         source_T = source_P.repeat(counts_P)
-        brought = chain((row.tokens for row in begun), (step.tokens for step in self._steps))
-        tokens_T = _ints(chain.from_iterable(brought), len(line_T))
-        owners = chain(begun, chain.from_iterable(step.rows for step in self._steps))
+        tokens = chain((row.tokens for row in started), (step.tokens for step in self._steps))
+        tokens_T = _ints(chain.from_iterable(tokens), len(line_T))
+        owners = chain(started, chain.from_iterable(step.rows for step in self._steps))
         owner_P = _ints((row.index for row in owners), len(counts_P))
         owner_T = owner_P.repeat(counts_P)
         order = np.argsort(owner_T, kind="stable")
-        # Those of requests that have ended come first.
-        order = order[int((owner_T == GONE).sum()) :]
+        # Drop the features of ended requests, which come first.
+        order = order[int((owner_T == ENDED).sum()) :]
         counts_N = np.bincount(owner_T[order], minlength=len(rows))
         if not counts_N.all():
             return None
@@ -158,7 +173,7 @@ class PendingFeatureQueue:
 
 
 def _all_of(step: _FeatureStep) -> PendingFeatures | None:
-    """What one step brought to all of its rows."""
+    """The features of a step, in its order; None if a row got no token."""
     if 0 in step.counts:
         return None
     width = step.features_NWD.shape[1]

@@ -15,9 +15,9 @@ class DraftPlan:
     """Draft `steps` deep, follow `topk` tokens per level, and verify `verify_tokens` per request.
 
     For trees, `verify_tokens` is a mean over the batch; the drafts with the highest estimated
-    acceptance probability are verified. The count includes the last known token, as in SGLang and
-    FastRL: a chain of n drafts is `n_1_(n+1)`. Plans are written like `8_4_32`; `OFF` is `0_0_1`.
-    Raises ConfigError for an impossible shape.
+    acceptance probability are verified. `verify_tokens` includes the last known token, as in SGLang
+    and FastRL: a chain of n drafts is `n_1_(n+1)`. Plans are written like `8_4_32`; `OFF` is
+    `0_0_1`. Raises ConfigError for an impossible shape.
     """
 
     steps: int
@@ -31,8 +31,8 @@ class DraftPlan:
             raise ConfigError(f"draft plan {self}: steps and topk must be at least 1, or 0_0_1")
         if self.topk == 1 and self.verify_tokens != self.steps + 1:
             raise ConfigError(
-                f"draft plan {self}: a chain of {self.steps} drafts is verified in "
-                f"{self.steps + 1} rows; write {self.steps}_1_{self.steps + 1}"
+                f"draft plan {self}: a chain of {self.steps} drafts needs verify_tokens="
+                f"{self.steps + 1}; write {self.steps}_1_{self.steps + 1}"
             )
         most = self.candidates
         if not 2 <= self.verify_tokens <= most + 1:
@@ -54,8 +54,8 @@ class DraftPlan:
         return 1 + (self.steps - 1) * self.topk if self.steps else 0
 
     def most_drafts(self, requests: int) -> int:
-        """Most draft tokens that one of `requests` requests may have to verify. All chains have the
-        same number. Trees share the batch's total, so one of them may have many."""
+        """Most draft tokens that one request of a batch of `requests` may have to verify. The trees
+        of a batch share its total, so one of them may have many."""
         return min(self.candidates, requests * (self.verify_tokens - 1))
 
     @classmethod

@@ -20,9 +20,9 @@ class DraftTree:
     """Proposed continuations of one request. Node 0 is its last known token.
 
     `parents[i]` < i is the node that node i follows; the root's is -1. In a chain it is i - 1.
-    `by_head`: drafts that a draft head proposed, alone or in agreement with the history. `scores`:
-    logarithm of each draft's estimated acceptance probability, from the root down to it; None if
-    unknown.
+    `by_head`: number of drafts that a draft head proposed, including those that the history
+    proposed too. `scores`: for each draft, the logarithm of the estimated probability that it and
+    all drafts before it on its path are accepted; None if unknown.
     """
 
     tokens: Sequence[int]
@@ -55,12 +55,12 @@ class DraftTree:
         return isinstance(parents, range) or all(p == i - 1 for i, p in enumerate(parents))
 
     def straight(self, path: Sequence[int]) -> tuple[int, int]:
-        """Length of the chain of first children from the root, and how many of its drafts are on
-        `path`, the accepted nodes from the root on."""
-        parents, line = self.parents, 0
-        while line + 1 < len(parents) and parents[line + 1] == line:
-            line += 1
-        return line, sum(node == depth for depth, node in enumerate(path[1:], 1))
+        """The length of the chain of first children from the root, and the number of its drafts
+        that were accepted. `path`: the accepted nodes, from the root on."""
+        parents, length = self.parents, 0
+        while length + 1 < len(parents) and parents[length + 1] == length:
+            length += 1
+        return length, sum(node == depth for depth, node in enumerate(path[1:], 1))
 
     def is_first_child(self, node: int) -> bool:
         """Whether no earlier node has the same parent."""
@@ -70,10 +70,10 @@ class DraftTree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftBatch:
-    """What a proposer knows about the running batch of N requests.
+    """The running batch of N requests, as a proposer sees it.
 
-    `last` has the last known token of each request and `positions_N` the position of the next one.
-    `rows` are their sampling settings, `policy` the weights that will verify.
+    `last`: the last known token of each request. `positions_N`: the position of the next token.
+    `rows`: the sampling settings. `policy`: the weights that will verify the drafts.
     """
 
     request_ids: Sequence[str]
@@ -103,11 +103,10 @@ class DraftBatch:
 
 
 class Proposer(Protocol):
-    """Drafts for running requests. Called on the engine's thread, between forward passes.
+    """Drafts for running requests. The engine calls it on its thread, between forward passes.
 
-    Proposals never change the tokens of a request, only its speed. Requests begin and end in the
-    order in which the engine allocates and frees its rows, so a proposer may mirror them: a new
-    request takes the next row, and the last row replaces the row of a request that ends.
+    Drafts never change the tokens of a request, only its speed. A proposer can mirror the engine's
+    rows: a new request gets the next row, and the last row moves to the row of a request that ends.
     """
 
     def begin(
@@ -117,10 +116,10 @@ class Proposer(Protocol):
         context: Sequence[int],
         features_TD: Tensor | None,
     ) -> None:
-        """A request starts to run. `context` begins with `prompt` and has all known tokens.
-        `features_TD` has the policy's features of all of them but the last, or of the last T of
-        these if earlier features are missing; None if all are. Features are final hidden states,
-        or the concatenated inputs of the proposer's auxiliary layers (`UsesAuxLayers`)."""
+        """A request starts to run. `context`: all known tokens, `prompt` first. `features_TD`: the
+        policy's features of all context tokens except the last one. If the first ones are missing,
+        it has the last T; if all are missing, it is None. Features are final hidden states, or the
+        concatenated inputs of the proposer's auxiliary layers (`UsesAuxLayers`)."""
         ...
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
@@ -133,9 +132,9 @@ class Proposer(Protocol):
         tokens: Sequence[Sequence[int]],
         features_NWD: Tensor | None,
     ) -> None:
-        """The running requests, in the order of rows, have generated `tokens`. Row i of
-        `features_NWD` starts with the features from which its tokens were sampled, so the first
-        one belongs to the token before them. Rows may be longer than their tokens."""
+        """The running requests, in the order of their rows, have generated `tokens`. Row i of
+        `features_NWD` starts with the features from which its tokens were sampled: feature j is
+        that of the token before token j. A row may have more features than tokens."""
         ...
 
     def end(self, request_id: str) -> None:

@@ -1,8 +1,8 @@
-"""What a selector does, said and recorded: a decorator around any of them.
+"""Reports on a selector: messages for the user, and a trace of all its decisions.
 
-Messages come once: that nothing is gained, and that a draft head is never right. A trace has a JSON
-line for each step that was asked about and each event between steps, and can be replayed through a
-selector of the same settings (`read_trace`, `replay`).
+`ReportedSelector` wraps any selector. It prints one message if drafts gain nothing, and one if
+almost no draft of the draft head is accepted. The trace has one JSON line per decode step and per
+event between steps. `replay` passes a trace to another selector (`speculative.trace=true`).
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from slipstream.inference.speculation.selector import (
 )
 
 _FAULT_RATE = 0.1
-"""Drafts accepted per verification below which a head is at fault, if that is beyond doubt: a
-selector that gains nothing by a head hardly lets it draft, so few verifications have to do."""
+"""A head with fewer accepted drafts per verification is reported, if that is statistically clear.
+Few verifications must be enough, because a selector rarely drafts with a bad head."""
 
 _FAULT_STEPS = 4
-"""Steps with drafts before a head is judged: requests of one step resemble each other."""
+"""Least steps with drafts before a head is judged: requests of one step are alike."""
 
 _FAULT_WINDOW = 500
-"""Verifications after which a head that was right is looked at anew."""
+"""Verifications after which the counts of a head that is not at fault start again."""
 
 _USELESS_AFTER = 1000
-"""Steps before it is said that nothing is gained."""
+"""Steps between two checks whether any plan is faster than plain decoding."""
 
 
 _USELESS_ROLLOUTS = 3
-"""Rollouts that nobody drafted for before it is said."""
+"""Number of rollouts in backoff after which a message says that drafts gain nothing."""
 
 
 class ReportedSelector:
-    """`StrategySelector` that passes everything on to `selector`."""
+    """A `StrategySelector` that passes all calls on to another one and reports on it."""
 
     def __init__(
         self,
@@ -53,45 +53,47 @@ class ReportedSelector:
         head_record: Callable[[], tuple[int, int]] | None = None,
         trace: Callable[[str], object] | None = None,
     ) -> None:
-        """`head` names the draft head, where there is one. `head_record` has how often its drafts
-        were compared and how many were right, where not all drafts are its own. `trace` takes line
-        after line."""
+        """`notify` receives messages. `head` is the name of the draft head, None without one.
+        `head_record` returns the number of chains and trees of the head that were compared with
+        sampled tokens, and the total number of their correct draft tokens. By default all verified
+        drafts count as the head's. `trace` receives the lines of the trace."""
         self._selector = selector
-        # Asked for in every step.
-        self._judge = selector if isinstance(selector, HasMinAcceptance) else None
+        # Stored, because `min_acceptance` is called in every step.
+        self._threshold = selector if isinstance(selector, HasMinAcceptance) else None
         self._notify = notify
         self._head = head
         self._head_record = head_record or self._record_of_all
-        self._judged = (0, 0)
+        # Counts of the head at the start of the current window.
+        self._window_start = (0, 0)
         self._trace = trace
         self._steps = self._verifications = self._accepted = self._skipped = 0
         self._drafted_steps = 0
-        self._said_useless = False
+        self._reported_useless = False
         self._write({"selector": "new"})
 
     def begin_rollout(self, requests: int) -> int:
-        """See `StrategySelector`."""
-        unseen = self._selector.begin_rollout(requests)
-        self._skipped += unseen > 0
+        """Pass on and record the start of a rollout."""
+        plain_steps = self._selector.begin_rollout(requests)
+        self._skipped += plain_steps > 0
         if self._skipped == _USELESS_ROLLOUTS:
-            self._say_useless(f"with about {requests} requests at once it gained next to nothing")
+            self._report_useless(f"with about {requests} concurrent requests it saved too little")
         self._write({"begins": requests})
-        return unseen
+        return plain_steps
 
     def select(self, running: int) -> DraftPlan:
-        """See `StrategySelector`."""
+        """The plan of the wrapped selector."""
         return self._selector.select(running)
 
     def choices(self, running: int) -> Sequence[DraftPlan] | None:
-        """See `ListsChoices`."""
+        """All plans that the wrapped selector may return; None if it does not list them."""
         return self._selector.choices(running) if isinstance(self._selector, ListsChoices) else None
 
     def min_acceptance(self, running: int) -> float:
-        """See `HasMinAcceptance`."""
-        return 0.0 if self._judge is None else self._judge.min_acceptance(running)
+        """The threshold of the wrapped selector; 0 if it has none."""
+        return 0.0 if self._threshold is None else self._threshold.min_acceptance(running)
 
     def record(self, step: StepRecord) -> None:
-        """See `StrategySelector`."""
+        """Pass on and trace a step, and check the draft head and the gain."""
         self._selector.record(step)
         self._steps += 1
         if step.drafted:
@@ -99,9 +101,9 @@ class ReportedSelector:
             self._verifications += len(step.drafted)
             self._accepted += sum(step.accepted)
             self._check_head()
-        if self._steps % _USELESS_AFTER == 0 and not self._said_useless:
+        if self._steps % _USELESS_AFTER == 0 and not self._reported_useless:
             self._check_gain()
-        if self._trace is not None:  # Without one, no step should pay for the line.
+        if self._trace is not None:  # Without a trace, do not spend time on building the line.
             self._write(
                 {
                     "running": step.running,
@@ -115,7 +117,7 @@ class ReportedSelector:
             )
 
     def changed(self, *, drafter: bool = False) -> None:
-        """See `StrategySelector`."""
+        """Pass on and trace an update of the policy or the drafter."""
         self._selector.changed(drafter=drafter)
         self._write({"changed": "drafter" if drafter else "policy"})
 
@@ -130,68 +132,71 @@ class ReportedSelector:
         if self._head is None or self._drafted_steps < _FAULT_STEPS:
             return
         now = self._head_record()
-        compared, right = (new - old for new, old in zip(now, self._judged, strict=True))
-        # On the left, how many would be right on average, at most (99 %, of a Poisson law).
-        if right + 2.5 * math.sqrt(right) + 5 < _FAULT_RATE * compared:
+        compared, correct = (new - old for new, old in zip(now, self._window_start, strict=True))
+        # Left: upper bound (99 %) of the mean of a Poisson distribution, from its observed value.
+        if correct + 2.5 * math.sqrt(correct) + 5 < _FAULT_RATE * compared:
             self._notify(
-                f"warning: the draft head {self._head} is almost never right: "
-                f"{1 + right / compared:.2f} tokens per verification over {compared} of them, "
-                "where 1 means that no draft was accepted. It belongs to another policy, or is not "
-                "trained: train one for this policy with `slipstream draft`, or set "
-                "speculative.spec_strategy=history"
+                f"warning: almost no draft of the draft head {self._head} is accepted: "
+                f"{1 + correct / compared:.2f} tokens per verification in {compared} "
+                "verifications (1 means that no draft was accepted). The head belongs to another "
+                "policy or is not trained: train one for this policy with `slipstream draft`, or "
+                "set speculative.spec_strategy=history"
             )
             self._head = None
         elif compared >= _FAULT_WINDOW:
-            # A head that was right once is looked at anew from here on.
-            self._judged = now
+            # Start a new window, so that a head that becomes bad later is noticed.
+            self._window_start = now
 
     def _check_gain(self) -> None:
         if isinstance(self._selector, CostModelSelector):
             best = self._selector.best_speedup()
             if best is not None and best <= 1.0:
-                self._say_useless(
+                self._report_useless(
                     f"no plan was faster than plain decoding at any batch size in {self._steps} "
                     "steps"
                 )
 
-    def _say_useless(self, why: str) -> None:
-        if not self._said_useless:
+    def _report_useless(self, reason: str) -> None:
+        if not self._reported_useless:
             if self._verifications:
                 length = 1 + self._accepted / self._verifications
-                why += f" ({length:.2f} tokens per verification over {self._verifications} of them)"
+                reason += (
+                    f" ({length:.2f} tokens per verification in {self._verifications} "
+                    "verifications)"
+                )
             self._notify(
-                f"speculative decoding has turned itself off: {why}. It goes on looking now and "
-                "then; speculative.enable=false spares even that"
+                f"speculative decoding has turned itself off: {reason}. It continues to probe from "
+                "time to time; set speculative.enable=false to avoid the probes"
             )
-        self._said_useless = True
+        self._reported_useless = True
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A selector that has seen nothing yet: of another engine, or of a run that was resumed."""
+    """A new selector starts: the first one, or the one of another engine or a resumed run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begins:
-    """Requests begin where none was left."""
+    """A rollout starts: `requests` requests arrived at an idle engine."""
 
     requests: int
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """The policy, or the drafter, has other weights."""
+    """The policy, or the drafter, has new weights."""
 
     drafter: bool
 
 
 def read_trace(lines: Iterable[str]) -> Iterator[StepRecord | Started | Begins | Changed]:
-    """What a trace tells of. Raises ValueError for a line of something else."""
+    """Parse the lines of a trace. Raises ValueError for a line that is not part of a trace."""
     for number, line in enumerate(lines, start=1):
         try:
             event = _event_of(json.loads(line))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"line {number} is none of a trace: {error}") from error
+            raise ValueError(f"line {number} is not a line of a trace: {error}") from error
         yield event
 
 
@@ -209,18 +214,19 @@ def _event_of(event: Mapping[str, Any]) -> StepRecord | Started | Begins | Chang
         drafted=event["drafted"],
         accepted=event["accepted"],
         steady=event["steady"],
-        # Not in the traces of earlier versions.
-        straight=[(drafts, right) for drafts, right in event.get("straight", ())],
+        # Missing in traces of earlier versions.
+        straight=[(drafts, accepted) for drafts, accepted in event.get("straight", ())],
     )
 
 
 def replay(
     lines: Iterable[str], make: Callable[[], StrategySelector]
 ) -> list[tuple[DraftPlan, DraftPlan]]:
-    """What a selector would choose at each step of a trace, beside what was chosen.
+    """For each step of a trace, the plan that another selector chooses, and the recorded plan.
 
-    It is told what happened then. `make` makes one anew for each that the trace tells of; those of
-    the same settings choose the same plans, except where a lack of memory had turned drafts off.
+    The selector learns from the recorded steps, whatever it chose. `make` returns a new selector
+    for each one in the trace. A selector with the same settings chooses the recorded plans, except
+    in steps without drafts for lack of memory.
     """
     pairs = []
     selector = make()
@@ -239,7 +245,7 @@ def replay(
 
 
 def plan_table(selector: StrategySelector, bs_threshold: int | None) -> str:
-    """The plans that a selector chooses from, in one line."""
+    """A line that lists the plans of a selector and the batch sizes that it drafts for."""
     limit = "any number of" if bs_threshold is None else f"up to {bs_threshold}"
     if isinstance(selector, CostModelSelector):
         plans = " ".join("off" if plan == OFF else str(plan) for plan in selector.plans)

@@ -1,8 +1,8 @@
-"""Chooses a draft plan for each decode step by measurement.
+"""Chooses a draft plan for each decode step from measured times and acceptance.
 
-The engine asks a selector before each decode step and reports the step's seconds and accepted
-drafts afterwards. A selector knows neither tensors nor requests, so a recorded run can be replayed
-through another one (`speculative.trace=true`).
+The engine asks a selector for a plan before each decode step. After the step it reports seconds and
+accepted drafts. Selectors do not see tensors or requests, so the trace of a run
+(`speculative.trace=true`) can be replayed with another selector.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from slipstream.inference.speculation.plan import OFF, DraftPlan
 class StepRecord:
     """One decode step: `running` requests under `plan` took `seconds`.
 
-    `drafted` and `accepted` count draft tokens of each request. `steady` is false for steps with
-    extra work: the drafter caught up, or new requests arrived. `straight`, for trees only: per
-    request, the length of the chain of first children from the root, and how many of its drafts
-    were accepted. This is what a chain would have done. It is empty if nobody measured it.
+    `drafted` and `accepted` are the numbers of draft tokens of each request. `steady` is false for
+    steps with extra work: draft catch-up, or new requests. `straight`, for trees only: per request,
+    the length of the chain of first children from the root, and the number of its accepted drafts.
+    A chain plan would have had this result. It is empty if it was not measured.
     """
 
     running: int
@@ -47,8 +47,9 @@ class StepRecord:
 
     @property
     def drawn(self) -> DraftPlan:
-        """The plan whose cost the step shows. A chain may turn out shorter than planned. A tree
-        keeps its plan even if all of its drafts were left out, because the drafter ran."""
+        """The plan to which the step's seconds belong. A chain can be shorter than planned, or
+        empty. A tree keeps its plan even if all of its drafts were left out, because the drafter
+        ran."""
         if self.plan.topk > 1:
             return self.plan
         return DraftPlan.chain(max(self.drafted)) if self.drafted else OFF
@@ -58,9 +59,9 @@ class StrategySelector(Protocol):
     """Chooses a plan for each decode step."""
 
     def begin_rollout(self, requests: int) -> int:
-        """`requests` requests arrive at an idle engine. Returns for how many steps nothing will be
-        drafted, unless the engine is idle again before. For these steps the drafter sees no
-        features, and the selector is neither asked nor told."""
+        """`requests` requests arrive at an idle engine. Returns the number of steps to decode
+        without drafts; they end early if the engine is idle again. In these steps the drafter gets
+        no features, and the engine calls neither `select` nor `record`."""
         ...
 
     def select(self, running: int) -> DraftPlan:
@@ -123,61 +124,62 @@ class PredefinedSelector:
 
 
 _PLAIN_FIRST = 8
-"""Steps without drafts with which each batch size begins, and steps of a probe without drafts: all
-plans are compared with plain decoding."""
+"""First steps of each batch size, without drafts, because all plans are compared with plain
+decoding. A probe of plain decoding has the same length."""
 
 _PROBE = 4
-"""Steps of a probe with drafts. The first step may include the drafter's catching up."""
+"""Steps of a probe with drafts. The first one may include draft catch-up."""
 
 _CONFIRM, _CONFIRM_FROM = 8, 100
-"""Steps of the current plan between a probe and a switch to its plan, once a batch size has had so
-many steps: if the machine's speed changed during the probe, they show it."""
+"""A switch to a probed plan is delayed by 8 steps of the current plan, once a batch size has had
+100 steps. They show if the machine's speed, not the plan, changed during the probe."""
 
 _LEAST_STEPS, _MOST_STEPS = 16, 64
-"""Steps between two searches for the best plan, while the batch size stays the same."""
+"""Limits of the number of steps between two searches for the best plan, at the same batch size."""
 
 _INTERVAL, _INTERVAL_SHARE = 0.1, 0.05
-"""Seconds between two searches, and the same as a share of the time spent at the batch size. The
-smaller one holds, within the limits in steps. A search costs about half a millisecond."""
+"""The time between two searches is the smaller of 0.1 seconds and 5 % of the time spent at the
+batch size, within the limits in steps. A search takes about half a millisecond."""
 
 _SETTLE = 3
-"""Plain steps after a step with drafts that are not measured: drafting has evicted weights from the
-CPU caches."""
+"""Plain steps after a step with drafts that are not measured, because drafting has evicted weights
+from the CPU caches."""
 
 _FADE = 0.998
-"""Weight of what was seen of acceptance after a step without drafts. Trees fade with each step that
-is no tree, too: policies drift unseen."""
+"""Factor on the weight of earlier acceptance, for each step without drafts, because the policy may
+change. For trees, each step without a tree counts."""
 
 _MARGIN = 0.03
-"""Predicted gain below which plain decoding is preferred: drafting has costs outside its steps."""
+"""Plain decoding is chosen if drafts are predicted to gain less, because drafting also costs time
+outside decode steps."""
 
 _EARLY, _ROOT = 1.0, 0.1
-"""Plain steps' worth of time that probes may lose beyond their share: at once, and per square root
-of the steps of the batch size."""
+"""Time that probes may lose in addition to the share `exploration`, in plain steps: 1, plus 0.1 per
+square root of the number of steps of the batch size."""
 
 _OPTIMISM = 0.5
-"""A plan's predicted rate is raised by this share, over the square root of its steps, to find plans
-that are worth a probe."""
+"""To rank probes, the predicted rate of a plan is raised by 50 % over the square root of its number
+of steps."""
 
 _ENOUGH, _ENOUGH_PLAIN = 24.0, 12.0
-"""Steps of a plan after which probes of it teach nothing more."""
+"""A plan with this many steps is not probed again."""
 
 _ELSEWHERE = 4.0
-"""Steps that measurements of a plan at other batch sizes count for, at most."""
+"""Steps of a plan at other batch sizes count like this many steps at most."""
 
 _CHEAP = 0.1
-"""Share of its time that a probe is assumed to lose, at least, when probes are ranked."""
+"""Least share of its time that a probe is assumed to lose when probes are ranked."""
 
 _MAX_MIN_ACCEPTANCE = 0.9
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Batches of about one size."""
+    """State of batch sizes that are measured together (`bucket_of`)."""
 
     current: DraftPlan = OFF
     left: int = 0
-    """Steps for which the current plan holds without another search."""
+    """Steps until the next search."""
     steps: int = 0
     seconds: float = 0.0
     lost: float = 0.0
@@ -186,35 +188,35 @@ class _Bucket:
 
 
 class CostModelSelector:
-    """Takes the plan with the most predicted tokens per second.
+    """Chooses the plan with the most predicted tokens per second.
 
         tokens per second = (1 + expected accepted drafts) / predicted seconds
 
-    Seconds come from `StepCosts`, a linear fit. Expected accepted drafts come from one
-    `AcceptanceCurve` over depths, for all batch sizes and plans; trees have measured ratios to what
-    the curve predicts (`TreeRatios`). So a plan has a prediction before it ever ran.
+    `StepCosts` predicts seconds by a linear fit. One `AcceptanceCurve` by depth, for all batch
+    sizes and plans, predicts accepted drafts; for trees its prediction is multiplied by measured
+    ratios (`TreeRatios`). So a plan has a prediction before it ever ran.
 
-    The selector searches again after 16 to 64 steps of a batch size. A search may begin a probe: a
-    few steps of a plan that could be better than the current one, because little is known of it.
-    Probes stop when they have lost more than `exploration` of the time. A switch needs a gain of
-    `hysteresis`. After rollouts in which drafts gained nothing, whole rollouts are decoded plainly
-    (`Backoff`).
+    The selector searches for the best plan every 16 to 64 steps of a batch size. A search may start
+    a probe: a few steps of a plan with few measurements that could be better than the current one.
+    Probes stop when they have lost more than the share `exploration` of the time. A switch needs a
+    predicted gain of `hysteresis`. After rollouts in which drafts gained nothing, whole rollouts
+    are decoded without drafts (`Backoff`).
 
     Time lost against the best plans in hindsight (`slipstream bench selector`), mean of all
     synthetic settings, in the first and second pass through a setting:
 
-        as it is                                 1.9 %   0.7 %
+        default                                  1.9 %   0.7 %
         no means per plan, the linear fit alone  2.9 %   1.9 %
         no lower bound for a token's cost        3.1 %   1.6 %
         one acceptance rate for all depths       2.2 %   0.9 %
         random probes                            3.8 %   1.3 %
         no probes                                8.8 %   7.6 %
 
-    The speed factor of `StepCosts` and `_CONFIRM` matter only if the machine's speed drifts: in
-    these settings they save up to 1.7 % and 0.7 %. A fit for each record and a search after each
-    change of the batch size cost 3 % of steps of half a millisecond, so both are rarer. Backoff
-    saves work outside of steps, which the simulator does not count, and tree ratios matter if real
-    trees differ from the predicted ones.
+    The speed factor of `StepCosts` and the delay `_CONFIRM` matter only if the machine's speed
+    drifts: in such settings they save up to 1.7 % and 0.7 %. A fit at each record and a search at
+    each change of the batch size would cost 3 % with steps of half a millisecond. Backoff saves
+    work outside of steps, which the simulator does not count. Tree ratios matter if real trees
+    differ from the predicted ones.
     """
 
     def __init__(
@@ -246,12 +248,12 @@ class CostModelSelector:
         self._new: list[tuple[StepRecord, bool]] = []
 
     def begin_rollout(self, requests: int) -> int:
-        """Decodes plainly after rollouts without gain (`Backoff`)."""
+        """Returns steps without drafts after rollouts without gain (`Backoff`), else 0."""
         self._learn()
         return self._backoff.begin_rollout(requests)
 
     def select(self, running: int) -> DraftPlan:
-        """The last choice while it holds; else searches again."""
+        """The last choice until the next search is due; then the result of the search."""
         size = bucket_of(running)
         bucket = self._buckets[size]
         over = self._threshold is not None and running > self._threshold
@@ -277,11 +279,11 @@ class CostModelSelector:
         return (OFF,) if over else self.plans
 
     def min_acceptance(self, running: int) -> float:
-        """As of the last search at this batch size."""
+        """The threshold that the last search at this batch size computed."""
         return self._buckets[bucket_of(running)].min_acceptance
 
     def record(self, step: StepRecord) -> None:
-        """Keeps the step until the next search."""
+        """Stores the step until the next search."""
         plain = step.drawn == OFF
         typical = step.steady and not (plain and self._plain_steps < _SETTLE)
         self._plain_steps = self._plain_steps + 1 if plain else 0
@@ -324,8 +326,9 @@ class CostModelSelector:
             if probed is not None and bucket.steps > _CONFIRM_FROM:
                 return bucket.current, _CONFIRM
             bucket.current = best
-        # A token in the forward pass must yield as many tokens as other uses of its time.
-        drafts = self._of_tree(size, best)[0] if best.topk > 1 else None
+        # A draft token pays if its acceptance probability exceeds the number of tokens that the
+        # batch generates in the time that verifying the draft takes.
+        drafts = self._tree_expectation(size, best)[0] if best.topk > 1 else None
         token = self._costs.token_at_least(running, best, drafts)
         bucket.min_acceptance = min(token * running * rates[best], _MAX_MIN_ACCEPTANCE)
         early = _EARLY + _ROOT * sqrt(bucket.steps)
@@ -339,8 +342,8 @@ class CostModelSelector:
         return bucket.current, min(max(steps, _LEAST_STEPS), _MOST_STEPS)
 
     def _probe(self, size: int, rates: Mapping[DraftPlan, float]) -> DraftPlan | None:
-        """The plan with the most to gain, optimistically, for what its probe is predicted to lose;
-        None if no plan could be better than the current one."""
+        """The plan with the highest ratio of optimistic gain to predicted loss of its probe; None
+        if no plan could be better than the current one."""
         current = self._buckets[size].current
         found, most = None, 0.0
         for plan, rate in rates.items():
@@ -357,7 +360,7 @@ class CostModelSelector:
         return found
 
     def _learn(self) -> None:
-        """From the steps since the last search."""
+        """Learn acceptance and costs from the steps since the last search."""
         groups: dict[tuple[int, DraftPlan], list[tuple[StepRecord, bool]]] = defaultdict(list)
         for step, typical in self._new:
             groups[bucket_of(step.running), step.drawn].append((step, typical))
@@ -370,6 +373,7 @@ class CostModelSelector:
             self._learn_costs(size, plan, pairs, drafts)
 
     def _learn_acceptance(self, size: int, plan: DraftPlan, steps: Sequence[StepRecord]) -> None:
+        """Update the acceptance curve and the tree ratios with steps of one plan."""
         count = len(steps)
         if plan.topk <= 1:
             if plan == OFF:
@@ -387,11 +391,11 @@ class CostModelSelector:
             self.curve.record(drafted, accepted, count)
         requests = sum(step.running for step in steps)
         verified = _total(step.drafted for step in steps) / requests
-        right = _total(step.accepted for step in steps) / requests
+        mean_accepted = _total(step.accepted for step in steps) / requests
         nodes = tree_probabilities(self.curve.rates(plan.steps), plan)
         kept = sum(p >= self._buckets[size].min_acceptance for p in nodes)
         self._verified.record(plan, verified, kept, requests, count)
-        self._accepted.record(plan, right, sum_of_best(nodes, verified), requests, count)
+        self._accepted.record(plan, mean_accepted, sum_of_best(nodes, verified), requests, count)
 
     def _learn_costs(
         self,
@@ -400,6 +404,8 @@ class CostModelSelector:
         pairs: Sequence[tuple[StepRecord, bool]],
         drafts: float | None,
     ) -> None:
+        """Update costs, time lost by probes and the backoff with steps of one plan. `pairs`: steps,
+        and whether their seconds are typical. `drafts`: mean verified draft tokens of a tree."""
         bucket, count = self._buckets[size], len(pairs)
         spent = sum(step.seconds for step, _ in pairs)
         bucket.steps += count
@@ -417,16 +423,16 @@ class CostModelSelector:
         if plan != OFF:
             tokens = sum(1 + sum(step.accepted) / step.running for step, _ in pairs)
             expected = self._seconds(pairs[0][0].running, plan)
-            # Steps far beyond the prediction were disturbed by another program.
+            # Another program disturbed steps that took much longer than predicted.
             drafting = sum(
                 min(step.seconds, OUTLIER * expected) if typical else step.seconds
                 for step, typical in pairs
             )
             gained = tokens * self._seconds(pairs[0][0].running, OFF) - drafting
             if self._probing:
-                # The drafter had to catch up first.
-                late = [step for step, _ in pairs if not step.steady]
-                bucket.lost += sum(max(step.seconds - expected, 0.0) for step in late)
+                # Draft catch-up counts as a loss of the probe.
+                caught_up = [step for step, _ in pairs if not step.steady]
+                bucket.lost += sum(max(step.seconds - expected, 0.0) for step in caught_up)
         self._backoff.record(spent, gained, count)
 
     def _rates(self, running: int) -> dict[DraftPlan, float]:
@@ -437,22 +443,23 @@ class CostModelSelector:
         for plan in self.plans:
             drafts = None
             if plan.topk > 1:
-                drafts, accepted = self._of_tree(size, plan, rates)
+                drafts, accepted = self._tree_expectation(size, plan, rates)
             else:
                 accepted = expected_accepted(rates[: plan.steps])
             found[plan] = (1 + accepted) / self._costs.seconds(running, plan, size, drafts)
         return found
 
     def _seconds(self, running: int, plan: DraftPlan) -> float:
+        """Predicted seconds of a step."""
         size = bucket_of(running)
-        drafts = self._of_tree(size, plan)[0] if plan.topk > 1 else None
+        drafts = self._tree_expectation(size, plan)[0] if plan.topk > 1 else None
         return self._costs.seconds(running, plan, size, drafts)
 
-    def _of_tree(
+    def _tree_expectation(
         self, size: int, plan: DraftPlan, rates: Sequence[float] = ()
     ) -> tuple[float, float]:
-        """Expected draft tokens of a request that a tree verifies, and how many are accepted.
-        `rates`: those of the curve, if they are known already."""
+        """Expected draft tokens per request that a tree plan verifies, and expected accepted ones.
+        `rates`: acceptance rates by depth, if the caller has computed them already."""
         nodes = tree_probabilities((rates or self.curve.rates(plan.steps))[: plan.steps], plan)
         kept = sum(p >= self._buckets[size].min_acceptance for p in nodes)
         drafts = min(kept * self._verified.ratio(plan), len(nodes))

@@ -1,10 +1,11 @@
-"""A draft head and history together: for each request the chain that promises more, or a tree of
-what both draft.
+"""Combines a draft head with drafts from history.
 
-Both are asked; how often each has been right is counted, for history by how much of the context
-agrees with what it remembers. What a chain that was not verified would have yielded is seen from
-the tokens that came out, so neither needs to be tried in order to be judged. In a tree the two are
-merged by their tokens, and the most promising nodes of the batch are verified, whosever they are.
+Both propose drafts for each request. With a chain plan, the chain with more expected accepted
+tokens is verified. Expected acceptance comes from two kinds of measured curves: one for the head,
+and one per range of match lengths for history. Both chains are compared with the tokens that the
+policy sampled, so a proposer is measured even if its chain was not verified. With a tree plan, both
+drafts are merged into one tree, and the nodes with the highest estimated acceptance probability are
+verified.
 """
 
 from __future__ import annotations
@@ -26,33 +27,33 @@ from slipstream.inference.speculation.protocol import (
 from slipstream.sampling.tree import GrowingTree, best_nodes
 from slipstream.types import WeightUpdate
 
-_AGREEMENTS = (4, 6, 9, 13)
-"""Lower ends of the classes of agreement, in tokens, beyond the first class."""
+_MATCH_LENGTHS = (4, 6, 9, 13)
+"""Match lengths of history, in tokens, at which the next acceptance curve starts to apply."""
 
-_AFTER_AN_UPDATE = 0.25
-"""What earlier drafts of the head count with its new weights: they mostly do better, and history's
-would be taken for too long."""
+_KEPT_ON_UPDATE = 0.25
+"""Weight of earlier drafts of the head after a weight update. New weights are mostly better; with
+the full weight of the old drafts, history would be preferred for too long."""
 
 
 class UnionProposer:
-    """`Proposer` over two."""
+    """A `Proposer` that combines a draft head and history."""
 
     def __init__(self, head: LearningProposer, history: HistoryProposer) -> None:
         self._head = head
         self._history = history
         self._head_curve = AcceptanceCurve()
         self.head_record = (0, 0)
-        """How often drafts of the head could be compared with what came out, and how many were
-        right, whoever was chosen."""
-        # Until it is known better, what agrees in many tokens is trusted more.
+        """Number of chains and trees of the head that were compared with the sampled tokens, and
+        total number of their correct draft tokens. Includes drafts that were not verified."""
+        # Prior acceptance rates of history: longer matches are trusted more.
         guesses = (0.3, 0.45, 0.6, 0.75, 0.85)
         self._curves = [AcceptanceCurve(guess=guess) for guess in guesses]
-        # What each request was offered: by the head, by history, and the class of agreement.
+        # By request: the draft of the head, the chain of history, and the index of its curve.
         self._offers: dict[str, tuple[DraftTree, list[int], int]] = {}
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """See `UsesAuxLayers`."""
+        """The auxiliary layers of the head."""
         return self._head.aux_layers
 
     def begin(
@@ -62,17 +63,17 @@ class UnionProposer:
         context: Sequence[int],
         features_TD: Tensor | None,
     ) -> None:
-        """See `Proposer`."""
+        """Add a request to both proposers."""
         self._head.begin(request_id, prompt, context, features_TD)
         self._history.begin(request_id, prompt, context)
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
-        """See `Proposer`."""
+        """The better chain for each request, or with a tree plan a merged tree."""
         trees = self._head.propose(batch, plan)
         found: list[tuple[list[int], AcceptanceCurve]] = []
         for name, tree in zip(batch.request_ids, trees, strict=True):
-            past, agreement = self._history.suggest(name, plan.steps)
-            kind = sum(agreement >= limit for limit in _AGREEMENTS)
+            past, match_length = self._history.suggest(name, plan.steps)
+            kind = sum(match_length >= limit for limit in _MATCH_LENGTHS)
             self._offers[name] = (tree, past, kind)
             found.append((past, self._curves[kind]))
         if plan.topk > 1:
@@ -90,55 +91,59 @@ class UnionProposer:
         tokens: Sequence[Sequence[int]],
         features_NWD: Tensor | None,
     ) -> None:
-        """See `Proposer`."""
-        seen: list[tuple[AcceptanceCurve, list[int], list[int]]] = [
+        """Compare both drafts of each request with its new tokens, update the acceptance curves,
+        and pass the tokens on to both proposers."""
+        counts: list[tuple[AcceptanceCurve, list[int], list[int]]] = [
             (curve, [], []) for curve in (*self._curves, self._head_curve)
         ]
         for name, new in zip(request_ids, tokens, strict=True):
-            mine, past, kind = self._offers.pop(name, (DraftTree.chain(0, ()), [], 0))
-            _note(seen[kind], *_compare(past, new))
-            if mine.is_chain:
-                _note(seen[-1], *_compare(mine.tokens[1:], new))
-            if len(mine) > 1 and new:
-                compared, right = self.head_record
-                self.head_record = compared + 1, right + _right(mine, new)
-        for curve, drafted, accepted in seen:
+            tree, past, kind = self._offers.pop(name, (DraftTree.chain(0, ()), [], 0))
+            _count(counts[kind], *_compare(past, new))
+            if tree.is_chain:
+                _count(counts[-1], *_compare(tree.tokens[1:], new))
+            if len(tree) > 1 and new:
+                compared, correct = self.head_record
+                self.head_record = compared + 1, correct + _correct_depth(tree, new)
+        for curve, drafted, accepted in counts:
             if drafted:
                 curve.record(drafted, accepted)
         self._head.observe(request_ids, tokens, features_NWD)
         self._history.observe(request_ids, tokens, features_NWD)
 
     def update(self, update: WeightUpdate) -> None:
-        """See `LearningProposer`. What the head was right in before says less of it now."""
+        """Load new weights of the head and reduce the weight of its earlier acceptance. Raises
+        EngineError if the update does not fit."""
         self._head.update(update)
-        self._head_curve.forget(_AFTER_AN_UPDATE)
+        self._head_curve.forget(_KEPT_ON_UPDATE)
 
     def end(self, request_id: str) -> None:
-        """See `Proposer`."""
+        """Remove a request from both proposers."""
         self._offers.pop(request_id, None)
         self._head.end(request_id)
         self._history.end(request_id)
 
     def remember(self, prompt: Sequence[int], context: Sequence[int], known: int) -> None:
-        """See `Proposer`."""
+        """Pass tokens of a request without drafts on to both proposers."""
         self._head.remember(prompt, context, known)
         self._history.remember(prompt, context, known)
 
 
-def _note(curve: tuple[AcceptanceCurve, list[int], list[int]], compared: int, right: int) -> None:
+def _count(
+    counts: tuple[AcceptanceCurve, list[int], list[int]], compared: int, correct: int
+) -> None:
     if compared:
-        curve[1].append(compared)
-        curve[2].append(right)
+        counts[1].append(compared)
+        counts[2].append(correct)
 
 
-def _right(tree: DraftTree, truth: Sequence[int]) -> int:
-    """How far down a tree the tokens go that came out."""
+def _correct_depth(tree: DraftTree, sampled: Sequence[int]) -> int:
+    """Number of sampled tokens, from the first on, that a path of the tree matches."""
     node = depth = 0
     for child in range(1, len(tree)):
         if (
             tree.parents[child] == node
-            and depth < len(truth)
-            and tree.tokens[child] == truth[depth]
+            and depth < len(sampled)
+            and tree.tokens[child] == sampled[depth]
         ):
             node, depth = child, depth + 1
     return depth
@@ -150,17 +155,21 @@ def _merged(
     plan: DraftPlan,
     batch: DraftBatch,
 ) -> list[DraftTree]:
-    """The best of what heads and history have drafted, as many as `plan` has rows for: for all
-    requests together, or where rows are a matrix for each. None with a score below the least."""
+    """For each request, a tree with the best nodes of the head's tree and of the history chain.
+
+    The plan limits the number of draft tokens: for all requests together, or for each request if
+    the engine pads requests to the same number of tokens. Nodes below `batch.min_acceptance` are
+    left out.
+    """
     merged = []
     for tree, (past, curve) in zip(trees, found, strict=True):
         scores = tree.scores
         if scores is None:
-            # Where it says nothing of itself it drafts nothing, or a chain that is all there is.
+            # The head drafted nothing, or a chain without scores, which is kept in full.
             scores = [0.0] * (len(tree) - 1)
         both = GrowingTree.of(tree.tokens, tree.parents, scores)
-        chances = [log(max(rate, 1e-9)) for rate in curve.rates(len(past))]
-        both.add(past, list(accumulate(chances)))
+        log_rates = [log(max(rate, 1e-9)) for rate in curve.rates(len(past))]
+        both.add(past, list(accumulate(log_rates)))
         merged.append(both)
     drafts, least = plan.verify_tokens - 1, batch.min_log_probability
     if batch.as_matrix:
@@ -176,8 +185,8 @@ def _merged(
     return kept
 
 
-def _compare(drafts: Sequence[int], truth: Sequence[int]) -> tuple[int, int]:
-    """How many drafts can be compared with the tokens that came out, and how many are right up to
-    the first that is not."""
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(drafts, truth, strict=False))
-    return min(len(drafts), len(truth)), sum(1 for _ in same)
+def _compare(drafts: Sequence[int], sampled: Sequence[int]) -> tuple[int, int]:
+    """Number of drafts of a chain that have a sampled token at their position, and number of
+    correct drafts before the first wrong one."""
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(drafts, sampled, strict=False))
+    return min(len(drafts), len(sampled)), sum(1 for _ in same)

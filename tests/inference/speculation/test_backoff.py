@@ -74,7 +74,7 @@ def test_a_very_long_plain_rollout_ends_its_backoff() -> None:
     backoff = experienced()
     assert rollout(backoff, gained=0.0) == 0
     assert rollout(backoff, gained=-1.0, steps=5000) == 4 * 300
-    # It is no trial, because drafts began in the middle.
+    # This rollout is not judged, because its drafts began in the middle.
     assert rollout(backoff, gained=0.1) == 0
     assert rollout(backoff, gained=0.1) == 0
 
@@ -89,7 +89,7 @@ def test_a_gain_shortens_the_next_backoff() -> None:
 
 def test_earlier_trials_count_too() -> None:
     backoff = experienced()
-    # 18 seconds are gained of 300 and of half of the 300 before.
+    # Drafts gained 18 of 450 seconds: 300 of this trial, and half of the 300 of the one before.
     assert rollout(backoff, gained=0.0) == 0
     assert rollout(backoff, gained=0.0) == 300
     assert rollout(backoff, gained=0.06) == 0
@@ -103,6 +103,6 @@ def test_earlier_trials_count_too() -> None:
 def test_a_new_drafter_halves_the_backoff() -> None:
     backoff = experienced()
     assert skipped(backoff, 22, gained=0.0)[19:] == [False, True, True]
-    # Fourteen of sixteen are left.
+    # 14 of the 16 rollouts of the backoff are left.
     backoff.drafter_changed()
     assert skipped(backoff, 8, gained=0.0) == 7 * [True] + [False]

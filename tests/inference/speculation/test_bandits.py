@@ -44,7 +44,7 @@ def bandit(*plans: DraftPlan, rule: Rule = GREEDY, window: int = 300) -> BanditS
     return BanditSelector({1: plans}, rule, window=window)
 
 
-def test_each_plan_is_tried_before_any_is_preferred() -> None:
+def test_each_plan_is_tried_first() -> None:
     made = bandit(ONE, THREE, FIVE)
     for plan, tokens in ((ONE, 2), (THREE, 4), (FIVE, 3)):
         assert made.select(1) == plan
@@ -88,12 +88,12 @@ def test_steps_with_extra_work_give_no_reward() -> None:
 def test_epsilon_is_the_share_of_random_plans() -> None:
     earned = {ONE: [1.0], THREE: [5.0], FIVE: [3.0]}
     rng = random.Random(3)
-    taken = Counter(EpsilonGreedy(0.3).pick(earned, rng) for _ in range(3000))
+    chosen = Counter(EpsilonGreedy(0.3).pick(earned, rng) for _ in range(3000))
     # A third of the random choices is the best plan.
-    assert taken[THREE] / 3000 == pytest.approx(0.8, abs=0.02)
-    assert taken[ONE] / 3000 == pytest.approx(0.1, abs=0.02)
+    assert chosen[THREE] / 3000 == pytest.approx(0.8, abs=0.02)
+    assert chosen[ONE] / 3000 == pytest.approx(0.1, abs=0.02)
     again = random.Random(3)
-    assert Counter(EpsilonGreedy(0.3).pick(earned, again) for _ in range(3000)) == taken
+    assert Counter(EpsilonGreedy(0.3).pick(earned, again) for _ in range(3000)) == chosen
 
 
 def test_upper_bounds_of_a_small_example() -> None:
@@ -130,24 +130,24 @@ def test_larger_trees_serve_smaller_batches() -> None:
 @pytest.mark.parametrize(
     ("thresholds", "message"),
     [
-        ([1, 2], "2 thresholds .1, 2. for plans that verify 6, 4, 2 tokens a request: give 3"),
-        ([2, 4, 8], "begin at 1 and grow"),
-        ([1, 4, 4], "begin at 1 and grow"),
+        ([1, 2], "2 thresholds .1, 2. .* verify_tokens 6, 4, 2: set 3 thresholds"),
+        ([2, 4, 8], "must start at 1 and increase"),
+        ([1, 4, 4], "must start at 1 and increase"),
     ],
 )
-def test_wrong_thresholds_are_refused(thresholds: list[int], message: str) -> None:
+def test_invalid_thresholds_are_errors(thresholds: list[int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         buckets_by_rows([ONE, THREE, FIVE], thresholds)
 
 
-def test_impossible_settings_are_refused() -> None:
+def test_invalid_settings_are_errors() -> None:
     with pytest.raises(ConfigError, match=r"epsilon=1\.5"):
         EpsilonGreedy(1.5)
     with pytest.raises(ConfigError, match="window=0"):
         bandit(ONE, window=0)
-    with pytest.raises(ConfigError, match="begin at 1 request"):
+    with pytest.raises(ConfigError, match="must start at 1 running request"):
         BanditSelector({2: [ONE]}, GREEDY)
-    with pytest.raises(ConfigError, match="no plan to choose from at 4"):
+    with pytest.raises(ConfigError, match="starts at 4 running requests has no plan"):
         BanditSelector({1: [ONE], 4: []}, GREEDY)
 
 
@@ -171,16 +171,16 @@ def test_drafts_that_become_useless_are_abandoned() -> None:
     def rates(number: int, running: int) -> list[float]:
         return [0.9 if number < 1000 else 0.05] * 5
 
-    world = Simulator([4] * 3000, seconds, by_rates(rates), [OFF, ONE, FIVE])
+    simulator = Simulator([4] * 3000, seconds, by_rates(rates), [OFF, ONE, FIVE])
     for rule in (EpsilonGreedy(0.1), UpperConfidenceBound()):
         made = BanditSelector({1: [OFF, ONE, FIVE]}, rule, window=100)
-        regret = simulate(world, made, 0)
+        regret = simulate(simulator, made, 0)
         assert 0 < regret.clairvoyant < 0.1
-        taken = Counter(_taken(made, 200))
-        assert taken[OFF] > 100
+        chosen = Counter(_chosen(made, 200))
+        assert chosen[OFF] > 100
 
 
-def _taken(made: BanditSelector, times: int) -> list[DraftPlan]:
+def _chosen(made: BanditSelector, times: int) -> list[DraftPlan]:
     return [made.select(4) for _ in range(times)]
 
 

@@ -1,4 +1,4 @@
-"""Trees level by level are those of the compiled call."""
+"""Batched tree drafting gives the same trees as the CPU kernel."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def candidates(parts: tuple[torch.Tensor, ...]) -> Candidates:
 @pytest.mark.parametrize("sharp", [1, 3])
 @pytest.mark.parametrize(("steps", "topk"), [(1, 3), (4, 2), (3, 5)])
 @torch.no_grad()
-def test_trees_are_those_of_the_compiled_call(steps: int, topk: int, sharp: int, kind: str) -> None:
+def test_batched_trees_equal_those_of_the_cpu_kernel(
+    steps: int, topk: int, sharp: int, kind: str
+) -> None:
     decoder = make_decoder(num_layers=3)
     config = decoder.config
     head = make_head(kind, config)
@@ -46,7 +48,7 @@ def test_trees_are_those_of_the_compiled_call(steps: int, topk: int, sharp: int,
         if "norm" in name:
             parameter.uniform_(0.5, 1.5)
         else:
-            # What a node sees is seen in what it gives.
+            # Larger weights, so that errors of the attention mask change the results.
             parameter.mul_(sharp)
     packed, policy = head.pack(torch.float32), decoder.pack(torch.float32)
     generator = torch.Generator().manual_seed(steps)
@@ -84,7 +86,7 @@ def test_trees_are_those_of_the_compiled_call(steps: int, topk: int, sharp: int,
     assert (found.tokens_NC == expected[0]).all()
     assert (found.parents_NC == expected[1]).all()
     np.testing.assert_allclose(found.scores_NC, expected[2], rtol=1e-3, atol=1e-3)
-    # Levels end if no followed node reaches the threshold. No candidate that reaches it is lost.
+    # Drafting ends if no expanded node reaches the threshold. Candidates above it are not lost.
     threshold = 0.3
     fewer = draft_tree(*given, steps, topk, float(np.log(threshold)))
     level = candidates(
@@ -93,7 +95,7 @@ def test_trees_are_those_of_the_compiled_call(steps: int, topk: int, sharp: int,
     above = expected[2] >= np.log(threshold)
     assert ((fewer[2] >= np.log(threshold)) == above).all()
     assert (fewer[0][above] == expected[0][above]).all()
-    # The compiled call follows no node below the threshold, whatever the others are.
+    # The kernel does not expand a node below the threshold, even if others are above it.
     behind = expected[1] >= 0
     dropped = behind & ~np.take_along_axis(above, np.maximum(expected[1], 0), 1)
     assert np.isneginf(fewer[2][dropped]).all()
@@ -101,7 +103,7 @@ def test_trees_are_those_of_the_compiled_call(steps: int, topk: int, sharp: int,
     width = level.scores_NC.shape[1]
     assert not above[:, width:].any()
     assert ((level.scores_NC >= np.log(threshold)) == above[:, :width]).all()
-    # A sharp head is so sure that levels do not end.
+    # With larger weights, probabilities stay above the threshold, so drafting does not end early.
     if steps == 4 and sharp == 1:
         assert np.isneginf(fewer[2]).any()
         assert width < expected[2].shape[1]

@@ -26,7 +26,7 @@ def test_steps_recorded_together_or_one_by_one_give_the_same_prediction() -> Non
     assert together.seconds(4, OFF, 4) == pytest.approx(2e-3, rel=0.03)
 
 
-def test_a_slow_first_step_does_not_mislead() -> None:
+def test_a_slow_first_step_has_little_effect() -> None:
     costs = StepCosts()
     for seconds in (20e-3, *[2e-3] * 20):
         costs.record(2, OFF, [(2, seconds)])
@@ -61,10 +61,10 @@ def test_ratios_between_plans_are_learned_while_the_machine_speed_changes() -> N
     # All steps are up to twice as slow for a while. Steps with drafts cost 1.5 times as much as
     # plain ones, and twice as much in one bucket.
     rng, costs, speed = random.Random(1), StepCosts(), 1.0
-    for turn in range(400):
-        if turn % 3 == 0:
+    for number in range(400):
+        if number % 3 == 0:
             speed = math.exp(rng.uniform(0, math.log(2)))
-        bucket, plan = (8, 16)[turn // 2 % 2], (OFF, TWO)[turn % 2]
+        bucket, plan = (8, 16)[number // 2 % 2], (OFF, TWO)[number % 2]
         factor = 1.0 if plan == OFF else 2.0 if bucket == 16 else 1.5
         costs.record(bucket, plan, [(bucket, 4e-3 * factor * speed)] * 8)
     for bucket, factor in ((8, 1.5), (16, 2.0)):
@@ -112,10 +112,10 @@ def test_trees_with_drafts_left_out_cost_what_their_tokens_do() -> None:
 
 
 def test_the_bound_of_a_tokens_cost_is_low_until_plans_differ_in_tokens_alone() -> None:
-    costs, rng, row = StepCosts(), random.Random(4), 2e-5
+    costs, rng, token_cost = StepCosts(), random.Random(4), 2e-5
 
     def measure(plan: DraftPlan) -> None:
-        taken = 4e-3 + row * 4 * plan.verify_tokens + 2e-4 * plan.steps
+        taken = 4e-3 + token_cost * 4 * plan.verify_tokens + 2e-4 * plan.steps
         costs.record(4, plan, [(4, taken * math.exp(rng.gauss(0, 0.02)))])
 
     chains = [DraftPlan.chain(depth) for depth in (0, 1, 2, 3, 5, 7)]
@@ -123,14 +123,14 @@ def test_the_bound_of_a_tokens_cost_is_low_until_plans_differ_in_tokens_alone() 
         for plan in chains:
             measure(plan)
     # Each draft of a chain adds a token and a pass of the drafter: either may be expensive.
-    assert costs.token_at_least(4, BROAD) < 2 * row
+    assert costs.token_at_least(4, BROAD) < 2 * token_cost
     for _ in range(200):
         for plan in (*chains, DraftPlan(4, 2, 8), BROAD, TALL, DraftPlan(3, 3, 16)):
             measure(plan)
-    assert 0.5 * row < costs.token_at_least(4, BROAD) < 1.1 * row
+    assert 0.5 * token_cost < costs.token_at_least(4, BROAD) < 1.1 * token_cost
 
 
-def test_many_tokens_are_assumed_to_cost_no_more_than_few_until_measured() -> None:
+def test_the_cost_of_a_token_is_constant_beyond_the_measured_range() -> None:
     def seconds(running: int, plan: DraftPlan) -> float:
         return machine(running, plan) + 4e-5 * max(running * plan.verify_tokens - 90, 0)
 

@@ -1,4 +1,4 @@
-"""Every selector while chains and trees alternate as the best plan, and with lost or late steps."""
+"""Tests of all selectors with a best plan that changes, and with lost or late step records."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Disturbed:
     ) -> None:
         self._selector, self._lost, self._late = selector, lost, late
         self._rng = random.Random(seed)
-        self._waiting: deque[StepRecord] = deque()
+        self._held: deque[StepRecord] = deque()
         self.chosen: list[tuple[DraftPlan, float]] = []
         """Plans, each with its min acceptance probability."""
 
@@ -78,9 +78,9 @@ class Disturbed:
 
     def record(self, step: StepRecord) -> None:
         if self._rng.random() >= self._lost:
-            self._waiting.append(step)
-        if len(self._waiting) > self._late:
-            self._selector.record(self._waiting.popleft())
+            self._held.append(step)
+        if len(self._held) > self._late:
+            self._selector.record(self._held.popleft())
 
     def changed(self, *, drafter: bool = False) -> None:
         self._selector.changed(drafter=drafter)
@@ -123,7 +123,7 @@ def test_a_changed_acceptance_of_siblings_is_followed(name: str, least: float) -
 
 @pytest.mark.parametrize(("lost", "late"), [(0.5, 0), (0.9, 0), (0.0, 1), (0.0, 25), (0.5, 8)])
 @pytest.mark.parametrize("name", ["cost", "EG", "UCB1", "BEG"])
-def test_records_are_lost_or_late(name: str, lost: float, late: int) -> None:
+def test_plans_are_good_with_lost_or_late_records(name: str, lost: float, late: int) -> None:
     # Batch sizes change while records of earlier ones are still missing.
     sizes = [n for _ in range(200) for n in (4, 4, 4, 4, 4, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1)]
     simulator = simulator_of(name, sizes, lambda step: 1.0)
@@ -145,7 +145,7 @@ def test_a_selector_without_records_stays_with_the_first_plan(name: str, plan: D
     assert {chosen for chosen, _ in watched.chosen} == {plan}
 
 
-def test_late_records_do_not_spoil_predicted_costs() -> None:
+def test_late_records_do_not_distort_predicted_costs() -> None:
     sizes = [n for _ in range(150) for n in (4,) * 10 + (1,) * 10]
     simulator = simulator_of("cost", sizes, lambda step: 1.0)
     for late in (0, 10):
@@ -154,5 +154,5 @@ def test_late_records_do_not_spoil_predicted_costs() -> None:
         # With a delay of ten steps, records arrive while the other size runs.
         for running, step in ((4, 0), (1, 10)):
             whole = simulator.drafted(step, running, TREE, 0.0)
-            believed = selector._costs.seconds(running, TREE, running, whole.drafts)
-            assert believed == pytest.approx(seconds(0, running, whole), rel=0.1)
+            predicted = selector._costs.seconds(running, TREE, running, whole.drafts)
+            assert predicted == pytest.approx(seconds(0, running, whole), rel=0.1)

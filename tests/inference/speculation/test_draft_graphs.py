@@ -1,4 +1,4 @@
-"""Recorded drafting gives what drafting gives."""
+"""Tests of captured drafting (CUDA graphs), with a stand-in for the GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.inference.speculation.draft_graphs import (
     Drafting,
     DraftInputs,
     PrefillInput,
-    most_columns,
+    most_new_tokens,
 )
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch
@@ -38,14 +38,14 @@ def models(seed: int = 0) -> tuple[PackedDecoder, PackedDraftHead]:
 
 
 def drafting(head: PackedDraftHead, kv: Tensor) -> Drafting:
-    """Trees of three levels, two of each followed: four slots in all. They begin with the last
-    feature that comes."""
+    """Drafts trees of three levels that expand two nodes each: four slots in all. In place of a
+    prefill, the state at the last feature is the feature plus a small number from the token."""
 
-    def draft(batch: DraftBatch, waits: PrefillInput, num_keys: int) -> tuple[Tensor, ...]:
-        starts, counts = waits.numbers[:, 0], waits.numbers[:, 1]
+    def draft(batch: DraftBatch, prefill: PrefillInput, num_keys: int) -> tuple[Tensor, ...]:
+        starts, counts = prefill.numbers[:, 0], prefill.numbers[:, 1]
         last = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, 32)
-        hidden = waits.features.gather(1, last)[:, 0] + waits.numbers[:, 2:3] / 64
-        given = DraftInputs(starts + counts, hidden, waits.scale)
+        hidden = prefill.features.gather(1, last)[:, 0] + prefill.numbers[:, 2:3] / 64
+        given = DraftInputs(starts + counts, hidden, prefill.scale)
         return draft_tree_batched(head, kv, batch, given, num_keys, PLAN.steps, PLAN.topk)
 
     return draft
@@ -66,15 +66,16 @@ def batch_of(policy: PackedDecoder, count: int, step: int) -> DraftBatch:
         positions_N=torch.arange(count) + 10 * step,
         rows=rows,
         policy=policy,
-        # Little enough for no level to be left out; whoever looks waits for the device.
+        # Positive, so that an uncaptured draft compares scores, but too small to end drafting
+        # early.
         min_acceptance=1e-9,
     )
 
 
 def inputs(count: int, step: int) -> PrefillInput:
-    """After a step that brought up to as many tokens as the plan may, or fewer."""
+    """A prefill of up to as many tokens per request as a step of the plan can yield."""
     generator = torch.Generator().manual_seed(step)
-    width = 1 + step % most_columns(PLAN)
+    width = 1 + step % most_new_tokens(PLAN)
     features = torch.randn(count, width, 32, generator=generator)
     starts = torch.randint(1, 36, (count, 1), generator=generator)
     counts = torch.randint(1, width + 1, (count, 1), generator=generator)
@@ -90,7 +91,7 @@ def cache() -> Tensor:
 def drafted(
     graphs: DraftGraphs, policy: PackedDecoder, head: PackedDraftHead, kv: Tensor, step: int
 ) -> None:
-    """Draft for five requests, and compare with drafts that were not recorded."""
+    """Draft for five requests, and compare with drafts without graphs."""
     given, batch = inputs(5, step), batch_of(policy, 5, step)
     num_keys = int(given.numbers[:, 0].max()) + given.width + 4
     expected = drafting(head, kv.clone())(batch, given, num_keys)
@@ -99,13 +100,13 @@ def drafted(
     assert tokens.shape == (5, 2 + 2 * 4)
     assert torch.equal(tokens, expected[0])
     assert torch.equal(parents, expected[1])
-    # Padding may change in which order torch adds up.
+    # Padding may change the order in which torch sums.
     torch.testing.assert_close(scores, expected[2], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(gaps, expected[3], rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
-def test_recorded_drafts_are_those_that_were_not() -> None:
+def test_captured_drafts_equal_uncaptured_ones() -> None:
     (policy, head), kv = models(), cache()
     graphs = DraftGraphs(trace)
     for step in range(OFTEN + 5):
@@ -116,7 +117,7 @@ def test_recorded_drafts_are_those_that_were_not() -> None:
 
 
 @torch.no_grad()
-def test_recordings_end_with_the_memory_that_they_were_made_for() -> None:
+def test_graphs_are_dropped_if_weights_or_cache_move() -> None:
     (policy, head), kv = models(), cache()
     graphs = DraftGraphs(trace)
     for step in range(2 * OFTEN):
@@ -126,18 +127,18 @@ def test_recordings_end_with_the_memory_that_they_were_made_for() -> None:
     graphs.clear()
     assert graphs.memory.nbytes == 0
     kv = cache()
-    # Half of what came up still counts, so it is recorded again.
+    # Half of the counts of a shape is kept, so it is captured again soon.
     for step in range(3):
         drafted(graphs, other, head, kv, step)
     assert graphs.replayed > before
-    # Another cache, and nobody who says so.
+    # Another cache without a call of `clear`.
     kv = torch.cat([cache(), cache()], 3)
     drafted(graphs, other, head, kv, 0)
     assert graphs.memory.nbytes <= MIB
 
 
 @torch.no_grad()
-def test_plans_have_recordings_of_their_own_once_they_are_usual() -> None:
+def test_a_frequent_plan_gets_its_own_graph() -> None:
     (policy, head), kv = models(), cache()
     graphs = DraftGraphs(trace)
 

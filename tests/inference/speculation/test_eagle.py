@@ -1,4 +1,4 @@
-"""Drafts from an EAGLE head: what is drafted, and that it changes nothing."""
+"""Tests of drafts by an EAGLE head: the drafts themselves, and that they are lossless."""
 
 from __future__ import annotations
 
@@ -42,14 +42,15 @@ def new_head(decoder: Decoder, seed: int = 1) -> DraftHead:
 
 
 class Recorder(EagleProposer):
-    """Keeps what it proposed, with the context it proposed it after."""
+    """Records its drafts."""
 
     drafted: list[tuple[str, int, list[int]]]
-    waiting: dict[int, dict[str, list[int]]]
-    """The tokens that waited, by how many drafts there were before."""
+    """Request id, position, and draft tokens of each draft."""
+    pending: dict[int, dict[str, list[int]]]
+    """Pending tokens by request, at each `propose` call; keys are numbers of earlier drafts."""
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
-        self.waiting[len(self.drafted)] = self.tokens_that_wait()
+        self.pending[len(self.drafted)] = self.pending_tokens()
         trees = super().propose(batch, plan)
         for name, position, tree in zip(
             batch.request_ids, batch.positions_N.tolist(), trees, strict=True
@@ -57,27 +58,27 @@ class Recorder(EagleProposer):
             self.drafted.append((name, position, [*tree.tokens[1:]]))
         return trees
 
-    def tokens_that_wait(self) -> dict[str, list[int]]:
-        waiting = self._waiting.of(self._in_order(self._order))
-        if waiting is None:
+    def pending_tokens(self) -> dict[str, list[int]]:
+        pending = self._pending.of(self._rows_of(self._order))
+        if pending is None:
             return {}
-        parts = np.split(waiting.tokens_T, np.cumsum(waiting.counts_N)[:-1])
+        parts = np.split(pending.tokens_T, np.cumsum(pending.counts_N)[:-1])
         return {name: part.tolist() for name, part in zip(self._order, parts, strict=True)}
 
 
 def recorder(decoder: Decoder) -> Recorder:
     made = Recorder(new_head(decoder), dtype=torch.float32)
-    made.drafted, made.waiting = [], {}
+    made.drafted, made.pending = [], {}
     return made
 
 
 @pytest.mark.parametrize("prompt", [3, 140])
-def test_drafts_are_those_of_the_head_over_all_true_features(prompt: int) -> None:
-    """The longer prompts together are more than the head takes in at once."""
+def test_drafts_equal_those_of_the_head_on_the_policys_features(prompt: int) -> None:
+    """The longer prompts exceed one chunk of the head's prefill."""
     decoder = shared_decoder()
     proposer = recorder(decoder)
     with torch.no_grad():
-        # A head that has only begun looks at little but the last token.
+        # The drafts of a newly initialized head depend on little but the last token.
         generator = torch.Generator().manual_seed(3)
         for parameter in proposer._head.parameters():
             parameter.normal_(std=0.3, generator=generator)
@@ -112,7 +113,7 @@ def test_drafts_are_those_of_the_head_over_all_true_features(prompt: int) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_threads_draft_for_sequences_of_their_own_what_one_drafts_for_all(
+def test_drafts_do_not_depend_on_the_number_of_threads(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(team, "SHARED_FROM", 1)
@@ -121,9 +122,9 @@ def test_threads_draft_for_sequences_of_their_own_what_one_drafts_for_all(
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             proposer = Recorder(new_head(shared_decoder()), dtype=dtype)
-            proposer.drafted, proposer.waiting = [], {}
+            proposer.drafted, proposer.pending = [], {}
             engine = make_engine(dtype=dtype, proposer=proposer, plan=DraftPlan.chain(4))
-            # Of those that are not cut off, for which drafting is one call.
+            # Only requests without top-k, top-p and min-p, because the kernel drafts for these.
             for request in [r for i, r in enumerate(mixed_requests(12)) if i % 6 < 3]:
                 engine.add(request)
             drain(engine)
@@ -135,7 +136,7 @@ def test_threads_draft_for_sequences_of_their_own_what_one_drafts_for_all(
 
 
 @pytest.mark.parametrize("drafts", [1, 4])
-def test_what_a_head_drafts_does_not_matter(drafts: int) -> None:
+def test_drafts_do_not_change_the_generated_tokens(drafts: int) -> None:
     requests = mixed_requests(12, tokens=30)
     reference = all_bits(make_engine().run(requests))
     for limit in (1, 5, 64):
@@ -146,7 +147,7 @@ def test_what_a_head_drafts_does_not_matter(drafts: int) -> None:
         assert 0 < stats.accepted_tokens < stats.draft_tokens
 
 
-def test_rows_follow_preemption_switching_and_aborts() -> None:
+def test_drafts_are_lossless_with_preemption_aborts_and_changing_plans() -> None:
     requests = mixed_requests(7, tokens=24, seed=2)
     reference = all_bits(make_engine().run(requests))
     proposer = recorder(shared_decoder())
@@ -163,16 +164,16 @@ def test_rows_follow_preemption_switching_and_aborts() -> None:
             done += engine.abort(["r5"])
     assert engine.stats().preempted > 2
     got = all_bits(done)
-    tokens, full, law = got.pop("r5")
+    tokens, full, sampling = got.pop("r5")
     expected = reference.pop("r5")
-    assert (tokens, full, law) == tuple(part[: len(tokens)] for part in expected)
+    assert (tokens, full, sampling) == tuple(part[: len(tokens)] for part in expected)
     assert got == reference
     assert proposer._order == []
 
 
-def test_features_that_waited_count_once_after_a_preemption() -> None:
+def test_pending_features_are_processed_once_after_a_preemption() -> None:
     decoder = shared_decoder()
-    # While the other runs on, what the first had waiting is not forgotten with the whole batch.
+    # The second request keeps running, so the pending features of the batch are not dropped.
     requests = [
         make_request(name, range(3, 12 + i), temperature=0.0, max_tokens=24, ignore_eos=True)
         for i, name in enumerate(("one", "other"))
@@ -192,22 +193,23 @@ def test_features_that_waited_count_once_after_a_preemption() -> None:
             engine.step()
         assert engine.stats().preempted == preempted
         found.append({n: chain for name, n, chain in proposer.drafted if name == "one"})
-        # One for each token of its context but the last.
+        # One pending token for each context token except the first.
         (first, *_) = found[-1]
-        assert len(proposer.waiting[0]["one"]) == first - 1
+        assert len(proposer.pending[0]["one"]) == first - 1
     usual, again = found
-    # Preempted, it has one step less before the first draft: a prefill brings a token.
+    # With a preemption there is one step less before the first draft, because a prefill yields a
+    # token.
     common = usual.keys() & again.keys()
     assert len(common) > 3
     assert {n: usual[n] for n in common} == {n: again[n] for n in common}
 
 
-def test_features_are_kept_as_they_are_read() -> None:
+def test_features_are_stored_contiguously_and_checked() -> None:
     decoder = shared_decoder()
     proposer, size = recorder(decoder), decoder.config.hidden_size
-    with pytest.raises(EngineError, match=r"features are 32 numbers of torch.bfloat16, and the"):
+    with pytest.raises(EngineError, match=r"features have width 32 and torch.bfloat16, but"):
         proposer.begin("a", [3, 4], [3, 4, 5], torch.zeros(2, size, dtype=torch.bfloat16))
-    with pytest.raises(EngineError, match=r"features are 96 numbers .* takes 32 of torch.float32"):
+    with pytest.raises(EngineError, match=r"features have width 96 .* width 32 and torch.float32"):
         proposer.begin("a", [3, 4], [3, 4, 5], torch.zeros(2, 3 * size))
     features = torch.arange(2.0 * size).view(size, 2).T
     proposer.begin("b", [3, 4], [3, 4, 5], features)
@@ -217,17 +219,17 @@ def test_features_are_kept_as_they_are_read() -> None:
     torch.testing.assert_close(kept, features, rtol=0, atol=0)
 
 
-def test_what_waits_is_bounded() -> None:
+def test_pending_features_of_steps_are_limited() -> None:
     requests = [make_request(f"w{i}", max_tokens=30, ignore_eos=True) for i in range(3)]
     reference = all_bits(make_engine().run(requests))
-    # Two steps of three features of 32 numbers.
-    proposer = EagleProposer(new_head(shared_decoder()), dtype=torch.float32, waiting_bytes=768)
+    # Room for two steps with three features of width 32.
+    proposer = EagleProposer(new_head(shared_decoder()), dtype=torch.float32, pending_bytes=768)
     engine = make_engine(proposer=proposer, plan=OFF)
     for request in requests:
         engine.add(request)
     done = [g for _ in range(9) for g in engine.step()]
-    assert len(proposer._waiting) == 2
-    assert proposer._waiting.nbytes == 768
+    assert len(proposer._pending) == 2
+    assert proposer._pending.nbytes == 768
     engine.plan = DraftPlan.chain(3)
     while engine.has_work():
         done += engine.step()
@@ -235,12 +237,12 @@ def test_what_waits_is_bounded() -> None:
     assert engine.stats().draft_tokens > 0
 
 
-def test_what_requests_begin_with_is_bounded() -> None:
+def test_initial_features_of_requests_are_limited() -> None:
     decoder = shared_decoder()
     size = decoder.config.hidden_size
     features = torch.arange(20.0 * size).view(20, size)
     proposer = EagleProposer(
-        new_head(decoder), dtype=torch.float32, waiting_bytes=25 * size * features.element_size()
+        new_head(decoder), dtype=torch.float32, pending_bytes=25 * size * features.element_size()
     )
     context = list(range(3, 24))
     for name in "abc":
@@ -256,7 +258,7 @@ def test_what_requests_begin_with_is_bounded() -> None:
     assert proposer._rows["d"].features_TD is features
 
 
-def test_a_tight_budget_leaves_requests_undrafted() -> None:
+def test_nothing_is_drafted_beyond_the_kv_budget() -> None:
     requests = [make_request(f"b{i}", max_tokens=20, ignore_eos=True) for i in range(3)]
     reference = all_bits(make_engine().run(requests))
     proposer = EagleProposer(new_head(shared_decoder()), dtype=torch.float32, kv_budget_bytes=1)
@@ -265,13 +267,13 @@ def test_a_tight_budget_leaves_requests_undrafted() -> None:
     assert engine.stats().draft_tokens == 0
 
 
-def test_rows_of_another_engine_are_an_error() -> None:
+def test_rows_that_the_engine_does_not_have_are_an_error() -> None:
     proposer = EagleProposer(new_head(shared_decoder()), dtype=torch.float32)
     engine = make_engine(proposer=proposer, plan=DraftPlan.chain(2))
     engine.add(make_request("one", max_tokens=9, ignore_eos=True))
     engine.step()
-    proposer.begin("stranger", (3,), (3,), None)
-    with pytest.raises(EngineError, match="rows of the draft head are not those of the engine"):
+    proposer.begin("unknown", (3,), (3,), None)
+    with pytest.raises(EngineError, match="do not match the draft head's rows"):
         engine.step()
 
 
@@ -283,7 +285,7 @@ def test_rows_in_another_order_are_an_error() -> None:
     for _ in range(3):
         engine.step()
     features = torch.zeros(2, 1, shared_decoder().config.hidden_size)
-    with pytest.raises(EngineError, match="rows of the draft head are not those of the engine"):
+    with pytest.raises(EngineError, match="do not match the draft head's rows"):
         proposer.observe(["two", "one"], [(3,), (3,)], features)
 
 
@@ -292,12 +294,12 @@ def head_update(head: DraftHead, **changed: torch.Tensor) -> WeightUpdate:
     return WeightUpdate(version=3, buckets=[list(tensors.items())], kind=UpdateKind.DRAFT)
 
 
-def test_an_update_in_mid_request_drafts_from_the_new_head() -> None:
+def test_drafts_after_an_update_come_from_the_new_head() -> None:
     decoder, new = shared_decoder(), new_head(shared_decoder(), seed=2)
     requests = mixed_requests(6, tokens=30, seed=4)
     reference = all_bits(make_engine().run(requests))
     with torch.no_grad():
-        # So that every weight has a say in what is drafted.
+        # Larger weights, so that each of them affects the drafts.
         for parameter in new.layers.parameters():
             parameter.mul_(10 if parameter.ndim == 2 else 1)
     updated = recorder(decoder)
@@ -310,12 +312,12 @@ def test_an_update_in_mid_request_drafts_from_the_new_head() -> None:
     while engine.has_work():
         done += engine.step()
     assert all_bits(done) == reference
-    # Drafts go on at once, and are those of the new head over the features since then.
+    # Drafts continue at once. They are those of the new head on the features since the update.
     assert engine.stats().draft_tokens > 0
     texts = {r.request_id: [*r.prompt_ids, *reference[r.request_id][0]] for r in requests}
-    # One that is greedy.
+    # Request r1 is greedy.
     later = [(n, chain) for name, n, chain in updated.drafted[at:] if name == "r1" and chain]
-    first = later[0][0] - len(updated.waiting[at]["r1"])
+    first = later[0][0] - len(updated.pending[at]["r1"])
     assert first > 1
     assert len(later) > 3
     with torch.no_grad():
@@ -362,7 +364,7 @@ def test_a_bad_draft_update_changes_nothing(message: str, changed: dict[str, tor
     assert refused.drafted == plain.drafted
 
 
-def test_who_does_not_learn_takes_no_draft_weights() -> None:
+def test_draft_updates_need_a_draft_head_and_draft_weights() -> None:
     update = head_update(new_head(shared_decoder()))
     for engine in (make_engine(), make_engine(proposer=HistoryProposer())):
         with pytest.raises(EngineError, match="no draft head to update to 3"):
@@ -372,7 +374,7 @@ def test_who_does_not_learn_takes_no_draft_weights() -> None:
         make_engine(proposer=proposer).update_drafter(update_from(shared_decoder(), 3))
 
 
-def test_an_update_behind_the_protocol() -> None:
+def test_the_embedded_engine_updates_its_draft_head() -> None:
     decoder, new = shared_decoder(), new_head(shared_decoder(), seed=2)
     proposer = EagleProposer(new_head(decoder), dtype=torch.float32)
     settings = EngineSettings(max_model_len=96, dtype=torch.float32)
@@ -394,7 +396,7 @@ def test_an_update_behind_the_protocol() -> None:
     assert torch.equal(proposer._head.fc.weight, new.fc.weight)
 
 
-def test_an_updated_head_computes_in_the_dtype_that_it_did(dtype: torch.dtype) -> None:
+def test_an_updated_head_keeps_its_dtype(dtype: torch.dtype) -> None:
     decoder, new = shared_decoder(), new_head(shared_decoder(), seed=2)
     request = make_request("a", [3, 4, 5], max_tokens=40, ignore_eos=True)
     reference = all_bits(make_engine(decoder, dtype).run([request]))
@@ -409,17 +411,17 @@ def test_an_updated_head_computes_in_the_dtype_that_it_did(dtype: torch.dtype) -
     assert proposer._packed.fc.weight.dtype == dtype
 
 
-def test_a_head_in_another_dtype_than_the_policy_is_refused() -> None:
+def test_a_head_with_another_dtype_than_the_policy_is_an_error() -> None:
     proposer = EagleProposer(new_head(shared_decoder()), dtype=torch.bfloat16)
     engine = make_engine(shared_decoder(), proposer=proposer, plan=DraftPlan.chain(2))
     engine.add(make_request("a", [3, 4, 5], max_tokens=8))
-    with pytest.raises(EngineError, match=r"computes in torch.float32, and the draft head in torc"):
+    with pytest.raises(EngineError, match=r"computes in torch.float32, but the draft head in torc"):
         drain(engine)
 
 
 @pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("plan", ["4_1_5", "3_2_6"])
-def test_recorded_drafts_are_what_drafts_are(plan: str) -> None:
+def test_captured_drafting_gives_the_same_drafts(plan: str) -> None:
     requests = [make_request(f"r{i}", [3, 4, 5 + i], max_tokens=60) for i in range(3)]
     found = []
     for record in (None, trace):
@@ -438,18 +440,18 @@ def test_recorded_drafts_are_what_drafts_are(plan: str) -> None:
 
 
 @pytest.mark.usefixtures("without_kernels")
-def test_recorded_drafts_are_those_of_new_weights() -> None:
+def test_captured_drafting_uses_updated_weights() -> None:
     found = []
     for record in (None, trace):
         proposer = Recorder(
             new_head(shared_decoder()), dtype=torch.float32, record=record, free_cache=False
         )
-        proposer.drafted, proposer.waiting = [], {}
+        proposer.drafted, proposer.pending = [], {}
         engine = make_engine(
             proposer=proposer, plan=DraftPlan.parse("3_1_4"), free_cache_engine=False
         )
         for name, seed in (("a", 5), ("b", 6), ("a", 5)):
-            # Large enough for drafts to differ.
+            # Larger weights, so that drafts differ.
             other = new_head(shared_decoder(), seed=seed)
             with torch.no_grad():
                 for parameter in other.parameters():
@@ -468,11 +470,11 @@ def test_recorded_drafts_are_those_of_new_weights() -> None:
 @pytest.mark.parametrize(
     ("plan", "by_kernels"), [("3_1_4", True), ("3_1_4", False), ("3_2_6", False)]
 )
-def test_contexts_may_end_where_the_cache_of_the_head_does(
+def test_drafting_stays_within_the_kv_cache_of_the_head(
     plan: str, by_kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What was verified beyond what was accepted needs no room. Laws that are cut are drafted column
-    # by column, by kernels, too.
+    # Rejected drafts need no room. With truncated sampling, the path of CPU kernels also drafts one
+    # token per forward pass.
     if not by_kernels:
         monkeypatch.setattr("slipstream.models.numerics.kernels_supported", lambda: False)
     proposer = EagleProposer(new_head(make_decoder()), dtype=torch.float32)
@@ -488,5 +490,5 @@ def test_contexts_may_end_where_the_cache_of_the_head_does(
 
     monkeypatch.setattr(DraftPass, "__init__", checked)
     engine.run([make_request("a", [3, 4, 5], max_tokens=300, top_p=0.9)])
-    # The last slot of one capacity is nearly reached: levels of a tree are the slack.
+    # The last slots are nearly reached; the levels of a tree leave a few free.
     assert min(reached) < 8

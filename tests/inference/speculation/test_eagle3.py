@@ -1,4 +1,4 @@
-"""Drafts from an EAGLE-3 head: what it is given and drafts, and that it changes nothing."""
+"""Tests of drafts by an EAGLE-3 head: its features and drafts, and that they are lossless."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def new_head(tokens: Sequence[int] | None = None, seed: int = 1) -> Eagle3Head:
 
 def recorder(tokens: Sequence[int] | None = None) -> Recorder:
     made = Recorder(new_head(tokens), dtype=torch.float32)
-    made.drafted, made.waiting = [], {}
+    made.drafted, made.pending = [], {}
     return made
 
 
@@ -58,10 +58,10 @@ TREE = DraftPlan(4, 3, 9)
 
 @pytest.mark.parametrize("tokens", [None, [*range(0, VOCAB, 3)]])
 @pytest.mark.parametrize("prompt", [3, 140])
-def test_drafts_are_those_of_the_head_over_all_true_aux_layers(
+def test_drafts_equal_those_of_the_head_on_the_policys_aux_layers(
     prompt: int, tokens: list[int] | None
 ) -> None:
-    """The longer prompts together are more than the head takes in at once."""
+    """The longer prompts exceed one chunk of the head's prefill."""
     proposer = recorder(tokens)
     requests = [
         make_request(
@@ -96,8 +96,10 @@ def test_drafts_are_those_of_the_head_over_all_true_aux_layers(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [None, [*range(0, VOCAB, 2)]])
-def test_what_a_head_drafts_does_not_matter(dtype: torch.dtype, tokens: list[int] | None) -> None:
-    """Also where nothing that is drafted may be sampled: some requests are cut to few tokens."""
+def test_drafts_do_not_change_the_generated_tokens(
+    dtype: torch.dtype, tokens: list[int] | None
+) -> None:
+    """Some requests truncate sampling to few tokens, so that no draft token may be sampled."""
     requests = mixed_requests(12, tokens=30)
     reference = all_bits(make_engine(policy(), dtype).run(requests))
     for limit, plan in ((1, TREE), (5, DraftPlan.chain(4)), (5, TREE), (64, DraftPlan.chain(4))):
@@ -110,8 +112,8 @@ def test_what_a_head_drafts_does_not_matter(dtype: torch.dtype, tokens: list[int
 
 @pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("plan", [DraftPlan.chain(3), TREE], ids=str)
-def test_nor_does_it_where_torch_computes(plan: DraftPlan) -> None:
-    """As on a GPU."""
+def test_drafts_by_torch_do_not_change_the_generated_tokens(plan: DraftPlan) -> None:
+    """Without CPU kernels, torch operations draft, as on a GPU."""
     requests = mixed_requests(8, tokens=20)
     reference = all_bits(make_engine(policy()).run(requests))
     proposer = EagleProposer(new_head([*range(0, VOCAB, 2)]), dtype=torch.float32)
@@ -120,7 +122,7 @@ def test_nor_does_it_where_torch_computes(plan: DraftPlan) -> None:
     assert engine.stats().accepted_tokens > 0
 
 
-def test_rows_follow_preemption_switching_and_aborts() -> None:
+def test_union_drafts_are_lossless_with_preemption_and_changing_plans() -> None:
     requests = mixed_requests(7, tokens=24, seed=2)
     reference = all_bits(make_engine(policy()).run(requests))
     proposer = UnionProposer(recorder(), HistoryProposer())
@@ -137,7 +139,7 @@ def test_rows_follow_preemption_switching_and_aborts() -> None:
     assert all_bits(done) == reference
 
 
-def test_new_weights_are_drafted_with() -> None:
+def test_drafts_after_an_update_come_from_the_new_head() -> None:
     proposer, other = recorder(), new_head(seed=9)
     engine = make_engine(policy(), proposer=proposer, plan=DraftPlan.chain(3))
     weights = [(name, p.detach()) for name, p in other.named_parameters()]
@@ -145,7 +147,7 @@ def test_new_weights_are_drafted_with() -> None:
     request = make_request("r", [3, 4, 5], temperature=0.0, max_tokens=20, ignore_eos=True)
     engine.run([request])
     again = Recorder(other, dtype=torch.float32)
-    again.drafted, again.waiting = [], {}
+    again.drafted, again.pending = [], {}
     make_engine(policy(), proposer=again, plan=DraftPlan.chain(3)).run([request])
     assert proposer.drafted == again.drafted
     with pytest.raises(EngineError, match=r"tensor lm_head\.weight is missing"):
@@ -154,16 +156,16 @@ def test_new_weights_are_drafted_with() -> None:
         )
 
 
-@pytest.mark.parametrize("speculates", [True, False])
-def test_hidden_states_come_with_the_aux_layers(speculates: bool) -> None:
-    """Of contexts in pieces, of siblings that share or take over a prefill, of drafts."""
+@pytest.mark.parametrize("with_drafts", [True, False])
+def test_hidden_states_include_the_aux_layers(with_drafts: bool) -> None:
+    """Covers chunked prefills, samples that share a prefill, and steps with drafts."""
     prompt = [3 + (j * j) % 40 for j in range(70)]
     requests = [
         make_request(f"h{i}", prompt[: 70 if i else 9], max_tokens=6 + 5 * i, hidden=True)
         for i in range(5)
     ]
     drafts = {"proposer": recorder(), "plan": DraftPlan.chain(3)}
-    more = drafts if speculates else {"aux_layers": AUX_LAYERS}
+    more = drafts if with_drafts else {"aux_layers": AUX_LAYERS}
     engine = make_engine(policy(), max_prefill_tokens=32, max_num_seqs=2, **more)
     done = engine.run(requests)
     with torch.no_grad():
@@ -180,6 +182,6 @@ def test_hidden_states_come_with_the_aux_layers(speculates: bool) -> None:
         assert torch.equal(ours, expected[:-1])
 
 
-def test_aux_layers_are_the_proposers() -> None:
+def test_aux_layers_must_equal_those_of_the_proposer() -> None:
     with pytest.raises(ConfigError, match=r"aux_layers=\[0, 1, 2\], .* needs \[0, 1, 3\]"):
         make_engine(policy(), proposer=recorder(), aux_layers=(0, 1, 2))

@@ -1,4 +1,4 @@
-"""Drafts from what was written before."""
+"""Tests of drafts from earlier text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def finished(proposer: HistoryProposer, name: str, response: Sequence[int]) -> N
     proposer.end(name)
 
 
-def test_a_request_repeats_itself() -> None:
+def test_drafts_come_from_the_requests_own_context() -> None:
     proposer = HistoryProposer()
     proposer.begin("a", PROMPT, PROMPT)
     assert drafts(proposer, "a") == []
@@ -30,19 +30,19 @@ def test_a_request_repeats_itself() -> None:
     assert drafts(proposer, "a", 2) == [10, 11]
 
 
-def test_a_finished_sibling_is_followed_and_other_prompts_are_not() -> None:
+def test_drafts_come_from_finished_responses_to_the_same_prompt_only() -> None:
     proposer = HistoryProposer()
     finished(proposer, "a", [20, 21, 22, 23, 24])
     proposer.begin("b", PROMPT, [*PROMPT, 20, 21, 22])
     assert drafts(proposer, "b") == [23, 24]
     proposer.begin("c", (1, 2, 4), (1, 2, 4, 20, 21, 22))
     assert drafts(proposer, "c") == []
-    # Even the first token of a response may be guessed, from the end of the prompt.
+    # The first token of a response can be drafted, because the end of the prompt matches.
     proposer.begin("d", PROMPT, PROMPT)
     assert drafts(proposer, "d") == [20, 21, 22, 23]
 
 
-def test_the_longest_agreement_wins_then_the_latest() -> None:
+def test_the_longest_match_wins_then_the_latest() -> None:
     proposer = HistoryProposer(match=2)
     finished(proposer, "a", [50, 30, 31, 70])
     finished(proposer, "b", [60, 30, 31, 80])
@@ -52,7 +52,7 @@ def test_the_longest_agreement_wins_then_the_latest() -> None:
     assert drafts(proposer, "d", 1) == [80]
 
 
-def test_memory_is_bounded_and_the_oldest_prompt_goes_first() -> None:
+def test_memory_is_limited_and_the_oldest_prompt_is_dropped_first() -> None:
     proposer = HistoryProposer(max_tokens=40)
     for prompt in range(10):
         name = f"p{prompt}"
@@ -66,7 +66,7 @@ def test_memory_is_bounded_and_the_oldest_prompt_goes_first() -> None:
         assert bool(drafts(proposer, name)) == (prompt >= 7)
 
 
-def test_of_one_prompt_the_oldest_text_goes_first() -> None:
+def test_the_oldest_response_to_a_prompt_is_dropped_first() -> None:
     proposer = HistoryProposer(max_tokens=40)
     for text in range(9):
         finished(proposer, f"t{text}", [10 * text + i for i in range(2, 12)])
@@ -78,7 +78,7 @@ def test_of_one_prompt_the_oldest_text_goes_first() -> None:
         proposer.end(name)
     (past,) = proposer._past.values()
     assert past.texts == len(proposer._texts) == 3
-    # Nothing is left of the others.
+    # The index has no places in dropped texts.
     assert {id(text) for p in past.index.places.values() for text, _ in p} == {
         id(text) for _, text in proposer._texts
     }
@@ -113,5 +113,5 @@ def test_finished_responses_can_be_forgotten() -> None:
     assert drafts(proposer, "b") == []
 
 
-def test_unknown_requests_may_end() -> None:
-    HistoryProposer().end("nobody")
+def test_the_end_of_an_unknown_request_is_ignored() -> None:
+    HistoryProposer().end("unknown")

@@ -14,11 +14,11 @@ TREE = DraftTree(range(8), [-1, 0, 1, 2, 2, 1, 0, 6])
 
 
 @pytest.mark.parametrize(
-    ("path", "right"),
+    ("path", "accepted"),
     [([0], 0), ([0, 1], 1), ([0, 1, 2, 3], 3), ([0, 1, 2, 4], 2), ([0, 1, 5], 1), ([0, 6, 7], 0)],
 )
-def test_accepted_drafts_of_the_chain_of_first_children(path: list[int], right: int) -> None:
-    assert TREE.straight(path) == (3, right)
+def test_accepted_drafts_of_the_chain_of_first_children(path: list[int], accepted: int) -> None:
+    assert TREE.straight(path) == (3, accepted)
 
 
 def test_a_chain_consists_of_first_children() -> None:
@@ -30,7 +30,7 @@ def test_a_chain_consists_of_first_children() -> None:
     assert TREE.straight([]) == (3, 0)
 
 
-def test_first_children() -> None:
+def test_is_first_child() -> None:
     assert [TREE.is_first_child(node) for node in range(1, 8)] == [1, 1, 1, 0, 0, 0, 1]
 
 

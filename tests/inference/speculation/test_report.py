@@ -1,4 +1,4 @@
-"""What is said and recorded of speculation."""
+"""Tests of messages and traces of speculative decoding."""
 
 from __future__ import annotations
 
@@ -33,67 +33,71 @@ def step(plan: DraftPlan, accepted: int, *, seconds: float = 1.0, running: int =
     )
 
 
-def test_a_head_that_is_never_right_is_reported_once() -> None:
-    said: list[str] = []
+def test_a_head_without_accepted_drafts_is_reported_once() -> None:
+    messages: list[str] = []
     plan = DraftPlan.chain(2)
-    reported = ReportedSelector(PredefinedSelector(plan), notify=said.append, head="runs/x/draft")
+    reported = ReportedSelector(
+        PredefinedSelector(plan), notify=messages.append, head="runs/x/draft"
+    )
     for _ in range(50):
         reported.record(step(plan, 0))
-    assert not said
+    assert not messages
     for _ in range(2000):
         reported.record(step(plan, 0))
-    (message,) = said
-    assert "the draft head runs/x/draft is almost never right: 1.00 tokens per" in message
+    (message,) = messages
+    assert "draft head runs/x/draft is accepted: 1.00 tokens per" in message
     assert "`slipstream draft`" in message
 
 
-def test_a_head_that_is_right_now_and_then_is_not() -> None:
-    said: list[str] = []
+def test_a_head_with_some_accepted_drafts_is_not_reported() -> None:
+    messages: list[str] = []
     plan = DraftPlan.chain(2)
-    reported = ReportedSelector(PredefinedSelector(plan), notify=said.append, head="x")
+    reported = ReportedSelector(PredefinedSelector(plan), notify=messages.append, head="x")
     for i in range(3000):
         reported.record(step(plan, i % 8 == 0))
-    assert not said
-    # It may become useless later on.
+    assert not messages
+    # A head that becomes bad later is reported.
     for _ in range(1000):
         reported.record(step(plan, 0))
-    assert len(said) == 1
+    assert len(messages) == 1
 
 
-def test_a_single_step_with_drafts_is_no_proof_against_a_head() -> None:
-    said: list[str] = []
+def test_a_head_is_not_judged_by_a_few_steps() -> None:
+    messages: list[str] = []
     plan = DraftPlan.chain(2)
-    reported = ReportedSelector(PredefinedSelector(plan), notify=said.append, head="x")
+    reported = ReportedSelector(PredefinedSelector(plan), notify=messages.append, head="x")
     for _ in range(3):
         reported.record(step(plan, 0, running=64))
         for _ in range(9):
             reported.record(step(OFF, 0, running=64))
-    assert not said
+    assert not messages
     reported.record(step(plan, 0, running=64))
-    assert "1.00 tokens per verification over 256 of them" in said[0]
+    assert "1.00 tokens per verification in 256" in messages[0]
 
 
 @pytest.mark.parametrize("running", [1, 4, 16, 64])
-def test_a_head_that_is_never_right_is_reported_where_plans_are_chosen(running: int) -> None:
-    said: list[str] = []
+def test_a_bad_head_is_reported_although_the_cost_model_rarely_drafts(running: int) -> None:
+    messages: list[str] = []
     plans = [DraftPlan.chain(depth) for depth in (1, 2, 3, 4, 5, 7)]
-    reported = ReportedSelector(CostModelSelector(plans), notify=said.append, head="runs/x/draft")
+    reported = ReportedSelector(
+        CostModelSelector(plans), notify=messages.append, head="runs/x/draft"
+    )
     for _ in range(20):
-        unseen = reported.begin_rollout(running)
-        for _ in range(unseen, 400):
+        plain_steps = reported.begin_rollout(running)
+        for _ in range(plain_steps, 400):
             plan = reported.select(running)
             seconds = 1e-3 * (1 + 0.1 * plan.steps + 0.01 * plan.steps * running)
             reported.record(step(plan, 0, seconds=seconds, running=running))
-    assert "the draft head runs/x/draft is almost never right: 1.00 tokens per" in "".join(said)
+    assert "draft head runs/x/draft is accepted: 1.00 tokens per" in "".join(messages)
 
 
-def test_a_head_is_judged_by_its_own_drafts() -> None:
-    said: list[str] = []
+def test_a_head_is_judged_by_its_own_record() -> None:
+    messages: list[str] = []
     plan = DraftPlan.chain(2)
     own = [0, 0]
     reported = ReportedSelector(
         PredefinedSelector(plan),
-        notify=said.append,
+        notify=messages.append,
         head="x",
         head_record=lambda: (own[0], own[1]),
     )
@@ -101,32 +105,32 @@ def test_a_head_is_judged_by_its_own_drafts() -> None:
         own[0] += 1
         own[1] += 1
         reported.record(step(plan, 2))
-    assert not said
+    assert not messages
     for _ in range(60):
         own[0] += 1
         reported.record(step(plan, 2))
-    assert not said  # It was right in the same window.
+    assert not messages  # Its earlier drafts in the same window were accepted.
     for _ in range(800):
         own[0] += 1
         reported.record(step(plan, 2))
-    assert "the draft head x is almost never right" in said[0]
+    assert "draft head x is accepted" in messages[0]
 
 
-def test_that_nothing_is_gained_is_said_once() -> None:
-    said: list[str] = []
-    reported = ReportedSelector(CostModelSelector(PLANS), notify=said.append)
+def test_missing_gain_is_reported_once() -> None:
+    messages: list[str] = []
+    reported = ReportedSelector(CostModelSelector(PLANS), notify=messages.append)
     for _ in range(5000):
         plan = reported.select(3)
         reported.record(step(plan, 0, seconds=1 + plan.steps, running=3))
-    (message,) = said
+    (message,) = messages
     assert "turned itself off: no plan was faster than plain decoding" in message
-    assert " steps (1.00 tokens per verification over " in message
+    assert " steps (1.00 tokens per verification in " in message
     assert "speculative.enable=false" in message
 
 
-def test_that_rollouts_are_skipped_is_said_once() -> None:
-    said: list[str] = []
-    reported = ReportedSelector(CostModelSelector(PLANS), notify=said.append)
+def test_backoff_is_reported_once() -> None:
+    messages: list[str] = []
+    reported = ReportedSelector(CostModelSelector(PLANS), notify=messages.append)
     skipped = 0
     for _ in range(30):
         if reported.begin_rollout(3):
@@ -135,10 +139,10 @@ def test_that_rollouts_are_skipped_is_said_once() -> None:
             for _ in range(50):
                 plan = reported.select(3)
                 reported.record(step(plan, 0, seconds=1 + plan.steps, running=3))
-        assert len(said) == (skipped >= 3)
+        assert len(messages) == (skipped >= 3)
     assert skipped > 10
-    assert "turned itself off: with about 3 requests at once it gained next to nothing" in said[0]
-    assert "speculative.enable=false" in said[0]
+    assert "turned itself off: with about 3 concurrent requests" in messages[0]
+    assert "speculative.enable=false" in messages[0]
     while not reported.begin_rollout(3):
         for _ in range(50):
             reported.record(step(OFF, 0, running=3))
@@ -150,21 +154,21 @@ def test_that_rollouts_are_skipped_is_said_once() -> None:
 def test_a_trace_replays_to_the_same_decisions() -> None:
     trace = io.StringIO()
     reported = ReportedSelector(CostModelSelector(PLANS), notify=print, trace=trace.write)
-    asked, unseen = 0, 0
+    asked, plain_steps = 0, 0
     for number in range(1200):
         if number == 200:
             reported.changed()
         if number == 300:
             reported.changed(drafter=True)
         if number % 200 == 0:
-            unseen = reported.begin_rollout(3)
-        if unseen:
+            plain_steps = reported.begin_rollout(3)
+        if plain_steps:
             continue
         running = 1 + number % 3
         plan = reported.select(running)
-        right = plan.steps * (number % 2) * (number < 400)
+        accepted = plan.steps * (number % 2) * (number < 400)
         seconds = 1 + 0.3 * plan.steps * running
-        reported.record(step(plan, right, seconds=seconds, running=running))
+        reported.record(step(plan, accepted, seconds=seconds, running=running))
         asked += 1
     lines = trace.getvalue().splitlines()
     assert json.loads(lines[0]) == {"selector": "new"}
@@ -176,27 +180,27 @@ def test_a_trace_replays_to_the_same_decisions() -> None:
     assert asked in (800, 1000)  # some were skipped
     assert all(again == recorded for again, recorded in pairs)
     assert {str(plan) for _, plan in pairs} >= {"0_0_1", "2_1_3"}
-    # A run that was resumed, or another engine, appends to the file.
+    # A resumed run and a second engine append to the same file.
     assert replay(lines * 2, lambda: CostModelSelector(PLANS)) == pairs * 2
     others = replay(lines, lambda: PredefinedSelector(PLANS[0]))
     assert {plan for plan, _ in others} == {PLANS[0]}
 
-    heard: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
 
-    class Listening(PredefinedSelector):
+    class Recording(PredefinedSelector):
         def begin_rollout(self, requests: int) -> int:
-            heard.append(("begins", requests))
+            calls.append(("begins", requests))
             return 0
 
         def changed(self, *, drafter: bool = False) -> None:
-            heard.append(("changed", drafter))
+            calls.append(("changed", drafter))
 
-    replay(lines, lambda: Listening(PLANS[0]))
+    replay(lines, lambda: Recording(PLANS[0]))
     begins = ("begins", 3)
-    assert heard == [begins, ("changed", False), begins, ("changed", True), *[begins] * 4]
+    assert calls == [begins, ("changed", False), begins, ("changed", True), *[begins] * 4]
 
 
-def test_the_plans_in_a_line() -> None:
+def test_plan_table_lists_the_plans_of_a_selector() -> None:
     assert plan_table(CostModelSelector(PLANS), 32) == (
         "plans off 1_1_2 2_1_3 by measured cost, for up to 32 running requests"
     )
@@ -204,14 +208,14 @@ def test_the_plans_in_a_line() -> None:
     assert plan_table(fixed, None) == "plan 2_1_3, for any number of running requests"
 
 
-def test_what_may_be_chosen_is_told() -> None:
+def test_choices_of_the_wrapped_selector_are_passed_on() -> None:
     selector = CostModelSelector(PLANS, bs_threshold=32)
     reported = ReportedSelector(selector, notify=lambda message: None)
     assert reported.choices(32) == (OFF, *PLANS)
     assert reported.choices(33) == (OFF,)
 
 
-def test_an_engine_reports_what_it_does() -> None:
+def test_the_trace_of_an_engine_agrees_with_its_statistics() -> None:
     head = DraftHead(shared_decoder().config)
     head.init_weights(1)
     trace = io.StringIO()
@@ -231,5 +235,5 @@ def test_an_engine_reports_what_it_does() -> None:
     assert stats.draft_steps == sum(bool(event["drafted"]) for event in events)
     assert sum(stats.batch_tokens) == stats.decode_tokens
     assert sum(stats.batch_seconds) == stats.decode_seconds
-    # Steps that had to catch up with new requests are marked.
+    # Steps with draft catch-up for new requests are not steady.
     assert {event["steady"] for event in events} == {True, False}

@@ -53,10 +53,10 @@ def simulate(
         drafted = [plan.steps] * running if plan.steps else []
         accepted = []
         for drafts in drafted:
-            right = 0
-            while right < drafts and rng.random() < acceptance(step):
-                right += 1
-            accepted.append(right)
+            correct = 0
+            while correct < drafts and rng.random() < acceptance(step):
+                correct += 1
+            accepted.append(correct)
         steady = not (plan != OFF and before == OFF)
         record = StepRecord(
             running=running,
@@ -96,7 +96,7 @@ def test_within_five_percent_of_the_best_plan_in_hindsight(running: int, p: floa
         simulate(selector, [running] * 60, acceptance=lambda _: p, seed=seed)
         sizes = [running] * 400
         _, _, plans = simulate(selector, sizes, acceptance=lambda _: p, seed=seed + 1)
-        # Mean rate of the chosen plans, without luck.
+        # Expected rate of the chosen plans.
         seconds = [cpu(running, plan.steps) for plan in plans]
         tokens = sum(
             expected_rate(running, plan.steps, p) * took
@@ -104,7 +104,7 @@ def test_within_five_percent_of_the_best_plan_in_hindsight(running: int, p: floa
         )
         rates.append(tokens / sum(seconds))
     assert mean(rates) > 0.95 * best_rate(running, p)
-    # One run in many has unlucky first probes and stays without drafts for long.
+    # In one of many runs, noise spoils the first probes, so it stays without drafts for long.
     unlucky, *others = sorted(rates)
     assert min(others) > 0.9 * best_rate(running, p)
     assert unlucky > 0.8 * best_rate(running, p)
@@ -119,7 +119,7 @@ def test_cheap_probes_come_first() -> None:
         assert tried == sorted(tried)
 
 
-def test_a_shrinking_batch_is_never_much_slower_than_plain_and_gains_in_the_tail() -> None:
+def test_a_shrinking_batch_gains_in_the_tail_and_is_never_much_slower_than_plain_decoding() -> None:
     sizes = [64 - i // 4 for i in range(240)] + [4] * 100 + [2] * 100 + [1] * 200
     selector = CostModelSelector(PLANS)
     for seed in range(3):
@@ -138,7 +138,7 @@ def test_a_shrinking_batch_is_never_much_slower_than_plain_and_gains_in_the_tail
     assert plain / seconds > 0.98
 
 
-def test_changes_of_the_machine_speed_seldom_mislead() -> None:
+def test_changes_of_the_machine_speed_rarely_cause_bad_plans() -> None:
     # For 20 to 120 steps all steps are slower or faster, as on shared hardware.
     shares = []
     for seed in range(40):
@@ -184,7 +184,7 @@ def test_a_probe_has_at_least_four_steps() -> None:
     assert min(probes) >= 4
 
 
-def test_follows_a_policy_that_drifts() -> None:
+def test_the_plan_follows_changing_acceptance() -> None:
     selector = CostModelSelector(PLANS)
 
     def acceptance(step: int) -> float:
@@ -319,13 +319,13 @@ def tree_steps(
         milliseconds += 0.2 + 0.1 * plan.steps if plan != OFF else 0.0
         accepted, straight = list[int](), list[tuple[int, int]]()
         for _ in range(running if plan != OFF else 0):
-            luck = [rng.random() for _ in range(plan.steps)]
-            alone, among = (
-                next((i for i, lot in enumerate(luck) if lot < chance), plan.steps)
-                for chance in (wrong, wrong**tree_gains)
+            draws = [rng.random() for _ in range(plan.steps)]
+            of_chain, of_tree = (
+                next((i for i, draw in enumerate(draws) if draw < rejection), plan.steps)
+                for rejection in (wrong, wrong**tree_gains)
             )
-            accepted.append(alone if plan.topk == 1 else among)
-            straight += [(plan.steps, min(alone, among))] if plan.topk > 1 else []
+            accepted.append(of_chain if plan.topk == 1 else of_tree)
+            straight += [(plan.steps, min(of_chain, of_tree))] if plan.topk > 1 else []
         selector.record(
             StepRecord(
                 running=running,
@@ -342,7 +342,7 @@ def tree_steps(
 
 @pytest.mark.parametrize(("tree_gains", "tree"), [(2.0, True), (0.8, False)])
 @pytest.mark.parametrize("running", [1, 4])
-def test_trees_are_chosen_if_they_pay(tree_gains: float, tree: bool, running: int) -> None:
+def test_trees_are_chosen_if_they_are_faster(tree_gains: float, tree: bool, running: int) -> None:
     found = []
     for seed in range(5):
         selector = CostModelSelector([*PLANS, DraftPlan(6, 3, 10), DraftPlan(6, 4, 16)])
@@ -352,8 +352,8 @@ def test_trees_are_chosen_if_they_pay(tree_gains: float, tree: bool, running: in
     assert (mean(found) < 0.2) is not tree
 
 
-def test_steps_with_trees_predict_chains() -> None:
-    # The head is very good, but only trees were tried: their first children show it.
+def test_acceptance_of_trees_predicts_chains() -> None:
+    # Nearly all drafts are accepted, but only trees ran. Their first children show it.
     found = []
     for seed in range(5):
         trees = map(DraftPlan.parse, ("4_2_8", "6_2_12", "6_4_16"))
@@ -401,7 +401,7 @@ def test_each_plain_step_fades_acceptance() -> None:
     assert selector.curve._tried[0] == pytest.approx(before * 0.998**200)
 
 
-def test_new_weights_halve_what_is_known_of_acceptance() -> None:
+def test_new_weights_halve_the_weight_of_earlier_acceptance() -> None:
     selector = CostModelSelector(PLANS)
     simulate(selector, [2] * 200, acceptance=lambda _: 0.9)
     learned(selector, [])
@@ -424,12 +424,12 @@ def test_a_switch_is_confirmed_by_steps_of_the_plan_before() -> None:
 
 def test_an_expensive_catch_up_limits_probes() -> None:
     used = []
-    for late in (0.0, 0.5):
+    for catch_up in (0.0, 0.5):
         selector, missed = CostModelSelector(PLANS), 0
         drafting = 0
         for _ in range(3000):
             plan = selector.select(8)
-            seconds = 1e-2 * (1 + 0.5 * plan.steps) + (late if plan != OFF and missed else 0.0)
+            seconds = 1e-2 * (1 + 0.5 * plan.steps) + (catch_up if plan != OFF and missed else 0.0)
             accepted = [0] * 8 if plan != OFF else []
             selector.record(
                 StepRecord(
@@ -454,7 +454,7 @@ def test_min_acceptance_follows_the_cost_of_a_token(running: int) -> None:
     for token in (0.02, 0.3):
         selector, rng = CostModelSelector(plans), random.Random(0)
         for step in range(600):
-            # All plans, because the chosen ones alone teach less.
+            # Run all plans, because the chosen ones do not show the cost of a token.
             selector.select(running)
             plan = [OFF, *plans][step // 8 % (1 + len(plans))]
             milliseconds = 3.0 + token * running * plan.verify_tokens + 0.1 * plan.steps
@@ -485,7 +485,7 @@ def cut_tree(plan: DraftPlan, running: int, drafts: int) -> StepRecord:
     )
 
 
-def test_trees_with_drafts_left_out_teach_the_cost_of_their_tokens() -> None:
+def test_trees_with_drafts_left_out_show_the_cost_of_their_tokens() -> None:
     plan, other = DraftPlan(6, 4, 24), DraftPlan(6, 4, 16)
     selector = CostModelSelector([*PLANS, plan, other])
     for _ in range(60):
@@ -510,7 +510,7 @@ def test_a_tree_without_drafts_left_is_not_a_plain_step() -> None:
         learned(selector, [*plain, *[StepRecord(running=2, plan=plan, seconds=1.5)] * 2])
     assert selector._costs.seconds(2, OFF, 2) == pytest.approx(1.0, rel=0.02)
     assert selector._costs.seconds(2, plan, 2, 0.0) == pytest.approx(1.5, rel=0.05)
-    drafts, accepted = selector._of_tree(2, plan)
+    drafts, accepted = selector._tree_expectation(2, plan)
     assert drafts < 1
     assert accepted < 0.5
 
@@ -524,14 +524,14 @@ def test_tree_ratios_fade_while_chains_are_drafted() -> None:
         return StepRecord(running=4, plan=plan, seconds=1.0, drafted=drafted, accepted=accepted)
 
     learned(selector, [of(chain, [3] * 4)] * 100)
-    before = selector._of_tree(4, plan)[1]
+    before = selector._tree_expectation(4, plan)[1]
     learned(selector, [of(plan, [0] * 4)] * 50)
-    assert selector._of_tree(4, plan)[1] < 0.5 * before
+    assert selector._tree_expectation(4, plan)[1] < 0.5 * before
     learned(selector, [of(chain, [3] * 4)] * 4000)
-    assert selector._of_tree(4, plan)[1] > 0.7 * before
+    assert selector._tree_expectation(4, plan)[1] > 0.7 * before
 
 
-def test_first_children_of_trees_teach_the_acceptance_of_chains() -> None:
+def test_first_children_of_trees_show_the_acceptance_of_chains() -> None:
     plan = DraftPlan(4, 3, 12)
     selector = CostModelSelector([*PLANS, plan])
     for _ in range(100):
@@ -547,4 +547,4 @@ def test_first_children_of_trees_teach_the_acceptance_of_chains() -> None:
         learned(selector, [step])
     assert selector.curve.rates(3) == pytest.approx([0.5, 1.0, 0.0], abs=0.1)
     # Siblings were accepted in place of the first children.
-    assert selector._of_tree(2, plan)[1] == pytest.approx(3.5, abs=0.3)
+    assert selector._tree_expectation(2, plan)[1] == pytest.approx(3.5, abs=0.3)

@@ -1,4 +1,4 @@
-"""A draft head and history together."""
+"""Tests of the union of a draft head and history."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PROMPT = (1, 2, 3)
 PLAN = DraftPlan.chain(3)
 
 
-class Parrot:
-    """A head that always drafts the same."""
+class ConstantHead:
+    """A draft head that always drafts the same tokens, and records its calls."""
 
     aux_layers = ()
 
@@ -62,17 +62,17 @@ def proposed(union: UnionProposer, name: str, last: int) -> list[int]:
     return list(tree.tokens[1:])
 
 
-def test_the_one_that_has_been_right_is_believed() -> None:
-    union = UnionProposer(Parrot([7, 7, 7]), HistoryProposer())
+def test_the_chain_with_the_better_record_is_proposed() -> None:
+    union = UnionProposer(ConstantHead([7, 7, 7]), HistoryProposer())
     text = [20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30]
     union.begin("a", PROMPT, PROMPT, None)
     union.observe(["a"], [text], None)
     union.end("a")
-    # Without a match there is only the head.
+    # Without a match in the history, the head's chain is proposed.
     union.begin("b", PROMPT, [*PROMPT, 50, 51], None)
     assert proposed(union, "b", 51) == [7, 7, 7]
     union.observe(["b"], [[52]], None)
-    for _ in range(30):  # the head is wrong again and again
+    for _ in range(30):  # no draft of the head is accepted
         proposed(union, "b", 52)
         union.observe(["b"], [[53]], None)
     assert union.head_record == (31, 0)
@@ -80,7 +80,7 @@ def test_the_one_that_has_been_right_is_believed() -> None:
     union.begin("c", PROMPT, [*PROMPT, 20, 21, 22], None)
     assert proposed(union, "c", 22) == [23, 24, 25]
     union.end("c")
-    # Now the head is right, and history, of as little agreement, wrong.
+    # Now the head's drafts are accepted, and those of history with the same match length are not.
     union.begin("d", PROMPT, [*PROMPT, 20, 21, 22], None)
     for _ in range(300):
         proposed(union, "d", 22)
@@ -91,40 +91,40 @@ def test_the_one_that_has_been_right_is_believed() -> None:
     assert union.head_record == (331, 900)
 
 
-def test_both_are_told_of_everything() -> None:
-    head = Parrot([5])
+def test_all_calls_are_passed_on_to_the_head() -> None:
+    head = ConstantHead([5])
     union = UnionProposer(head, HistoryProposer())
     union.begin("a", PROMPT, PROMPT, None)
     proposed(union, "a", 3)
     union.observe(["a"], [[4]], None)
     union.end("a")
-    union.end("nobody")
-    assert head.calls == ["begin a", "observe [[4]]", "end a", "end nobody"]
+    union.end("unknown")
+    assert head.calls == ["begin a", "observe [[4]]", "end a", "end unknown"]
 
 
-def test_it_does_not_matter_what_they_draft() -> None:
+def test_union_chains_do_not_change_the_generated_tokens() -> None:
     requests = mixed_requests(8, tokens=24)
     reference = all_bits(make_engine().run(requests))
     head = DraftHead(shared_decoder().config)
     head.init_weights(1)
     union = UnionProposer(EagleProposer(head, dtype=torch.float32), HistoryProposer(match=1))
     engine = make_engine(proposer=union, plan=PLAN, max_num_seqs=3)
-    for _ in range(2):  # the second time history knows the responses
+    for _ in range(2):  # in the second pass, history has the responses
         assert all_bits(engine.run(requests)) == reference
     stats = engine.stats()
     assert stats.accepted_tokens > 0.2 * stats.draft_tokens
     assert not union._offers
 
 
-def test_new_weights_are_for_the_head() -> None:
-    parrot = Parrot([7])
-    engine = make_engine(proposer=UnionProposer(parrot, HistoryProposer()), plan=PLAN)
+def test_draft_updates_are_passed_on_to_the_head() -> None:
+    head = ConstantHead([7])
+    engine = make_engine(proposer=UnionProposer(head, HistoryProposer()), plan=PLAN)
     engine.update_drafter(WeightUpdate(version=5, buckets=[], kind=UpdateKind.DRAFT))
-    assert parrot.calls == ["update 5"]
+    assert head.calls == ["update 5"]
 
 
-def test_a_step_of_many_requests_fades_what_was_seen_once() -> None:
-    union = UnionProposer(Parrot([7, 7, 7]), HistoryProposer())
+def test_a_step_with_many_requests_fades_acceptance_once() -> None:
+    union = UnionProposer(ConstantHead([7, 7, 7]), HistoryProposer())
     names = [f"r{i}" for i in range(40)]
     for name in names:
         union.begin(name, PROMPT, PROMPT, None)
@@ -137,9 +137,9 @@ def test_a_step_of_many_requests_fades_what_was_seen_once() -> None:
     assert union._head_curve._tried[0] > 30
 
 
-def test_trees_of_both_are_merged() -> None:
-    class Branching(Parrot):
-        """A head that drafts a tree, and how sure it is."""
+def test_trees_of_head_and_history_are_merged() -> None:
+    class Branching(ConstantHead):
+        """A head that drafts a tree with scores."""
 
         def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
             scores = [-0.1, -2.5, -0.3, -2.0]
@@ -155,7 +155,8 @@ def test_trees_of_both_are_merged() -> None:
     union.end("a")
     union.begin("b", PROMPT, [*PROMPT, 20, 21, 22], None)
     (tree,) = union.propose(batch("b", 22), DraftPlan(3, 2, 6))
-    # Of history 23, which the head has too, 24 and 25; the fourth by the head is not worth it.
+    # History adds 24 and 25 after 23, which both drafted. The head's node 40 has the worst score
+    # and is left out.
     assert list(tree.tokens) == [22, 23, 41, 42, 24, 25]
     assert list(tree.parents) == [-1, 0, 1, 1, 1, 4]
     assert tree.by_head == 3
@@ -165,13 +166,13 @@ def test_trees_of_both_are_merged() -> None:
     assert union.head_record == (1, 2)
     (tree,) = union.propose(batch("b", 50), DraftPlan(3, 2, 4))
     assert list(tree.tokens) == [50, 23, 41, 42]
-    # Nor what is not worth its row, whosever it is.
+    # Nodes below the min acceptance probability are left out.
     (tree,) = union.propose(replace(batch("b", 50), min_acceptance=0.6), DraftPlan(3, 2, 6))
     assert list(tree.tokens) == [50, 23, 41]
 
 
 @pytest.mark.parametrize("plan", [DraftPlan(4, 2, 8), DraftPlan(5, 4, 12)], ids=str)
-def test_merged_trees_do_not_matter(plan: DraftPlan) -> None:
+def test_merged_trees_do_not_change_the_generated_tokens(plan: DraftPlan) -> None:
     requests = mixed_requests(9, tokens=30)
     reference = make_engine().run(requests)
     head = DraftHead(shared_decoder().config)
