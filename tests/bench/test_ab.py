@@ -257,7 +257,7 @@ def test_the_output_of_a_failed_run_is_shown(tmp_path: Path) -> None:
     # The run fails because its settings name no prompts.
     with pytest.raises(EngineError, match="ended with status"):
         ab.run(AbBench(policy=policy), said.append)
-    assert "rl has no prompts" in said[-1]
+    assert "set data.train_files=" in said[-1]
     # Unknown settings are refused before the first run.
     (policy / "config.yaml").write_text("data:\n  tusk: countdown\n")
     with pytest.raises(ConfigError, match=r"data\.tusk"):
