@@ -667,7 +667,7 @@ class FeatureSink(Protocol):
     """Receives hidden states of the trainer's forward pass, to train a draft head on them."""
 
     @property
-    def tap_layers(self) -> tuple[int, ...]:
+    def aux_layers(self) -> tuple[int, ...]:
         """Indices of the layers whose inputs the sink needs in addition to the final hidden states
         (auxiliary layers), in the order of concatenation."""
         ...

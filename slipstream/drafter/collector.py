@@ -65,7 +65,7 @@ class RowCollector:
         decoded: DecodedFeatures | None = None,
     ) -> None:
         """`keep` is called with every row. `decoded` holds features from decoding, if any."""
-        self.tap_layers = settings.aux_layers
+        self.aux_layers = settings.aux_layers
         self._settings = settings
         self._keep = keep
         self._decoded = decoded

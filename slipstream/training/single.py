@@ -437,7 +437,7 @@ class SingleProcessBackend:
                 f"this {self.decoder.config.family} is computed by transformers' class, which "
                 "returns no hidden states for a feature sink; train without a sink"
             )
-        tap_layers = sink.tap_layers if sink is not None else ()
+        aux_layers = sink.aux_layers if sink is not None else ()
         packed = None
         full_kl = None
         if self._full_kl is not None and torch.is_grad_enabled():
@@ -451,7 +451,7 @@ class SingleProcessBackend:
                 micro,
                 temperature=batch.temperature,
                 settings=self._settings,
-                aux_layers=tap_layers if selected.intersection(micro.indices) else (),
+                aux_layers=aux_layers if selected.intersection(micro.indices) else (),
                 full_kl=full_kl,
                 kept=kept_ids(batch, micro),
             )

@@ -438,7 +438,7 @@ def test_weights_round_trip_and_reject_missing_tensors() -> None:
 class RecordingSink:
     def __init__(self, wanted: set[int], aux_layers: tuple[int, ...] = ()) -> None:
         self.wanted = wanted
-        self.tap_layers = aux_layers
+        self.aux_layers = aux_layers
         self.received: list[Features] = []
 
     def select(self, batch: TrainBatch) -> set[int]:

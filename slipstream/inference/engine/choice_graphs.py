@@ -41,7 +41,7 @@ class ChoiceGraphs:
         self._record, self._max_rows = record, AT_ONCE // vocab_size
         self._seen: Counter[_ChoiceShape] = Counter()
         self._choices: dict[_ChoiceShape, tuple[Inputs, Recorded]] = {}
-        self.memory = RecordedMemory("choice graph")
+        self.memory = RecordedMemory("choice graph", ("row", "rows"))
         self.replayed = 0
 
     def clear(self) -> None:

@@ -103,15 +103,18 @@ class Inputs:
 
 
 class RecordedMemory:
-    """The memory of recordings, by tokens per request. It is logged in one sentence when there has
-    been no new recording for `_LOG_AFTER_STEPS` steps."""
+    """The memory of recordings, by size. It is logged in one sentence when there has been no new
+    recording for `_LOG_AFTER_STEPS` steps."""
 
-    def __init__(self, what: str) -> None:
-        """`what` names a recording in the log, such as "decode graph"."""
-        self._what = what
+    def __init__(
+        self, what: str, unit: tuple[str, str] = ("token per request", "tokens per request")
+    ) -> None:
+        """`what` names a recording in the log, such as "decode graph". `unit` is the unit of sizes,
+        singular and plural."""
+        self._what, self._unit = what, unit
         self._sizes: dict[int, list[int]] = {}
         self._steps_since_new = 0
-        # Number of recordings, by tokens per request, at the time of the last log message.
+        # Number of recordings, by size, at the time of the last log message.
         self._logged: dict[int, int] = {}
 
     @property
@@ -120,7 +123,7 @@ class RecordedMemory:
         return sum(map(sum, self._sizes.values()))
 
     def add(self, size: int, nbytes: int) -> None:
-        """Count a new recording of a step with `size` tokens per request."""
+        """Count a new recording of a step of this `size`."""
         self._sizes.setdefault(size, []).append(nbytes)
         self._steps_since_new = 0
 
@@ -138,8 +141,7 @@ class RecordedMemory:
     def sentence(self) -> str:
         """The number of recordings and their memory, for the log."""
         parts = [
-            f"{_mebibytes(sum(sizes))} for {size} {'token' if size == 1 else 'tokens'} per request "
-            f"({len(sizes)})"
+            f"{_mebibytes(sum(sizes))} for {size} {self._unit[size != 1]} ({len(sizes)})"
             for size, sizes in sorted(self._sizes.items())
         ]
         count = sum(map(len, self._sizes.values()))

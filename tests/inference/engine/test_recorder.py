@@ -35,6 +35,15 @@ def test_memory_is_counted_by_tokens_per_request(caplog: pytest.LogCaptureFixtur
     assert caplog.messages == [expected]
 
 
+def test_memory_names_the_unit_of_its_sizes() -> None:
+    memory = RecordedMemory("choice graph", ("row", "rows"))
+    memory.add(1, 1 << 20)
+    memory.add(16, 1 << 20)
+    assert memory.sentence() == (
+        "2 choice graphs use 2.0 MiB: 1.0 MiB for 1 row (1), 1.0 MiB for 16 rows (1)"
+    )
+
+
 def test_memory_is_logged_once_and_again_after_changes(caplog: pytest.LogCaptureFixture) -> None:
     memory = RecordedMemory("decode graph")
     with caplog.at_level(logging.INFO):
