@@ -31,7 +31,8 @@ def say(args: argparse.Namespace, rows: Sequence[ResultRow]) -> int:
 
     missed = scoring.missed(rows)
     print(
-        f"  floor: {scoring.RATE_FLOOR:,.0f} answers per second; less than {scoring.SLOW_FLOOR:g} "
+        f"  floor: {scoring.RATE_FLOOR:,.0f} answers per second (with worker processes: the speed "
+        f"without them); less than {scoring.SLOW_FLOOR:g} "
         "s for responses whose function sleeps 1 s; at most "
         f"{scoring.STUCK_FLOOR:g} s after the deadline for a stuck function: {verdict(missed)}"
     )

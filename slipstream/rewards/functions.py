@@ -26,6 +26,7 @@ from slipstream.rewards.scorers import (
     search_qa,
 )
 from slipstream.rewards.scorers.truth import text_of
+from slipstream.rewards.workers import WorkerPool
 
 _SEARCHED = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 """Data sets of Search-R1."""
@@ -113,6 +114,13 @@ def sandbox_of(compute_score: Callable[..., Any]) -> Sandbox | None:
 def is_program(data_source: str) -> bool:
     """Return whether the responses of a data source are programs to run."""
     return data_source in _CODE
+
+
+def worker_pool_of(data_source: str) -> WorkerPool | None:
+    """Return the worker processes that score a data source; None if it is scored without any."""
+    if data_source == "math_verify" or data_source.removeprefix("numina_") in _NUMINA:
+        return math_verified.POOL
+    return reasoning_gym.POOL if data_source.startswith(reasoning_gym.PREFIX) else None
 
 
 def default_compute_score(

@@ -19,11 +19,17 @@ from typing import Any
 import anyio
 
 from slipstream.errors import ConfigError, RewardError
-from slipstream.rewards.functions import default_compute_score, is_program, sandbox_of
+from slipstream.rewards.functions import (
+    default_compute_score,
+    is_program,
+    sandbox_of,
+    worker_pool_of,
+)
 from slipstream.rewards.protocol import SCORE_PART, OnFailure, Reward, Score
 from slipstream.rewards.runner import CallOutcome, DeadlineRunner, is_async
 from slipstream.rewards.signatures import Signature, VerlSignature, signature_of
 from slipstream.rewards.slots import Slots
+from slipstream.rewards.workers import WorkerPool
 from slipstream.types import Sample
 
 Decode = Callable[[list[int]], str]
@@ -65,6 +71,7 @@ class NaiveRewardManager:
         )
         sandbox = None if self._compute_score is None else sandbox_of(self._compute_score)
         self._programs = None if sandbox is None else Slots(sandbox.at_once, dict)
+        self._workers: dict[WorkerPool, Slots] = {}
         target = compute_score.score if isinstance(compute_score, Reward) else compute_score
         self._asynchronous = is_async(target)
         self._name = _name(compute_score)
@@ -93,9 +100,16 @@ class NaiveRewardManager:
         return self.finish(sample, result)
 
     def _place(self, sample: Sample) -> AbstractAsyncContextManager[None]:
-        """Return a context to hold during a call. Programs wait there before their deadline."""
-        if self._programs is not None and is_program(sample.data_source):
+        """Return a context to hold during a call.
+
+        Calls wait there, before their deadline begins, until the sandbox or a worker is free.
+        """
+        if self._programs is None:
+            return nullcontext()
+        if is_program(sample.data_source):
             return self._programs.one()
+        if (pool := worker_pool_of(sample.data_source)) is not None:
+            return self._workers.setdefault(pool, Slots(pool.size, dict)).one()
         return nullcontext()
 
     async def _outcome(self, call: functools.partial[Any]) -> CallOutcome:

@@ -18,6 +18,7 @@ import anyio
 
 from slipstream.errors import ConfigError, RewardError
 from slipstream.rewards.slots import Slots, ThreadClock
+from slipstream.rewards.workers import CALL_TIMEOUT_S
 from slipstream.threads import DaemonThreads, arrival
 
 
@@ -110,6 +111,7 @@ class DeadlineRunner:
         clock = ThreadClock()
 
         def timed() -> Any:
+            CALL_TIMEOUT_S.set(self.timeout_s)
             clock.begin()
             return function()
 

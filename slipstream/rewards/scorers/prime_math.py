@@ -56,7 +56,7 @@ def compute_score(
     """
     truth = text_of(ground_truth, "prime_math", data_source)
     # Fail at the first response if the library is missing, not at the first one that needs it.
-    math_verified.library()
+    math_verified.check_installed()
     answer = extract_answer(solution_str)
     if answer is None:
         return 0.0

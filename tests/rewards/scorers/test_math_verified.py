@@ -86,4 +86,30 @@ def test_a_missing_library_names_the_extra_to_install(monkeypatch: pytest.Monkey
     math_verified.library.cache_clear()
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(RewardError, match=r"pip install 'slipstream-rl\[math\]'"):
-        compute_score("math_verify", "5", "5")
+        math_verified.library()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "9^{99999999}",
+        "9^{9^{9^9}}",
+        "10000000!",
+        r"\binom{100000000}{50000000}",
+        "(" * 10_000 + "1" + ")" * 10_000,
+        "{" * 10_000 + "1" + "}" * 10_000,
+        r"\frac{" * 3_000 + "1" + "}{2}" * 3_000,
+        r"\sum_{i=1}^{10^{12}} i^{-1}",
+        r"\prod_{i=1}^{100000000} i",
+        r"\sqrt[99999]{2^{9999999}}",
+        "9" * 6_000,
+        "\ud800",
+        "\x00",
+    ],
+)
+def test_answers_that_cannot_be_computed_are_wrong(
+    answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(math_verified.POOL, "_cpu_limit_s", 0.3)
+    assert compute_score("math_verify", rf"\boxed{{{answer}}}", "5") == 0.0
+    assert compute_score("math_verify", r"\boxed{10/2}", "5") == 1.0
