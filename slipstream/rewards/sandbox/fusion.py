@@ -14,6 +14,7 @@ from typing import Any
 import httpx2
 
 from slipstream.errors import ConfigError
+from slipstream.rewards.sandbox.conversation import conversations, replayed
 from slipstream.rewards.sandbox.protocol import (
     DEFAULT_LIMITS,
     Program,
@@ -21,7 +22,6 @@ from slipstream.rewards.sandbox.protocol import (
     ProgramResult,
     SandboxError,
     Verdict,
-    within_total_time,
 )
 
 _ATTEMPTS = 3
@@ -67,11 +67,30 @@ class FusionSandbox:
         secure = ssl.create_default_context() if self._url.startswith("https") else False
         timeout = self._limits.compile_timeout_s + self._limits.run_timeout_s + _GRACE_S
         with httpx2.Client(verify=secure, timeout=timeout) as client:
-            for stdin in within_total_time(stdins, self._limits, time.monotonic()):
+            deadline = time.monotonic() + self._limits.total_timeout_s
+            for place, stdin in enumerate(stdins):
+                if place and time.monotonic() >= deadline:
+                    return
                 result = self._result(self._post(client, self._request(program, stdin)))
                 yield result
                 if result.verdict == "compile":
                     return
+
+    def converse(
+        self, program: Program, judge_from: Callable[[int], Program], count: int
+    ) -> Iterator[ProgramResult]:
+        """Yield the results of tests that a judge makes (see `Sandbox.converse`).
+
+        The service runs a program on a whole input, so the conversation is replayed for each call.
+        """
+
+        def run(program: Program, stdin: str) -> ProgramResult:
+            (result,) = self.run(program, [stdin])
+            return result
+
+        return conversations(
+            lambda judge: replayed(run, program, judge), judge_from, count, self._limits
+        )
 
     def _request(self, program: Program, stdin: str) -> dict[str, Any]:
         limits = self._limits

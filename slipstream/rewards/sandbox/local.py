@@ -14,15 +14,16 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import IO
 
 from slipstream.errors import RewardError
+from slipstream.rewards.sandbox.conversation import VERDICT, conversations
 from slipstream.rewards.sandbox.languages import PATH, SYSTEM_FOLDERS, Toolchain, knows, toolchain
 from slipstream.rewards.sandbox.protocol import (
     DEFAULT_LIMITS,
@@ -31,10 +32,16 @@ from slipstream.rewards.sandbox.protocol import (
     ProgramResult,
     SandboxError,
     Verdict,
-    within_total_time,
 )
 from slipstream.rewards.sandbox.system_calls import call_filter
-from slipstream.rewards.sandbox.watched import Ended, run_watched
+from slipstream.rewards.sandbox.watched import (
+    Bounds,
+    Command,
+    Ended,
+    Line,
+    run_conversation,
+    run_watched,
+)
 
 _BOX = "/box"
 _GIVEN = "given"
@@ -42,8 +49,15 @@ _COPIED = f'cp {_GIVEN} "$0" && chmod +x "$0" && exec "$@"'
 """Runs a copy of the program file. The original may still be open for writing in a process that
 another thread has just forked, and starting it would fail ("text file busy")."""
 
+_SUPERVISED = ("/bin/sh", "-c", '"$@"; exit $?', "sh")
+"""Runs the program as a child of a shell with the same limits. As process 1, the shell collects
+processes that have lost their parent. Signals, which process 1 ignores, reach the program."""
+
 _BINARY_BYTES = 64 << 20
 _MB = 1 << 20
+_FILES = 64
+"""Open files of a process. Buffers of sockets are memory of the kernel, which is not counted: 16
+processes with 64 sockets of 208 KiB hold 208 MiB at most."""
 _NOBODY = 65534
 
 _ENVIRONMENT = {
@@ -82,41 +96,69 @@ class _LocalSandbox(ABC):
     def run(self, program: Program, stdins: Sequence[str]) -> Iterator[ProgramResult]:
         """Yield the result of the program for each standard input (see `Sandbox.run`)."""
         self._check()
-        began = time.monotonic()
+        limits = self._limits
         tools = toolchain(program.language, self._python, for_all=self._as_nobody)
         binary = program.code.encode("utf-8", "replace")
+        spent = 0.0
         if tools.compile:
             ended = self._compiled(tools, binary)
+            spent += ended.seconds
             if ended.verdict != "ok" or ended.status:
                 yield ProgramResult("compile", stderr=_text(ended.stderr), seconds=ended.seconds)
                 return
             binary = ended.stdout
-        for stdin in within_total_time(stdins, self._limits, began):
-            yield program_result(self._once(tools, binary, stdin))
+        for place, stdin in enumerate(stdins):
+            if place and spent >= limits.total_timeout_s:
+                return
+            with self._boxed(tools, binary, limits.run_timeout_s) as box:
+                bounds = Bounds(limits.run_timeout_s, limits.memory_mb, limits.output_kb * 1024)
+                ended = run_watched(box.command, bounds, stdin=stdin.encode("utf-8", "replace"))
+                box.check(ended)
+            spent += ended.seconds
+            yield program_result(ended)
 
-    def _once(self, tools: Toolchain, binary: bytes, stdin: str) -> Ended:
-        return self._in_box(
-            tools,
-            (tools.binary or tools.source, binary),
-            tools.run,
-            stdin=stdin.encode("utf-8", "replace"),
-            timeout_s=self._limits.run_timeout_s,
-            output_bytes=self._limits.output_kb * 1024,
+    def converse(
+        self, program: Program, judge_from: Callable[[int], Program], count: int
+    ) -> Iterator[ProgramResult]:
+        """Yield the results of tests that a judge makes (see `Sandbox.converse`)."""
+        self._check()
+        return conversations(
+            lambda judge: self._held(program, judge), judge_from, count, self._limits
         )
+
+    def _held(self, program: Program, judge: Program) -> Iterator[ProgramResult]:
+        limits = self._limits
+        bounds = Bounds(limits.run_timeout_s, limits.memory_mb, limits.output_kb * 1024)
+        with ExitStack() as stack:
+            boxes = []
+            for one in (program, judge):
+                tools = toolchain(one.language, self._python, for_all=self._as_nobody)
+                binary = one.code.encode("utf-8", "replace")
+                # One process serves all tests, so the kernel's limit of CPU time is the total.
+                box = stack.enter_context(self._boxed(tools, binary, limits.total_timeout_s))
+                boxes.append(box.command)
+            for part in run_conversation(*boxes, bounds, mark=VERDICT.encode()):
+                if isinstance(part, Line):
+                    yield ProgramResult("ok", _text(part.text), seconds=part.seconds)
+                else:
+                    yield program_result(part)
 
     def _compiled(self, tools: Toolchain, source: bytes) -> Ended:
         """Compile in the box as well, because source text can make a compiler run forever.
 
         The binary is returned on standard output.
         """
-        return self._in_box(
+        limits = self._limits
+        compiling = replace(
             tools,
-            (tools.source, source),
-            ("/bin/sh", "-c", '"$@" && cat program', "sh", *tools.compile),
-            stdin=b"",
-            timeout_s=self._limits.compile_timeout_s,
-            output_bytes=_BINARY_BYTES,
+            binary="",
+            run=("/bin/sh", "-c", '"$@" && cat program', "sh", *tools.compile),
         )
+        with self._boxed(compiling, source, limits.compile_timeout_s) as box:
+            bounds = Bounds(limits.compile_timeout_s, limits.memory_mb, _BINARY_BYTES)
+            ended = run_watched(box.command, bounds, stdin=b"")
+            box.check(ended)
+            return ended
 
     @property
     def _as_nobody(self) -> bool:
@@ -128,17 +170,18 @@ class _LocalSandbox(ABC):
         """Raise RewardError if programs cannot run here."""
 
     @abstractmethod
-    def _in_box(
-        self,
-        tools: Toolchain,
-        file: tuple[str, bytes],
-        command: Sequence[str],
-        *,
-        stdin: bytes,
-        timeout_s: float,
-        output_bytes: int,
-    ) -> Ended:
-        """Run a command in its own folder, which contains one file (name, content)."""
+    def _boxed(
+        self, tools: Toolchain, content: bytes, timeout_s: float
+    ) -> AbstractContextManager[Box]:
+        """Return a box with one file, in which the tools' command runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A command that runs isolated. `check` raises SandboxError if it could not be isolated."""
+
+    command: Command
+    check: Callable[[Ended], None] = lambda ended: None
 
 
 class BubblewrapSandbox(_LocalSandbox):
@@ -152,17 +195,9 @@ class BubblewrapSandbox(_LocalSandbox):
     def _check(self) -> None:
         _check_bubblewrap()
 
-    def _in_box(
-        self,
-        tools: Toolchain,
-        file: tuple[str, bytes],
-        command: Sequence[str],
-        *,
-        stdin: bytes,
-        timeout_s: float,
-        output_bytes: int,
-    ) -> Ended:
-        name, content = file
+    @contextmanager
+    def _boxed(self, tools: Toolchain, content: bytes, timeout_s: float) -> Iterator[Box]:
+        name = tools.binary or tools.source
         with ExitStack() as stack:
             program = stack.enter_context(_file_with(content))
             calls = stack.enter_context(_file_with(call_filter()))
@@ -172,24 +207,26 @@ class BubblewrapSandbox(_LocalSandbox):
                 *_dropping_root(),
                 *("bwrap", "--unshare-all", "--unshare-user", "--disable-userns"),
                 *("--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "box"),
+                # Otherwise bwrap's own process, without limits, would be process 1 of the box, and
+                # the program could write into its memory.
+                "--as-pid-1",
                 *("--seccomp", str(fds[1]), "--json-status-fd", str(fds[2])),
                 *_file_system(tools.folders, self._limits.files_mb * _MB),
                 *("--perms", "0555", "--ro-bind-data", str(fds[0]), f"{_BOX}/{name}"),
                 *("--remount-ro", "/", "--chdir", _BOX, "--"),
             ]
-            ended = run_watched(
-                [*bwrap, *resource_limits(self._limits, timeout_s), *command],
-                stdin=stdin,
-                timeout_s=timeout_s,
-                memory_mb=self._limits.memory_mb,
-                output_bytes=output_bytes,
-                environment=_ENVIRONMENT,
-                fds=fds,
+
+            def check(ended: Ended) -> None:
+                status.seek(0)
+                if ended.verdict == "ok" and not _has_run(status.read()):
+                    raise SandboxError(
+                        f"bwrap ended with {ended.status}: {_text(ended.stderr)[-500:]}"
+                    )
+
+            limits = resource_limits(self._limits, timeout_s)
+            yield Box(
+                Command([*bwrap, *limits, *_SUPERVISED, *tools.run], _ENVIRONMENT, fds=fds), check
             )
-            status.seek(0)
-            if ended.verdict == "ok" and not _has_run(status.read()):
-                raise SandboxError(f"bwrap ended with {ended.status}: {_text(ended.stderr)[-500:]}")
-            return ended
 
 
 class UnisolatedSandbox(_LocalSandbox):
@@ -202,30 +239,16 @@ class UnisolatedSandbox(_LocalSandbox):
     def _check(self) -> None:
         """Do nothing: running the first program shows whether a tool is missing."""
 
-    def _in_box(
-        self,
-        tools: Toolchain,
-        file: tuple[str, bytes],
-        command: Sequence[str],
-        *,
-        stdin: bytes,
-        timeout_s: float,
-        output_bytes: int,
-    ) -> Ended:
-        name, content = file
+    @contextmanager
+    def _boxed(self, tools: Toolchain, content: bytes, timeout_s: float) -> Iterator[Box]:
+        name = tools.binary or tools.source
         with tempfile.TemporaryDirectory(prefix="slipstream-code-") as folder:
             Path(folder, _GIVEN).write_bytes(content)
             # The kernel counts all processes of a user, so their number is not limited here.
             limits = resource_limits(self._limits, timeout_s, processes=False)
-            return run_watched(
-                [*limits, "/bin/sh", "-c", _COPIED, name, *command],
-                stdin=stdin,
-                timeout_s=timeout_s,
-                memory_mb=self._limits.memory_mb,
-                output_bytes=output_bytes,
-                environment={**_ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
-                cwd=Path(folder),
-            )
+            arguments = [*limits, "/bin/sh", "-c", _COPIED, name, *tools.run]
+            environment = {**_ENVIRONMENT, "HOME": folder, "TMPDIR": folder}
+            yield Box(Command(arguments, environment, Path(folder)))
 
 
 def program_result(ended: Ended) -> ProgramResult:
@@ -250,7 +273,7 @@ def resource_limits(
         f"--as={memory}:{memory}",
         f"--fsize={files}:{files}",
         "--core=0:0",
-        "--nofile=256:256",
+        f"--nofile={_FILES}:{_FILES}",
         "--memlock=0:0",
         *([f"--nproc={limits.processes}:{limits.processes}"] if processes else []),
         "--",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -24,9 +23,10 @@ class Program:
 class ProgramLimits:
     """Limits of one run of a program.
 
-    Times are wall-clock seconds; the CPU time of one process has the same limit. After
-    `total_timeout_s` no further run is started. `memory_mb` is the total of all processes of the
-    run, `output_kb` the total of both output streams.
+    Times are seconds of work: the CPU time of all processes, or the wall-clock time without the
+    time in which they wait for a CPU, whichever is larger. The wall-clock limit is ten times as
+    high. After `total_timeout_s` no further run is started. `memory_mb` is the total of all
+    processes of the run, `output_kb` the total of both output streams.
     """
 
     run_timeout_s: float = 5.0
@@ -51,18 +51,6 @@ class ProgramResult:
     seconds: float = 0.0
 
 
-def within_total_time(stdins: Sequence[str], limits: ProgramLimits, began: float) -> Iterator[str]:
-    """Yield the first input, and further ones until the total time is up.
-
-    `began` is the start time (`time.monotonic`), before compilation.
-    """
-    deadline = began + limits.total_timeout_s
-    for place, stdin in enumerate(stdins):
-        if place and time.monotonic() >= deadline:
-            return
-        yield stdin
-
-
 class SandboxError(RuntimeError):
     """A program could not be run, because the sandbox is broken or unreachable."""
 
@@ -84,5 +72,17 @@ class Sandbox(Protocol):
         the total time. May be called from several threads. Raises SandboxError if the program could
         not be run, and RewardError if no program can be run; that error names the missing setting
         or package.
+        """
+        ...
+
+    def converse(
+        self, program: Program, judge_from: Callable[[int], Program], count: int
+    ) -> Iterator[ProgramResult]:
+        """Yield the results of `count` tests of a program that a judge makes, in order.
+
+        Each of the two reads the lines of the other, in a sandbox of its own. `judge_from(n)` is
+        the judge of the tests from number n on. A result with verdict "ok" has the judge's verdict
+        as `stdout` (see `conversation`); another verdict says how the program ended in that test.
+        No result follows the end of the total time. Raises the same errors as `run`.
         """
         ...

@@ -1,4 +1,4 @@
-"""Runs a command, and stops it at its limits of time, memory and output.
+"""Runs commands, and stops them at their limits of time, memory and output.
 
 Knows processes, not isolation. Used by the sandboxes of this machine.
 """
@@ -11,9 +11,9 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -23,6 +23,9 @@ from slipstream.rewards.sandbox.protocol import Verdict
 _POLL_S = 0.05
 _CHUNK = 1 << 16
 _MB = 1 << 20
+
+PATIENCE = 10.0
+"""Wall-clock limit of a run, as a multiple of its limit of counted time (see `Meter`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,100 +39,313 @@ class Ended:
     seconds: float
 
 
-def run_watched(
-    command: Sequence[str],
-    *,
-    stdin: bytes,
-    timeout_s: float,
-    memory_mb: int,
-    output_bytes: int,
-    environment: Mapping[str, str],
-    cwd: Path | None = None,
-    fds: Sequence[int] = (),
-) -> Ended:
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command and its surroundings. `fds` stay open in the process."""
+
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    cwd: Path | None = None
+    fds: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Limits of a run: counted seconds, memory of all processes, and bytes of output."""
+
+    timeout_s: float
+    memory_mb: int
+    output_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line that the judge wrote for us, and the counted seconds since the line before it."""
+
+    text: bytes
+    seconds: float
+
+
+def run_watched(command: Command, bounds: Bounds, *, stdin: bytes) -> Ended:
     """Run a command in its own session until it ends or reaches a limit.
 
-    Afterwards all processes of the session are killed. `fds` stay open in the command. Raises
-    OSError if it cannot be started.
+    Afterwards all processes of the session are killed. Raises OSError if it cannot be started.
     """
-    began = time.monotonic()
     with tempfile.NamedTemporaryFile() as file:
         file.write(stdin)
         file.flush()
         # Open the file read-only, since the command could otherwise write to this machine's disk.
         source = Path(file.name).open("rb")  # noqa: SIM115 - closed below
-    with source:
-        process = subprocess.Popen(
-            command,
-            stdin=source,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=dict(environment),
-            cwd=cwd,
-            pass_fds=tuple(fds),
-            start_new_session=True,
-        )
-    try:
-        verdict, written = _watch(process, began + timeout_s, memory_mb * _MB, output_bytes)
-    finally:
+    with source, _started(command, source.fileno()) as running:
+        meter = Meter([running.process.pid])
+        verdict = _watch(running, meter, bounds)
+        seconds = meter.seconds()
+    return Ended(
+        verdict, running.process.returncode, bytes(running.out), bytes(running.err), seconds
+    )
+
+
+def run_conversation(
+    program: Command, judge: Command, bounds: Bounds, *, mark: bytes
+) -> Iterator[Line | Ended]:
+    """Run two commands, each of which reads the lines of the other.
+
+    Yields the judge's lines that begin with `mark`, which are for the caller. Every such line
+    starts the program's time anew. If the judge reaches its end, nothing follows. Otherwise, the
+    last value is the end of the program that has stopped the conversation.
+    """
+    with _started(program, subprocess.PIPE) as one, _started(judge, subprocess.PIPE) as other:
+        meter = Meter([one.process.pid, other.process.pid])
+        yield from _Conversation(one, other, meter, bounds, mark).lines()
+
+
+class Meter:
+    """Counts the time and the memory of some processes and their descendants.
+
+    The counted time is the larger of two values: the CPU time of all processes, and the wall-clock
+    time without the time in which a process waited for a CPU. So a busy machine does not shorten
+    the time of a program, and a program that sleeps is stopped too.
+    """
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self._looked = time.monotonic()
+        self._cpu: dict[int, float] = {}
+        self._delay: dict[int, float] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from now on."""
+        self._began = time.monotonic()
+        self._spent, self._starved = 0.0, 0.0
+
+    @property
+    def due(self) -> bool:
+        """Whether the last look is old."""
+        return time.monotonic() - self._looked >= _POLL_S
+
+    def look(self) -> int:
+        """Measure, and return the memory in bytes; shared pages count once."""
+        now = time.monotonic()
+        family = [member for pid in self._pids for member in _family(pid)]
+        cpu = {member.pid: _cpu_seconds(member) for member in family}
+        delay = {member.pid: _delay_seconds(member.pid) for member in family}
+        # The CPU time of a process that has ended is part of its parent's.
+        self._spent += max(sum(cpu.values()) - sum(self._cpu.values()), 0.0)
+        waited = sum(max(after - self._delay.get(pid, 0.0), 0.0) for pid, after in delay.items())
+        self._starved += min(waited, now - max(self._looked, self._began))
+        self._cpu, self._delay, self._looked = cpu, delay, now
+        return _memory(family)
+
+    def seconds(self) -> float:
+        """Return the counted time in seconds."""
+        return max(self._spent, time.monotonic() - self._began - self._starved)
+
+    def over(self, timeout_s: float) -> bool:
+        """Return whether the counted time, or the wall-clock time, is over its limit."""
+        return self.seconds() >= timeout_s or time.monotonic() - self._began >= PATIENCE * timeout_s
+
+
+@dataclass(slots=True)
+class _Running:
+    process: subprocess.Popen[bytes]
+    out: bytearray = field(default_factory=bytearray)
+    err: bytearray = field(default_factory=bytearray)
+
+    def __enter__(self) -> _Running:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         # Kill the whole session, because child processes may still be running.
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for stream in (process.stdout, process.stderr):
-            assert stream is not None
-            stream.close()
-    return Ended(verdict, process.returncode, *written, time.monotonic() - began)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if stream is not None:
+                with suppress(OSError):
+                    stream.close()
 
 
-def _watch(
-    process: subprocess.Popen[bytes], deadline: float, memory: int, output: int
-) -> tuple[Verdict, tuple[bytes, bytes]]:
-    written = (bytearray(), bytearray())
-    looked = time.monotonic()
-
-    def ended(verdict: Verdict) -> tuple[Verdict, tuple[bytes, bytes]]:
-        return verdict, (bytes(written[0]), bytes(written[1]))
-
-    with selectors.DefaultSelector() as streams:
-        for stream, buffer in zip((process.stdout, process.stderr), written, strict=True):
-            assert stream is not None
+def _started(command: Command, stdin: int) -> _Running:
+    process = subprocess.Popen(
+        command.arguments,
+        bufsize=0,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=dict(command.environment),
+        cwd=command.cwd,
+        pass_fds=tuple(command.fds),
+        start_new_session=True,
+    )
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream is not None:
             os.set_blocking(stream.fileno(), False)
-            streams.register(stream, selectors.EVENT_READ, buffer)
+    return _Running(process)
+
+
+def _watch(running: _Running, meter: Meter, bounds: Bounds) -> Verdict:
+    process = running.process
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with selectors.DefaultSelector() as streams:
+        streams.register(process.stdout, selectors.EVENT_READ, running.out)
+        streams.register(process.stderr, selectors.EVENT_READ, running.err)
         while True:
-            now = time.monotonic()
-            if now >= deadline:
-                return ended("time")
             over = process.poll() is not None
-            wait = 0.0 if over else min(_POLL_S, deadline - now)
+            wait = 0.0 if over else _POLL_S
             ready = streams.select(wait) if streams.get_map() else []
             for key, _ in ready:
                 if chunk := os.read(key.fd, _CHUNK):
                     key.data.extend(chunk)
                 else:
                     streams.unregister(key.fileobj)
-            if sum(map(len, written)) > output:
-                return ended("output")
+            if len(running.out) + len(running.err) > bounds.output_bytes:
+                return "output"
             if over and not ready:
-                return ended("ok")
+                return "ok"
             if not streams.get_map() and not over:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(wait)
-            if now - looked >= _POLL_S:
-                looked = now
-                if _memory(process.pid) > memory:
-                    return ended("memory")
+            if meter.due and meter.look() > bounds.memory_mb * _MB:
+                return "memory"
+            if meter.over(bounds.timeout_s):
+                return "time"
 
 
-def _memory(pid: int) -> int:
-    """Return the memory in bytes of a process and its descendants, shared pages counted once."""
+class _Conversation:
+    """Passes lines between a program and a judge."""
+
+    def __init__(
+        self, program: _Running, judge: _Running, meter: Meter, bounds: Bounds, mark: bytes
+    ) -> None:
+        self._program, self._judge, self._meter = program, judge, meter
+        self._bounds, self._mark = bounds, mark
+        self._to_program, self._to_judge = bytearray(), bytearray()
+        self._partial = bytearray()
+        self._ready: list[bytes] = []
+        self._written = 0
+        self._streams = selectors.DefaultSelector()
+
+    def lines(self) -> Iterator[Line | Ended]:
+        """Yield the judge's lines for the caller, and the end if a limit stopped the program."""
+        with self._streams:
+            for running, read in (
+                (self._program, self._from_program),
+                (self._judge, self._from_judge),
+            ):
+                self._streams.register(_fd(running.process.stdout), selectors.EVENT_READ, read)
+                self._streams.register(
+                    _fd(running.process.stderr), selectors.EVENT_READ, self._noise
+                )
+            while True:
+                verdict = self._step()
+                for text in self._ready:
+                    yield Line(text, self._meter.seconds())
+                    self._meter.restart()
+                    self._written = 0
+                self._ready.clear()
+                if verdict is None:
+                    continue
+                if verdict != "ok":
+                    err = bytes(self._program.err)
+                    yield Ended(verdict, 0, b"", err, self._meter.seconds())
+                return
+
+    def _step(self) -> Verdict | None:
+        """Pass what is ready. Returns the verdict if the conversation is over."""
+        for key, _ in self._streams.select(_POLL_S):
+            key.data(key.fd)
+        self._send(self._program, self._to_program)
+        self._send(self._judge, self._to_judge)
+        over = _fd(self._judge.process.stdout) not in self._streams.get_map()
+        if over:
+            return "ok"
+        if _fd(self._program.process.stdout) not in self._streams.get_map() and not self._to_judge:
+            # The judge notices the end of its input.
+            _close(self._judge)
+        if self._written > self._bounds.output_bytes:
+            return "output"
+        if self._meter.due and self._meter.look() > 2 * self._bounds.memory_mb * _MB:
+            return "memory"
+        return "time" if self._meter.over(self._bounds.timeout_s) else None
+
+    def _from_program(self, fd: int) -> None:
+        chunk = self._chunk(fd)
+        self._to_judge += chunk
+        self._written += len(chunk)
+
+    def _from_judge(self, fd: int) -> None:
+        self._partial += self._chunk(fd)
+        *lines, rest = self._partial.split(b"\n")
+        self._partial = bytearray(rest)
+        for line in lines:
+            if line.startswith(self._mark):
+                self._ready.append(bytes(line))
+            else:
+                self._to_program += line + b"\n"
+
+    def _noise(self, fd: int) -> None:
+        self._written += len(self._chunk(fd))
+
+    def _chunk(self, fd: int) -> bytes:
+        chunk = os.read(fd, _CHUNK)
+        if not chunk:
+            self._streams.unregister(fd)
+        return chunk
+
+    @staticmethod
+    def _send(running: _Running, data: bytearray) -> None:
+        stream = running.process.stdin
+        if not data or stream is None or stream.closed:
+            return
+        try:
+            del data[: os.write(stream.fileno(), data[:_CHUNK])]
+        except BlockingIOError:
+            return
+        except OSError:
+            data.clear()  # the process has ended
+
+
+def _fd(stream: object) -> int:
+    fd: int = stream.fileno()  # type: ignore[attr-defined]
+    return fd
+
+
+def _close(running: _Running) -> None:
+    if running.process.stdin is not None:
+        with suppress(OSError):
+            running.process.stdin.close()
+
+
+def _family(pid: int) -> list[psutil.Process]:
     with suppress(psutil.Error):
         root = psutil.Process(pid)
-        family = [root, *root.children(recursive=True)]
-        # RSS is quick to read but an upper bound: it counts shared pages once per process.
-        bound = sum(_of(member, "rss") for member in family)
-        return bound if len(family) == 1 else min(bound, sum(_share(m) for m in family))
-    return 0
+        return [root, *root.children(recursive=True)]
+    return []
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    with suppress(psutil.Error):
+        times = process.cpu_times()
+        return float(times.user + times.system + times.children_user + times.children_system)
+    return 0.0
+
+
+def _delay_seconds(pid: int) -> float:
+    """Return how long the threads of a process have waited for a CPU; 0 if it is not known."""
+    total = 0
+    with suppress(OSError, ValueError, IndexError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            total += int((thread / "schedstat").read_text().split()[1])
+    return 1e-9 * total
+
+
+def _memory(family: Sequence[psutil.Process]) -> int:
+    """Return the memory in bytes of some processes, shared pages counted once."""
+    # RSS is quick to read but an upper bound: it counts shared pages once per process.
+    bound = sum(_of(member, "rss") for member in family)
+    return bound if len(family) == 1 else min(bound, sum(_share(m) for m in family))
 
 
 def _share(process: psutil.Process) -> int:

@@ -2,23 +2,22 @@
 
 The program is the last fenced Python block of the response, or if there is none the first fenced
 block. There are three kinds of tests: the output for a standard input, the return value of a
-function for arguments, and assertions. Expected values are compared here and never sent to the
-program: for `assert f(1) == 2`, the program only evaluates `f(1)`. Assertions of another form run
-in the program's process, where a program could cheat.
+function for arguments, and assertions. Expected values are never sent to the program. Outputs and
+return values are compared here. Assertions are evaluated in another process (`assertions`).
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from slipstream.rewards.sandbox.local import BubblewrapSandbox
 from slipstream.rewards.sandbox.protocol import Program, ProgramResult, Sandbox
+from slipstream.rewards.scorers import assertions
+from slipstream.rewards.scorers.assertions import IMPORTS
 
 MAX_TESTS = 10
 """Maximum number of tests per program; the first ones are used, as in verl."""
@@ -174,19 +173,6 @@ def _same_value(stdout: str, expected: str) -> bool:
     return bool(got == value or [got] == value)
 
 
-_IMPORTS = """\
-import bisect, collections, copy, functools, heapq, itertools, math
-import operator, random, re, string, sys
-from bisect import bisect_left, bisect_right, insort
-from collections import Counter, OrderedDict, defaultdict, deque
-from functools import cache, cmp_to_key, lru_cache, reduce
-from heapq import heapify, heappop, heappush, heappushpop, nlargest, nsmallest
-from itertools import accumulate, chain, combinations, count, groupby, permutations, product
-from math import ceil, comb, factorial, floor, gcd, inf, lcm, sqrt
-from typing import *
-"""
-"""Imports that solutions on programming sites may rely on."""
-
 _LOAD = """\
 import json, os, sys, types
 given = sys.stdin.read()
@@ -208,55 +194,24 @@ result.close()
 """
 """Writes the return value of a function as JSON."""
 
-_VALUE = """\
-result.write(repr(eval(compile({expression!r}, "test.py", "eval"), space)))
-result.close()
-"""
-
-_ASSERT = """\
-exec(compile({assertion!r}, "test.py", "exec"), space)
-result.write(given)
-result.close()
-"""
-"""Writes the given random word if the assertion holds."""
-
 
 def _loaded(code: str, then: str, **values: str) -> str:
-    return _LOAD.format(imports=_IMPORTS, code=code) + then.format(**values)
-
-
-def _compared(assertion: str) -> tuple[str, Any] | None:
-    """Return expression and value of `assert EXPRESSION == LITERAL`; None for other assertions."""
-    try:
-        (statement,) = ast.parse(assertion.strip()).body
-        if isinstance(statement, ast.Assert) and isinstance(statement.test, ast.Compare):
-            test = statement.test
-            if len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
-                return ast.unparse(test.left), ast.literal_eval(test.comparators[0])
-    except (ValueError, SyntaxError):
-        pass
-    return None
-
-
-def _is(stdout: str, value: Any) -> bool:
-    try:
-        return bool(ast.literal_eval(stdout) == value)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return False
+    return _LOAD.format(imports=IMPORTS, code=code) + then.format(**values)
 
 
 def _asserted(program: Program, tests: Tests, sandbox: Sandbox) -> dict[str, Any]:
-    ran: list[ProgramResult] = []
-    passed = 0
-    for assertion in tests.stdins:
-        word = secrets.token_hex(16)
-        if (compared := _compared(assertion)) is not None:
-            expression, value = compared
-            text = _loaded(program.code, _VALUE, expression=expression)
-        else:
-            text = _loaded(program.code, _ASSERT, assertion=assertion)
-        for run in sandbox.run(Program(text), [word]):
-            ran.append(run)
-            held = run.stdout == word if compared is None else _is(run.stdout, value)
-            passed += run.verdict == "ok" and held
-    return _result(tests, ran, passed)
+    """Run assertions until each has a verdict, or the total time is up.
+
+    One process serves all of them. If it ends or reaches a limit, the assertion of that time fails,
+    and another process serves the remaining ones.
+    """
+    results, passed = [], 0
+    for result in sandbox.converse(
+        assertions.serving(program.code),
+        lambda first: assertions.judging(tests.stdins[first:]),
+        len(tests.stdins),
+    ):
+        judged = assertions.judged(result)
+        passed += judged.held
+        results.append(judged.result)
+    return _result(tests, results, passed)
