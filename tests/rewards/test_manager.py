@@ -324,6 +324,11 @@ def test_concurrent_programs_are_limited_by_the_sandbox() -> None:
                 inside -= 1
             yield from (ProgramResult("ok", "1") for _ in stdins)
 
+        def converse(
+            self, program: Program, judge_from: Callable[[int], Program], count: int
+        ) -> Iterator[ProgramResult]:
+            raise NotImplementedError
+
     def together(sandbox: Counting) -> int:
         nonlocal most
         most = 0

@@ -73,6 +73,6 @@ def replayed(
             return
         to_program, to_judge = calls, ran.stdout
     raise SandboxError(
-        f"the tests call the program more than {_MAX_ROUNDS} times, and a service runs it again for "
-        "each call; run programs on this machine: unset reward_model.sandbox_fusion.url"
+        f"the tests call the program more than {_MAX_ROUNDS} times, and a service runs it again "
+        "for each call; run programs on this machine: unset reward_model.sandbox_fusion.url"
     )

@@ -130,18 +130,27 @@ class _LocalSandbox(ABC):
         limits = self._limits
         bounds = Bounds(limits.run_timeout_s, limits.memory_mb, limits.output_kb * 1024)
         with ExitStack() as stack:
-            boxes = []
+            boxes: list[Box] = []
             for one in (program, judge):
                 tools = toolchain(one.language, self._python, for_all=self._as_nobody)
                 binary = one.code.encode("utf-8", "replace")
                 # One process serves all tests, so the kernel's limit of CPU time is the total.
                 box = stack.enter_context(self._boxed(tools, binary, limits.total_timeout_s))
-                boxes.append(box.command)
-            for part in run_conversation(*boxes, bounds, mark=VERDICT.encode()):
+                boxes.append(box)
+            ours, judges = boxes
+            silent = True
+            for part in run_conversation(
+                ours.command, judges.command, bounds, mark=VERDICT.encode()
+            ):
+                silent = False
                 if isinstance(part, Line):
                     yield ProgramResult("ok", _text(part.text), seconds=part.seconds)
                 else:
                     yield program_result(part)
+            if silent:
+                judges.check(Ended("ok", 0, b"", b"", 0.0))
+                # What the program sent has ended the judge.
+                yield ProgramResult("failed", stderr="the judge of the tests ended early")
 
     def _compiled(self, tools: Toolchain, source: bytes) -> Ended:
         """Compile in the box as well, because source text can make a compiler run forever.
@@ -295,7 +304,8 @@ def _file_system(folders: Sequence[str], size: int) -> list[str]:
     memory = ["--size", str(size), "--tmpfs"]
     return [
         *shown,
-        *("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"),
+        # Read-only, /proc offers neither the memory of processes nor settings for writing.
+        *("--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev", "--remount-ro", "/dev"),
         *(*memory, _BOX),
     ]
 

@@ -49,6 +49,41 @@ _NUMBERS = {
     "io_uring_register": (427, 427),
 }
 
+
+def _argument(place: int) -> list[tuple[int, int, int, int]]:
+    """Load the lower half of an argument; the upper half of an `int` does not count."""
+    return [(_LOAD_WORD, 0, 0, 16 + 8 * place)]
+
+
+def _any_of(values: tuple[int, ...], result: int) -> list[tuple[int, int, int, int]]:
+    """Return `result` if the loaded word is one of `values`."""
+    return [line for v in values for line in ((_JUMP_EQUAL, 0, 1, v), (_RETURN, 0, 0, result))]
+
+
+def _otherwise(result: int) -> list[tuple[int, int, int, int]]:
+    return [(_RETURN, 0, 0, result)]
+
+
+_AF_UNIX = 1
+_BUFFER_SIZES = (7, 8, 32, 33)
+"""SO_SNDBUF, SO_RCVBUF, and the two that ignore the system's limit."""
+_F_SETPIPE_SZ = 1031
+
+_ONLY_UNIX = (_argument(0), _any_of((_AF_UNIX,), _ALLOW), _otherwise(_REFUSE))
+
+_BY_ARGUMENTS = {
+    # name: (x86_64, aarch64), checks. Sockets of other families reach the host (AF_VSOCK), or
+    # hold more memory of the kernel than Unix sockets. Larger buffers hold more, too.
+    "socket": ((41, 198), _ONLY_UNIX),
+    "socketpair": ((53, 199), _ONLY_UNIX),
+    "setsockopt": (
+        (54, 208),
+        (_argument(2), _any_of(_BUFFER_SIZES, _REFUSE), _otherwise(_ALLOW)),
+    ),
+    "fcntl": ((72, 25), (_argument(1), _any_of((_F_SETPIPE_SZ,), _REFUSE), _otherwise(_ALLOW))),
+}
+"""Calls that are refused for some arguments."""
+
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column of `_NUMBERS`, and the kernel's number of the architecture."""
 
@@ -62,15 +97,18 @@ def call_filter(machine: str | None = None) -> bytes:
             f"(known: {', '.join(_MACHINES)}); set reward_model.sandbox_fusion.url to a service"
         )
     column, audit = _MACHINES[machine]
-    refused = [numbers[column] for numbers in _NUMBERS.values()]
     code = [
         (_LOAD_WORD, 0, 0, _MACHINE_AT),
         (_JUMP_EQUAL, 1, 0, audit),
         (_RETURN, 0, 0, _KILL),
         (_LOAD_WORD, 0, 0, _NUMBER_AT),
-        (_JUMP_AT_LEAST, len(refused) + 1, 0, _X32),
-        *((_JUMP_EQUAL, len(refused) - i, 0, number) for i, number in enumerate(refused)),
-        (_RETURN, 0, 0, _ALLOW),
+        (_JUMP_AT_LEAST, 0, 1, _X32),
         (_RETURN, 0, 0, _REFUSE),
     ]
+    for numbers in _NUMBERS.values():
+        code += [(_JUMP_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _REFUSE)]
+    for calls, checks in _BY_ARGUMENTS.values():
+        body = [line for check in checks for line in check]
+        code += [(_JUMP_EQUAL, 0, len(body), calls[column]), *body]
+    code.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("=HBBI", *line) for line in code)

@@ -10,6 +10,7 @@ import selectors
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -111,7 +112,8 @@ class Meter:
         self._pids = pids
         self._looked = time.monotonic()
         self._cpu: dict[int, float] = {}
-        self._delay: dict[int, float] = {}
+        own = _delay_seconds("/proc/self/task", str(threading.get_native_id()))
+        self._delay: dict[int, float] = {0: own}
         self.restart()
 
     def restart(self) -> None:
@@ -129,7 +131,9 @@ class Meter:
         now = time.monotonic()
         family = [member for pid in self._pids for member in _family(pid)]
         cpu = {member.pid: _cpu_seconds(member) for member in family}
-        delay = {member.pid: _delay_seconds(member.pid) for member in family}
+        delay = {member.pid: _delay_seconds(f"/proc/{member.pid}/task") for member in family}
+        # While this thread waits for a CPU, the program may wait for this thread.
+        delay[0] = _delay_seconds("/proc/self/task", str(threading.get_native_id()))
         # The CPU time of a process that has ended is part of its parent's.
         self._spent += max(sum(cpu.values()) - sum(self._cpu.values()), 0.0)
         waited = sum(max(after - self._delay.get(pid, 0.0), 0.0) for pid, after in delay.items())
@@ -247,7 +251,10 @@ class _Conversation:
                 self._ready.clear()
                 if verdict is None:
                     continue
-                if verdict != "ok":
+                if verdict == "ok":
+                    with suppress(subprocess.TimeoutExpired):
+                        self._judge.process.wait(_POLL_S * 20)
+                else:
                     err = bytes(self._program.err)
                     yield Ended(verdict, 0, b"", err, self._meter.seconds())
                 return
@@ -332,11 +339,11 @@ def _cpu_seconds(process: psutil.Process) -> float:
     return 0.0
 
 
-def _delay_seconds(pid: int) -> float:
-    """Return how long the threads of a process have waited for a CPU; 0 if it is not known."""
+def _delay_seconds(folder: str, pattern: str = "*") -> float:
+    """Return how long the threads in a folder of /proc have waited for a CPU; 0 if unknown."""
     total = 0
     with suppress(OSError, ValueError, IndexError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
+        for thread in Path(folder).glob(pattern):
             total += int((thread / "schedstat").read_text().split()[1])
     return 1e-9 * total
 

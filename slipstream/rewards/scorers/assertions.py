@@ -30,6 +30,7 @@ from typing import *
 """
 """Imports that solutions on programming sites may rely on."""
 
+# The imports are for the solution; it does not offer them unless its text has their names.
 _SERVE = """
 import sys, types
 _lines, _write = streams()
@@ -37,8 +38,9 @@ _module = sys.modules["solution"] = types.ModuleType("solution")
 # Known as a module, for what looks its own up there (data classes do).
 _space = vars(_module)
 exec({imports!r}, _space)
+_unused = {{name for name in _space if name not in {code!r}}}
 exec(compile({code!r}, "solution.py", "exec"), _space)
-Peer(_lines, _write, _space).serve()
+Peer(_lines, _write, {{name: _space[name] for name in _space if name not in _unused}}).serve()
 """
 
 _JUDGE = """
@@ -54,7 +56,7 @@ def serving(code: str) -> Program:
 
 def judging(assertions: Sequence[str]) -> Program:
     """Return the judge of some assertions. Its verdicts are lines of JSON (see `judged`)."""
-    tests = [[text, served_names(text)] for text in assertions]
+    tests = [[text, sorted(_ambient().intersection(used_names(text)))] for text in assertions]
     return Program(_remote_objects() + _JUDGE.format(tests=tests, imports=IMPORTS))
 
 
@@ -93,13 +95,13 @@ def _ambient() -> frozenset[str]:
     return frozenset(space) | frozenset(dir(builtins))
 
 
-def served_names(assertion: str) -> list[str]:
-    """Return the names in a test that belong to the program although they are built-in or imported.
+def used_names(assertion: str) -> list[str]:
+    """Return the names in a test that belong to the program.
 
     A test of a function `gcd` must call the program's `gcd`, not math's. But a program that
-    redefines `abs` must not change a test that compares with it. So these names are served by the
-    program only if the test uses no other name of the program. They are then the functions that the
-    test passes to its own functions, or else the ones that it calls innermost.
+    redefines `abs` must not change a test that compares with it. So a built-in or imported name
+    belongs to the program only if the test uses no other name of the program. These are then the
+    functions that the test passes to its own functions, or else the ones that it calls innermost.
     """
     try:
         tree = ast.parse(assertion)
@@ -112,8 +114,8 @@ def served_names(assertion: str) -> list[str]:
     own |= {a.asname or a.name for n in nodes if isinstance(n, _IMPORT) for a in n.names}
     own |= {n.name for n in nodes if isinstance(n, ast.ExceptHandler) and n.name}
     used = {node.id for node in nodes if isinstance(node, ast.Name)} - own
-    if used - _ambient():
-        return []
+    if foreign := used - _ambient():
+        return sorted(foreign)
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     passed = {
         arg.id

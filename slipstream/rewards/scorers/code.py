@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,14 @@ class Tests:
     function: str | None = None
     assertions: bool = False
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The functions and classes that the tests use."""
+        if self.function is not None:
+            return frozenset({self.function, "Solution"})
+        used = (assertions.used_names(text) for text in self.stdins if self.assertions)
+        return frozenset().union(*used)
+
 
 def compute_score(
     data_source: str,
@@ -61,7 +69,7 @@ def compute_score(
     SandboxError or RewardError if programs cannot be run.
     """
     tests = read_tests(ground_truth)
-    program = extract_code(solution_str)
+    program = extract_code(solution_str, tests.names)
     if program is None:
         return _result(tests, [], 0)
     runs = sandbox or BubblewrapSandbox()
@@ -82,15 +90,26 @@ def compute_score(
     return _result(tests, ran, passed)
 
 
-def extract_code(response: str) -> Program | None:
-    """Return the last fenced Python block, else the first fenced block; None without any."""
+def _defines(code: str, name: str) -> bool:
+    return (
+        re.search(rf"^\s*(?:async\s+)?(?:def|class)\s+{re.escape(name)}\b", code, re.M) is not None
+    )
+
+
+def extract_code(response: str, names: Collection[str] = ()) -> Program | None:
+    """Return the last fenced Python block, else the first fenced block; None without any.
+
+    Blocks that define one of `names` come first.
+    """
     # Only the first word of the tag is the language; the rest is formatting options.
     blocks = [((tag.lower().split() or [""])[0], code) for tag, code in _FENCE.findall(response)]
     if not blocks:
         return None
     pythons = [code for tag, code in blocks if tag in _PYTHON]
     if pythons:
-        return Program(pythons[-1])
+        # Many responses end with a block that shows how to call the solution.
+        defining = [code for code in pythons if any(_defines(code, name) for name in names)]
+        return Program((defining or pythons)[-1])
     tag, code = blocks[0]
     return Program(code, _NAMES.get(tag, tag) or "python")
 
@@ -163,14 +182,14 @@ def _trimmed(text: str) -> list[str]:
 def _same_value(stdout: str, expected: str) -> bool:
     """Compare as JSON values: 1.0 equals 1. APPS wraps some expected results into a list."""
     try:
-        got = json.loads(stdout)
-    except ValueError:
-        return False
-    try:
         value = json.loads(expected)
     except ValueError:
-        return bool(got == expected)
-    return bool(got == value or [got] == value)
+        value = expected
+    try:
+        got = json.loads(stdout)
+        return bool(got == value or [got] == value)
+    except (ValueError, RecursionError, MemoryError):
+        return False  # A program may print anything: that is a wrong answer.
 
 
 _LOAD = """\

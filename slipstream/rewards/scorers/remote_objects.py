@@ -16,6 +16,8 @@ import fractions
 import json
 import math
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TextIO
 
 _SAFE_INT = 2**53
 _SHOWN = 300
@@ -37,34 +39,34 @@ class Remote:
     other process could answer every comparison with yes.
     """
 
-    def __init__(self, peer, number):
+    def __init__(self, peer: Peer, number: int) -> None:
         object.__setattr__(self, "_peer", peer)
         object.__setattr__(self, "_number", number)
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._peer.ask("call", self._number, args=args, kwargs=kwargs)
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return self._peer.ask("attribute", self._number, name=name)
 
-    def __setattr__(self, name, value):
+    def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError("attributes of the program's objects cannot be set by a test")
 
-    def __iter__(self):
+    def __iter__(self) -> Any:
         return RemoteIterator(self._peer, self._peer.ask("iter", self._number)._number)
 
-    def __getitem__(self, key):
+    def __getitem__(self, key: Any) -> Any:
         return self._peer.ask("item", self._number, args=(key,))
 
-    def __len__(self):
+    def __len__(self) -> Any:
         return self._peer.ask("len", self._number)
 
-    def __str__(self):
+    def __str__(self) -> Any:
         return self._peer.ask("str", self._number)
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         raise TypeError("an object of the program has no truth value")
 
     __contains__ = None
@@ -73,10 +75,10 @@ class Remote:
 class RemoteIterator(Remote):
     """An iterator in the other process."""
 
-    def __iter__(self):
+    def __iter__(self) -> Any:
         return self
 
-    def __next__(self):
+    def __next__(self) -> Any:
         try:
             return self._peer.ask("next", self._number)
         except RemoteError as error:
@@ -92,13 +94,24 @@ class Peer:
     functions that were passed to it.
     """
 
-    def __init__(self, lines, write, space=None):
+    def __init__(
+        self, lines: TextIO, write: Callable[[str], None], space: dict[str, Any] | None = None
+    ) -> None:
         self._lines, self._write, self._space = lines, write, space
-        self._objects, self._numbers = [], {}
+        self._objects: list[Any] = []
+        self._numbers: dict[int, int] = {}
 
-    def ask(self, what, on=None, *, name=None, args=(), kwargs=None):
+    def ask(
+        self,
+        what: str,
+        on: int | None = None,
+        *,
+        name: str | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         """Send a request and return its result. Answers requests of the other side meanwhile."""
-        message = {"ask": what, "on": on, "name": name}
+        message: dict[str, Any] = {"ask": what, "on": on, "name": name}
         message["args"] = [self.encode(value) for value in args]
         message["kwargs"] = {key: self.encode(value) for key, value in (kwargs or {}).items()}
         self.send(message)
@@ -109,11 +122,11 @@ class Peer:
                 continue
             if "error" in reply:
                 raise _error(*reply["error"])
-            for given, after in zip(args, reply.get("after") or (), strict=False):
+            for given, after in zip(args, reply.get("after") or ()):  # noqa: B905 - for Python 3.9
                 _copy_back(given, self.decode(after))
             return self.decode(reply["value"])
 
-    def serve(self):
+    def serve(self) -> None:
         """Answer requests until the other side ends."""
         while True:
             try:
@@ -122,7 +135,7 @@ class Peer:
                 return
             self.answer(request)
 
-    def answer(self, request):
+    def answer(self, request: Mapping[str, Any]) -> None:
         """Execute one request of the other side and send its result."""
         try:
             args = [self.decode(value) for value in request["args"]]
@@ -139,12 +152,12 @@ class Peer:
             text = json.dumps({"error": [type(error).__name__, _text(error)]})
         self._write(text)
 
-    def _executed(self, request, args, kwargs):
+    def _executed(self, request: Mapping[str, Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
         what, on = request["ask"], request["on"]
+        if what == "get" and self._space is not None:
+            return self._space[request["name"]]
         if self._space is None and what != "call":
             raise PermissionError(what)
-        if what == "get":
-            return self._space[request["name"]]
         thing = self._objects[on]
         if what == "call":
             return thing(*args, **kwargs)
@@ -152,19 +165,26 @@ class Peer:
             return getattr(thing, request["name"])
         if what == "item":
             return thing[args[0]]
-        return {"iter": iter, "next": next, "len": len, "str": str}[what](thing)
+        operations: dict[str, Callable[[Any], Any]] = {
+            "iter": iter,
+            "next": next,
+            "len": len,
+            "str": str,
+        }
+        return operations[what](thing)
 
-    def send(self, message):
+    def send(self, message: Mapping[str, Any]) -> None:
         """Send one message."""
         self._write(json.dumps(message))
 
-    def _receive(self):
+    def _receive(self) -> dict[str, Any]:
         line = self._lines.readline()
         if not line:
             raise ProgramEnded
-        return json.loads(line)
+        message: dict[str, Any] = json.loads(line)
+        return message
 
-    def encode(self, value):
+    def encode(self, value: Any) -> Any:
         """Return a value as JSON. Subclasses of plain types become the plain type."""
         kind = type(value)
         if value is None or kind is bool or kind is str:
@@ -187,15 +207,16 @@ class Peer:
                 return {"t": tag, "v": self.encode(parts(value))}
         if hasattr(value, "dtype") and hasattr(value, "tolist"):
             return self.encode(value.tolist())
-        if getattr(builtins, getattr(value, "__name__", "") or "", None) is value:
-            return {"t": "builtin", "v": value.__name__}
+        name: Any = getattr(value, "__name__", None)
+        if isinstance(name, str) and getattr(builtins, name, None) is value:
+            return {"t": "builtin", "v": name}
         number = self._numbers.get(id(value))
         if number is None:
             number = self._numbers[id(value)] = len(self._objects)
             self._objects.append(value)
         return {"t": "mine", "v": number}
 
-    def decode(self, value):
+    def decode(self, value: Any) -> Any:
         """Return the value of JSON from `encode` of the other side."""
         if isinstance(value, list):
             return [self.decode(part) for part in value]
@@ -213,7 +234,7 @@ class Peer:
         return _DECODERS[tag](self.decode(inner))
 
 
-_ENCODERS = [
+_ENCODERS: list[tuple[Any, str, Callable[[Any], Any]]] = [
     (tuple, "tuple", list),
     (list, "list", list),
     (collections.deque, "deque", list),
@@ -231,7 +252,7 @@ _ENCODERS = [
     (datetime.date, "date", lambda value: value.isoformat()),
 ]
 
-_DECODERS = {
+_DECODERS: dict[str, Callable[[Any], Any]] = {
     "float": float,
     "tuple": tuple,
     "list": list,
@@ -249,7 +270,7 @@ _DECODERS = {
 }
 
 
-def _copy_back(given, after):
+def _copy_back(given: Any, after: Any) -> None:
     """Change a list, dictionary or set to its value after a call."""
     if type(given) is not type(after):
         return
@@ -267,36 +288,37 @@ def _copy_back(given, after):
         given.update(after)
 
 
-def _error(name, text):
+def _error(name: str, text: str) -> Exception:
     """Return the program's exception, if its type is a built-in one that tests may expect."""
-    kind = getattr(builtins, str(name), None)
+    kind: Any = getattr(builtins, str(name), None)
     known = isinstance(kind, type) and issubclass(kind, Exception) and kind is not StopIteration
     try:
-        return kind(text) if known else RemoteError(f"{name}: {text}")
+        error: Exception = kind(text) if known else RemoteError(f"{name}: {text}")
+        return error
     except Exception:
         return RemoteError(f"{name}: {text}")
 
 
-def _text(error):
+def _text(error: BaseException) -> str:
     try:
         return str(error)[:_SHOWN]
     except Exception:
         return ""
 
 
-class Names(dict):
+class Names(dict):  # type: ignore[type-arg]
     """The global names of a test: its own, and those of the program.
 
     `served` are the names that belong to the program although the judge has one of that name too.
     """
 
-    def __init__(self, peer, own, served):
+    def __init__(self, peer: Peer, own: dict[str, Any], served: Sequence[str]) -> None:
         super().__init__(own)
         self._peer = peer
         for name in served:
             self[name] = peer.ask("get", name=name)
 
-    def __missing__(self, name):
+    def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name):
             raise KeyError(name)
         try:
@@ -306,7 +328,7 @@ class Names(dict):
         return value
 
 
-def judge(peer, tests, imports):
+def judge(peer: Peer, tests: Sequence[tuple[str, Sequence[str]]], imports: str) -> None:
     """Evaluate tests, given as [text, names that belong to the program], and send verdicts.
 
     Ends early if the program has ended.
@@ -314,7 +336,7 @@ def judge(peer, tests, imports):
     for place, (text, served) in enumerate(tests):
         held, why, ended = False, "", False
         try:
-            own = {"__name__": "__test__"}
+            own: dict[str, Any] = {"__name__": "__test__"}
             exec(imports, own)
             exec(compile(text, "test.py", "exec"), Names(peer, own, served))
             held = True
@@ -327,7 +349,7 @@ def judge(peer, tests, imports):
             return
 
 
-def streams():
+def streams() -> tuple[TextIO, Callable[[str], None]]:
     """Return input lines and a function that writes lines. Prints go to standard error."""
     import os
 
@@ -339,7 +361,7 @@ def streams():
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)
 
-    def write(text):
+    def write(text: str) -> None:
         out.write(text + "\n")
         out.flush()
 

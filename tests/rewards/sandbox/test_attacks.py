@@ -357,6 +357,76 @@ def test_other_processes_are_invisible_and_safe() -> None:
         other.kill()
 
 
+def test_all_processes_in_the_box_have_its_limits() -> None:
+    attack(
+        """
+import re
+for pid in (1, os.getpid()):
+    limits = open("/proc/%d/limits" % pid).read()
+    for name, value in (("processes", 16), ("open files", 64), ("address space", 256 << 20)):
+        found = re.search("Max %s +([0-9]+|unlimited) +([0-9]+|unlimited)" % name, limits)
+        print("held" if found[1] == found[2] == str(value) else "BROKEN " + found[0])
+""",
+        held=6,
+    )
+
+
+def test_memory_of_processes_cannot_be_written() -> None:
+    attack(
+        """
+for pid in (1, os.getpid()):
+    held(lambda: os.open("/proc/%d/mem" % pid, os.O_RDWR))
+for name in ("oom_score_adj", "coredump_filter", "timerslack_ns", "clear_refs", "comm"):
+    held(lambda: open("/proc/self/" + name, "w"))
+""",
+        held=7,
+    )
+
+
+def test_sockets_reach_only_the_box() -> None:
+    attack(
+        """
+for family in range(2, 50):
+    held(lambda: socket.socket(family, socket.SOCK_STREAM))
+    held(lambda: socket.socket(family, socket.SOCK_DGRAM))
+a, b = socket.socketpair()
+b.sendall(b"within")
+print(a.recv(6) == b"within" and "held")
+""",
+        held=97,
+    )
+
+
+def test_memory_in_sockets_and_pipes_is_limited() -> None:
+    """Each process fills all sockets that it may open. The total is measured from outside."""
+    ran = run(
+        """
+import fcntl, os, socket
+for size in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+    try: socket.socket(socket.AF_UNIX).setsockopt(socket.SOL_SOCKET, size, 1 << 22); print("BROKEN")
+    except PermissionError: print("held")
+r, w = os.pipe()
+try: fcntl.fcntl(w, 1031, 1 << 20); print("BROKEN")
+except PermissionError: print("held")
+held, total = [], 0
+while True:
+    try: pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    except OSError: break
+    held.append(pair)
+    for one in pair:
+        one.setblocking(False)
+        try:
+            while True: total += one.send(bytes(4096))
+        except OSError: pass
+print(total)
+"""
+    )
+    *attempts, total = ran.stdout.split()
+    assert attempts == ["held"] * 3
+    # 16 processes with this much are at most 16 * 14 MB.
+    assert 0 < int(total) <= 14 << 20
+
+
 def test_the_supervising_process_is_protected() -> None:
     numbers = {"x86_64": (101, 310), "aarch64": (117, 270)}[os.uname().machine]
     attack(

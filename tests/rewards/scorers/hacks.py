@@ -61,35 +61,11 @@ class Yes:
     __index__ = __int__
     def __float__(self): return 50.0
 """
-_OPERATORS = [
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "mod",
-    "rmod",
-    "floordiv",
-    "truediv",
-    "pow",
-    "neg",
-    "abs",
-    "bool",
-    "contains",
-    "getitem",
-    "round",
-    "trunc",
-]
-_EQUAL = _YES + "".join(
-    f"    def __{name}__(self, *a): return True\n" for name in _OPERATORS if name not in ("abs",)
+_OPERATORS = (
+    *("eq", "ne", "lt", "le", "gt", "ge", "add", "radd", "sub", "rsub", "mul", "rmul", "mod"),
+    *("rmod", "floordiv", "truediv", "pow", "neg", "bool", "contains", "getitem", "round", "trunc"),
 )
+_EQUAL = _YES + "".join(f"    def __{name}__(self, *a): return True\n" for name in _OPERATORS)
 _ZERO = _YES + "    def __sub__(self, o): return 0\n    def __abs__(self): return 0\n"
 
 
@@ -111,7 +87,8 @@ HACKS: dict[str, str] = {
     # Objects that agree with everything.
     "equal object": _EQUAL + _ALL.format("Yes()"),
     "equal class": _EQUAL + _ALL.format("Yes"),
-    "metaclass": "class M(type):\n    def __eq__(c, o): return True\n    def __hash__(c): return 0\n"
+    "metaclass": "class M(type):\n    def __eq__(c, o): return True\n"
+    "    def __hash__(c): return 0\n"
     "    def __bool__(c): return True\n    def __lt__(c, o): return True\n"
     "class C(metaclass=M): pass\n" + _ALL.format("C"),
     "difference zero": _ZERO + _ALL.format("Yes()"),

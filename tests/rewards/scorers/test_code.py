@@ -169,3 +169,85 @@ def test_code_data_sources_select_this_scorer() -> None:
         result = default_compute_score(source, response, DOUBLE, sandbox=SANDBOX)
         assert isinstance(result, dict)
         assert result["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys\ndef add(a, b): sys.stderr.write('x'); return a + b - 1",
+        "import __main__\ndef add(a, b): __main__.result.write('[' * 60000); return 0",
+        "import __main__\ndef add(a, b): __main__.result.write('9' * 60000); return 0",
+        "import __main__\ndef add(a, b): __main__.result.write('NaN'); return 0",
+        "import os\ndef add(a, b): os.write(1, b'\\xff\\x00{'); return 0",
+        "def add(a, b):\n    v = []\n    for _ in range(10**5): v = [v]\n    return v",
+        "def add(a, b): return {1, 2}",
+        "x = '\x00'\ndef add(a, b): return 3",
+    ],
+    ids=["stderr", "deep", "digits", "nan", "bytes", "deep value", "set", "NUL"],
+)
+def test_whatever_a_program_returns_is_an_answer_and_never_an_error(code: str) -> None:
+    assert compute_score("apps", fenced(code), ADD, sandbox=SANDBOX)["passed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "test"),
+    [
+        ("from collections import Counter\ndef f(a): return Counter(a)",
+         "assert f('aab') == {'a': 2, 'b': 1}"),
+        ("from collections import defaultdict\ndef f(a):\n    d = defaultdict(int)\n"
+         "    d[a] += 1\n    return d", "assert f('x') == {'x': 1}"),
+        ("from collections import namedtuple\nP = namedtuple('P', 'x y')\n"
+         "def f(a): return P(1, 2)", "assert f(1) == (1, 2)"),
+        ("def f(a): return frozenset([a])", "assert f(1) == {1}"),
+        ("from fractions import Fraction\ndef f(a): return Fraction(1, 2)", "assert f(1) == 0.5"),
+        ("def f(a): return 1e999", "assert f(1) == 1e999"),
+        ("def gcd(a, b): return a if not b else gcd(b, a % b)", "assert gcd(12, 8) == 4"),
+        ("def sum(a, b): return a + b", "assert sum(1, 2) == 3"),
+        ("def f(a): a.sort()", "a = [2, 1]\nf(a)\nassert a == [1, 2]"),
+        ("def f(g, a): return [g(x) for x in a]", "assert f(lambda x: x + 1, [1, 2]) == [2, 3]"),
+        ("def f(g, a): return list(map(g, a))", "assert f(str, [1, 2]) == ['1', '2']"),
+        ("class S:\n    def __init__(self): self.a = []\n    def push(self, x): self.a.append(x)\n"
+         "    def pop(self): return self.a.pop()",
+         "s = S()\ns.push(3)\nassert s.pop() == 3 and s.a == []"),
+        ("def f(n):\n    for i in range(n): yield i", "assert list(f(3)) == [0, 1, 2]"),
+        ("def f(n): raise ValueError('no')",
+         "try:\n    f(1)\n    raise SystemExit\nexcept ValueError as e:\n    assert str(e) == 'no'"),
+        ("def f(n): return 10 ** n", "assert f(5000) == 10 ** 5000"),
+        ("def f(n): return range(n)", "assert f(3) == range(3)"),
+        ("def f(n): return b'x' * n", "assert f(2) == b'xx'"),
+        ("def f(n): return {1: (n, [n])}", "assert f(2) == {1: (2, [2])}"),
+        ("LIMIT = 5", "assert LIMIT == 5"),
+        ("def f(n): return 'ab'.split('b')", "assert f(1)[0].upper() == 'A'"),
+    ],
+)  # fmt: skip
+def test_right_programs_pass_assertions_of_many_forms(code: str, test: str) -> None:
+    assert (
+        compute_score("apps", fenced(code), {"assert_case": [test]}, sandbox=SANDBOX)["score"]
+        == 1.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "test"),
+    [
+        ("def gcd(a, b): return 1", "assert gcd(12, 8) == 4"),
+        ("def f(a): return 1", "assert gcd(12, 8) == 4"),
+        ("def abs(x): return 0\ndef f(x): return 3", "assert abs(f(1) - 50) < 1"),
+    ],
+)
+def test_names_of_tests_are_the_programs_only_if_it_is_tested(code: str, test: str) -> None:
+    result = compute_score("apps", fenced(code), {"assert_case": [test]}, sandbox=SANDBOX)
+    assert result["score"] == 0.0
+
+
+def test_a_block_that_defines_the_tested_function_counts_before_later_blocks() -> None:
+    text = fenced("def f(x): return 2 ** x") + fenced("print(f(3))")
+    assert compute_score("apps", text, HOLD, sandbox=SANDBOX)["score"] == 1.0
+    text = fenced("def add(a, b): return a + b") + fenced("print(add(1, 2))")
+    assert compute_score("apps", text, ADD, sandbox=SANDBOX)["score"] == 1.0
+
+
+def test_other_assertions_continue_after_the_program_has_ended() -> None:
+    code = "import os\ndef f(x):\n    if x == 2: os._exit(0)\n    return 2 ** x"
+    result = compute_score("apps", fenced(code), HOLD, sandbox=SANDBOX)
+    assert (result["passed"], result["errors"], result["not_run"]) == (2, 1, 0)
