@@ -15,8 +15,8 @@ from slipstream.config.hardware import detect_hardware
 from slipstream.config.load import raise_problems
 from slipstream.config.schema import Config
 from slipstream.config.validate import validate
-from slipstream.errors import ConfigError
 from slipstream.threads import usable_cores
+from slipstream.user_code import imported
 
 
 def import_external(config: Config) -> None:
@@ -34,14 +34,11 @@ def import_external(config: Config) -> None:
     known = selected_engine(config) is not None
     if "" not in sys.path:
         sys.path.insert(0, "")  # modules in the current folder, as with `python -m`
-    try:
-        importlib.import_module(name)
-    except Exception as error:
-        raise ConfigError(
-            f"actor_rollout_ref.model.external_lib={name} cannot be imported "
-            f"({type(error).__name__}: {error}); it takes a module's dotted name, and PYTHONPATH "
-            "says where modules lie"
-        ) from error
+    imported(
+        lambda: importlib.import_module(name),
+        f"actor_rollout_ref.model.external_lib={name}",
+        "it must be the dotted name of a module in a folder of PYTHONPATH",
+    )
     if not known:
         engine_entry(config.actor_rollout_ref.rollout.name)
         raise_problems(validate(config, detect_hardware(), complete=False))
