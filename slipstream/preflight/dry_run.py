@@ -48,6 +48,12 @@ TINY_PROMPTS = 2
 TINY_TOKENS = 16
 """Maximum number of tokens per response in the tiny step."""
 
+TINY_RESPONSES = 16
+"""Maximum number of responses per prompt in the tiny step."""
+
+TINY_EPOCHS = 2
+"""Maximum number of passes over the samples in the tiny step."""
+
 
 def dry_run(config: Config, mode: Mode) -> int:
     """Print settings, batches and memory, run one tiny step, and return the exit status.
@@ -167,7 +173,8 @@ def tiny_values(config: Config, folder: Path) -> dict[str, Any]:
     """
     actor_ref, critic = config.actor_rollout_ref, config.critic
     prompts = min(TINY_PROMPTS, config.data.train_batch_size)
-    sequences = prompts * actor_ref.rollout.n
+    responses = min(TINY_RESPONSES, actor_ref.rollout.n)
+    sequences = prompts * responses
     built_in = config.data.task is not None and config.data.val_files is None
     values: dict[str, Any] = {
         "trainer.default_local_dir": str(folder),
@@ -189,6 +196,11 @@ def tiny_values(config: Config, folder: Path) -> dict[str, Any]:
         "data.val_batch_size": None,
         "actor_rollout_ref.rollout.val_kwargs.by_source": {},
         "actor_rollout_ref.rollout.max_model_len": None,
+        "actor_rollout_ref.rollout.n": responses,
+        "actor_rollout_ref.rollout.val_kwargs.n": min(
+            TINY_RESPONSES, actor_ref.rollout.val_kwargs.n
+        ),
+        "actor_rollout_ref.actor.ppo_epochs": min(TINY_EPOCHS, actor_ref.actor.ppo_epochs),
         "actor_rollout_ref.actor.ppo_mini_batch_size": None,
         "critic.ppo_mini_batch_size": None,
         "algorithm.filter_groups.enable": False,
@@ -202,6 +214,8 @@ def tiny_values(config: Config, folder: Path) -> dict[str, Any]:
     }
     if built_in:
         values["data.val_size"] = TINY_PROMPTS
+    if critic.ppo_epochs is not None:
+        values["critic.ppo_epochs"] = min(TINY_EPOCHS, critic.ppo_epochs)
     for key, rows in (
         ("actor_rollout_ref.actor", actor_ref.actor.ppo_micro_batch_size_per_gpu),
         ("critic", critic.ppo_micro_batch_size_per_gpu),
