@@ -15,8 +15,12 @@ from slipstream.config.hardware import detect_hardware
 from slipstream.config.load import raise_problems
 from slipstream.config.schema import Config
 from slipstream.config.validate import validate
+from slipstream.errors import ConfigError
 from slipstream.threads import usable_cores
 from slipstream.user_code import imported
+
+MAX_THREADS = 1_024
+"""Maximum number of threads of PyTorch in a process. Each of them has a stack of several MB."""
 
 
 def import_external(config: Config) -> None:
@@ -48,4 +52,9 @@ def set_threads(config: Config) -> None:
     """Set the number of threads to `thread_count`. If that is None, use PyTorch's default, one per
     core, limited to the cores that this process may use."""
     given = thread_count(config)
+    if given is not None and given > MAX_THREADS:
+        raise ConfigError(
+            f"trainer.num_threads={given} is more than {MAX_THREADS}; set it to the number of "
+            "cores, or to null"
+        )
     torch.set_num_threads(min(torch.get_num_threads(), usable_cores()) if given is None else given)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,6 +42,9 @@ from slipstream.run.context import check_resumable, open_run
 from slipstream.run.folder import check_same_run
 from slipstream.run.train import check_phases, check_validation, trial
 from slipstream.training.compute_thread import ComputeThread
+
+DRAWN_PROMPTS = 4_096
+"""Maximum number of generated validation prompts that are drawn to check the settings."""
 
 TINY_PROMPTS = 2
 """Maximum number of prompts in the tiny step."""
@@ -101,13 +105,19 @@ def looked_at(config: Config, mode: Mode) -> tuple[PolicyConfig, Batches]:
     compute = ComputeThread()
     try:
         progress = Progress(console=SteadyConsole(file=sys.stdout))
-        run = open_run(config, folder, progress, GracefulInterrupt(), compute)
+        # A built-in task may generate validation prompts without end.
+        drawn = min(config.data.val_size, DRAWN_PROMPTS)
+        shorter = replace(config, data=replace(config.data, val_size=drawn))
+        run = open_run(shorter, folder, progress, GracefulInterrupt(), compute)
         check_resumable(run, mode.split("+"))
         check_validation(run)
         policy = model_config(config, run.tokenizer, initial_policy(config))
         check_phases(run, mode, policy)
         steps = rl_steps(config, run.data) if "rl" in mode else 0
-        return policy, batches_of(config, mode, rl_steps=steps, held_out=len(run.held_out))
+        held_out = len(run.held_out)
+        if config.data.task is not None and config.data.val_files is None:
+            held_out += config.data.val_size - drawn
+        return policy, batches_of(config, mode, rl_steps=steps, held_out=held_out)
     finally:
         compute.close()
 

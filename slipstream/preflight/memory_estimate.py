@@ -356,6 +356,15 @@ def _optimizer_state(config: Config, trainer: TrainerBytes, policy: ModelConfig)
 
 
 def _parameters(model: ModelConfig) -> int:
+    # All layers have the same sizes, so two models of one and two layers tell the size of any.
+    one, two = (
+        _counted(replace(model, num_layers=n, windowed_layers=(), sliding_window=None))
+        for n in (1, 2)
+    )
+    return one + (model.num_layers - 1) * (two - one)
+
+
+def _counted(model: ModelConfig) -> int:
     with torch.device("meta"):
         decoder = Decoder(model)
     return sum(parameter.numel() for parameter in decoder.parameters())
