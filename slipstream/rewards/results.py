@@ -83,11 +83,12 @@ class Reader:
             return outcome_of(error)
 
     async def awaited(self, call: Callable[[], Awaitable[Any]]) -> CallOutcome:
-        """Await a function and return its outcome, also if it is cancelled."""
-        try:
-            return CallOutcome(self._read(await call()))
-        except BaseException as error:
-            return outcome_of(error)
+        """Await a function and return its outcome. Raises what the function raises.
+
+        The caller turns that into an outcome: Python ends a coroutine that awaits another one with
+        GeneratorExit before that one can answer.
+        """
+        return CallOutcome(self._read(await call()))
 
     def _read(self, returned: Any) -> list[Score | str]:
         return [_read_one(value) for value in self.signature.results(returned, self.count)]

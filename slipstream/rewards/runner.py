@@ -18,7 +18,7 @@ from typing import Any
 import anyio
 
 from slipstream.errors import ConfigError, RewardError
-from slipstream.rewards.results import CallOutcome, Reader
+from slipstream.rewards.results import CallOutcome, Reader, outcome_of
 from slipstream.rewards.slots import MAX_AT_ONCE, Slots, ThreadClock
 from slipstream.rewards.user_loop import UserLoop
 from slipstream.threads import DaemonThreads, arrival
@@ -106,7 +106,7 @@ class DeadlineRunner:
             )
 
     async def _run_async(self, call: Callable[[], Any]) -> CallOutcome:
-        outcome: CallOutcome | None = await self._loop.run(call, self.timeout_s)
+        outcome: CallOutcome | None = await self._loop.run(call, self.timeout_s, outcome_of)
         return self._timed_out() if outcome is None else outcome
 
     async def _run_in_thread(self, function: Callable[[], CallOutcome]) -> CallOutcome:

@@ -50,15 +50,21 @@ class UserLoop:
         self._stuck = [thread for thread in self._stuck if thread.is_alive()]
         return len(self._stuck)
 
-    async def run(self, function: Callable[[], Awaitable[T]], timeout_s: float) -> T | None:
+    async def run(
+        self,
+        function: Callable[[], Awaitable[T]],
+        timeout_s: float,
+        failed: Callable[[BaseException], T],
+    ) -> T | None:
         """Return the result of `await function()`, or None after `timeout_s` seconds.
 
-        The time counts from the start of the function. `function` must not raise. A call that does
-        not end within `GRACE_S` seconds of its cancellation is abandoned.
+        If the function raises, the result is that of `failed(error)`. The time counts from the
+        start of the function. A call that does not end within `GRACE_S` seconds of its cancellation
+        is abandoned.
         """
         while True:
             thread = self._current()
-            call = _Call(function)
+            call = _Call(function, failed)
             if not thread.submit(call):
                 self._retire(thread)
                 continue
@@ -114,14 +120,16 @@ class UserLoop:
 
 
 class _Call(Generic[T]):
-    """A call of `function`, which does not raise.
+    """A call of `function`. If it raises, its result is that of `failed`.
 
     The loop's thread sets `started`, `task` and `result`. If `started` is cancelled before, the
     call never starts.
     """
 
-    def __init__(self, function: Callable[[], Awaitable[T]]) -> None:
-        self.function = function
+    def __init__(
+        self, function: Callable[[], Awaitable[T]], failed: Callable[[BaseException], T]
+    ) -> None:
+        self.function, self.failed = function, failed
         self.started: Future[None] = Future()
         self.result: Future[T] = Future()
         self.task: asyncio.Task[None] | None = None
@@ -212,4 +220,8 @@ async def _run(call: _Call[T]) -> None:
         return
     call.task = asyncio.current_task()
     call.started.set_result(None)
-    call.result.set_result(await call.function())
+    try:
+        result = await call.function()
+    except BaseException as error:
+        result = call.failed(error)
+    call.result.set_result(result)
