@@ -55,7 +55,8 @@ def check_demonstrations(config: Config, policy: PolicyConfig) -> None:
 
 
 def check_weights(config: Config, policy: PolicyConfig) -> None:
-    """Raise ConfigError if the policy's weights alone need more memory than is free.
+    """Raise ConfigError if the policy's weights alone need more memory than is free, or if
+    lora_rank is larger than its matrices.
 
     They are counted with two bytes per weight, so a run with more free memory may still fail. A
     model of another family has no count.
@@ -67,6 +68,12 @@ def check_weights(config: Config, policy: PolicyConfig) -> None:
     hidden, heads = policy.hidden_size, policy.num_heads + policy.num_kv_heads
     layer = 2 * hidden * policy.head_dim * heads + 3 * hidden * policy.intermediate_size
     weights = policy.num_layers * (layer + 2 * rank * hidden) + policy.vocab_size * hidden
+    side = max(hidden, policy.intermediate_size, policy.num_heads * policy.head_dim)
+    if rank > side:
+        raise ConfigError(
+            f"actor_rollout_ref.model.lora_rank={rank} is more than the {side} rows of the "
+            f"policy's largest matrix; set at most {side}"
+        )
     # Positions have one table of angles.
     size = 2 * weights // count + 4 * policy.max_position_embeddings
     if size > (free := free_bytes(device)):

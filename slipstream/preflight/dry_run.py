@@ -15,6 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from slipstream.build.data import rl_steps
 from slipstream.build.policy import (
     device_of,
@@ -29,7 +31,7 @@ from slipstream.config.launch import INTERRUPTED
 from slipstream.config.load import CONFIG_FILE, load_config, to_yaml
 from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
-from slipstream.errors import CheckpointError, ConfigError
+from slipstream.errors import CheckpointError, ConfigError, reason_of
 from slipstream.inference.engine.memory import free_bytes
 from slipstream.metrics.loggers import check_loggers
 from slipstream.metrics.progress import Progress, SteadyConsole
@@ -37,7 +39,7 @@ from slipstream.metrics.tables import Page
 from slipstream.models.config import ModelConfig
 from slipstream.models.policy import PolicyConfig
 from slipstream.preflight.batch_table import Batches, batches_of, table_rows
-from slipstream.preflight.memory_estimate import MemoryEstimate, estimate_memory
+from slipstream.preflight.memory_estimate import POLICY, MemoryEstimate, estimate_memory
 from slipstream.run.context import check_resumable, open_run
 from slipstream.run.folder import check_same_run
 from slipstream.run.train import check_phases, check_validation, trial
@@ -71,12 +73,33 @@ def dry_run(config: Config, mode: Mode) -> int:
         )
     page = Page()
     print(to_yaml(config), end="")
+    try:
+        return _checked(page, config, mode)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"the dry run needs more memory than is free ({reason_of(error)}); choose a smaller "
+            "model (actor_rollout_ref.model.path or .init)"
+        ) from error
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    # On a CPU, PyTorch raises a plain RuntimeError.
+    texts = ("can't allocate memory", "Storage size calculation overflowed")
+    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return known or any(text in str(error) for text in texts)
+
+
+def _checked(page: Page, config: Config, mode: Mode) -> int:
     policy, batches = looked_at(config, mode)
     page.title("batches")
     page.table(list(table_rows(batches)))
     page.title("memory")
     if isinstance(policy, ModelConfig):
-        _print_memory(page, estimate_memory(config, mode, policy, batches), config)
+        estimate = estimate_memory(config, mode, policy, batches)
+        _print_memory(page, estimate, config)
+        _check_weights_fit(estimate, config)
     else:
         page.line(
             f"no estimate: the model family {policy.family} runs through transformers, whose "
@@ -146,6 +169,18 @@ def _print_memory(page: Page, estimate: MemoryEstimate, config: Config) -> None:
             "actor_rollout_ref.model.enable_gradient_checkpointing=true. To reduce the KV cache, "
             "lower actor_rollout_ref.rollout.max_num_seqs.",
             style="bold red",
+        )
+
+
+def _check_weights_fit(estimate: MemoryEstimate, config: Config) -> None:
+    """Raise ConfigError if the policy and its optimizer do not fit, as in the tiny step too."""
+    need = max(phase.held[POLICY] for phase in estimate.phases.values())
+    free = free_bytes(device_of(config))
+    if need * memory_sharers(config) > free:
+        raise ConfigError(
+            f"the policy and its optimizer need {_size(need)}, but {_size(free)} are free; choose "
+            "a smaller model (actor_rollout_ref.model.path or .init), or trainer.nnodes or "
+            "trainer.n_gpus_per_node with more memory"
         )
 
 
