@@ -1,4 +1,4 @@
-"""The exceptions of Slipstream, and two helpers for checks.
+"""The exceptions of Slipstream, helpers for checks, and texts of foreign errors.
 
 Every message says what is wrong and what to do about it.
 
@@ -20,6 +20,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+
+MAX_REASON = 2_000
+"""Maximum number of characters of a reason that is stored, logged or printed."""
 
 
 class SlipstreamError(Exception):
@@ -92,3 +95,34 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean a or b?` with the names most similar to `word`, or an empty string."""
     near = difflib.get_close_matches(word, list(known), n=3)
     return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def shortened(text: str, limit: int = MAX_REASON) -> str:
+    """Return `text` as a plain string that any file can store: at most `limit` characters.
+
+    A longer text ends with its original length. Lone surrogates are written as escapes.
+    """
+    # The methods of `str` itself, because a subclass may override them.
+    length = str.__len__(text)
+    start = str.__getitem__(text, slice(0, limit))
+    clean = start.encode("utf-8", "backslashreplace").decode()
+    if length <= limit and len(clean) <= limit:
+        return clean
+    note = f"... ({length:,} characters)"
+    return clean[: max(0, limit - len(note))] + note
+
+
+def reason_of(error: BaseException) -> str:
+    """Return type and message of an error, at most `MAX_REASON` characters.
+
+    Never raises: a user's exception class may have a broken `__str__` or `__name__`.
+    """
+    try:
+        name = shortened(type(error).__name__)
+    except BaseException:
+        name = "an error without a name"
+    try:
+        text = shortened(str(error))
+    except BaseException:
+        text = ""
+    return shortened(f"{name}: {text}") if text else name

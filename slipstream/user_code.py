@@ -10,11 +10,19 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from slipstream.errors import ConfigError, DataError, SlipstreamError, did_you_mean
+from slipstream.errors import (
+    ConfigError,
+    DataError,
+    SlipstreamError,
+    did_you_mean,
+    reason_of,
+    shortened,
+)
 
 T = TypeVar("T")
 
@@ -41,7 +49,14 @@ def load_named(
     "functions". Raises ConfigError if the file or name is missing or the import fails.
     """
     module = import_module(path, key=path_key, prefix=prefix)
-    found = getattr(module, name, None)
+    try:
+        found = getattr(module, name, None)  # a module may define __getattr__
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise ConfigError(
+            f"{name_key} {name!r} cannot be read from {str(path)!r}: {reason_of(error)}"
+        ) from error
     if not callable(found):
         own = _defined(module)
         hint = did_you_mean(name, own) or "."
@@ -55,18 +70,15 @@ def load_named(
 def called(function: Callable[..., T], name: str, /, *args: Any, **kwargs: Any) -> T:
     """Call a user's function and return its result.
 
-    Its exceptions become a `DataError` that names the function. Slipstream's own errors pass
-    unchanged.
+    Its exceptions, and SystemExit, become a `DataError` that names the function. Slipstream's own
+    errors and Ctrl-C pass unchanged.
     """
     try:
         return function(*args, **kwargs)
-    except SlipstreamError:
+    except (SlipstreamError, KeyboardInterrupt):
         raise
-    except Exception as error:  # user code may raise anything; the reason is passed on
-        told = f": {error}" if str(error) else ""
-        raise DataError(
-            f"{name} failed with {type(error).__name__}{told} (--debug shows where)"
-        ) from error
+    except BaseException as error:  # user code may raise anything; the reason is passed on
+        raise DataError(f"{name} failed with {reason_of(error)} (--debug shows where)") from error
 
 
 def import_module(path: str | Path, *, key: str, prefix: str = _PREFIX) -> ModuleType:
@@ -77,8 +89,15 @@ def import_module(path: str | Path, *, key: str, prefix: str = _PREFIX) -> Modul
     text = str(path)
     if text.startswith(_PACKAGE):
         return _import_package(text.removeprefix(_PACKAGE), key)
-    file = Path(path).expanduser()
-    if not file.is_file():
+    try:
+        file = Path(path).expanduser()
+        exists = file.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # a name that is too long, no such user
+        raise ConfigError(
+            f"{key} {shortened(text, 200)!r} is not a file ({reason_of(error)}): give the path of "
+            "a Python file"
+        ) from error
+    if not exists:
         raise ConfigError(f"{key} {text!r} is not a file: give the path of a Python file")
     # The module name depends on the full path: two files with the same name stay separate.
     digest = hashlib.blake2b(str(file.resolve()).encode(), digest_size=6).hexdigest()
@@ -89,13 +108,29 @@ def import_module(path: str | Path, *, key: str, prefix: str = _PREFIX) -> Modul
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # user code may raise anything; the reason is passed on
-        del sys.modules[name]
-        raise ConfigError(
-            f"{key} {text!r} does not import: {type(error).__name__}: {error}"
-        ) from error
+        imported(partial(spec.loader.exec_module, module), f"{key} {text!r}")
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
     return module
+
+
+def imported(load: Callable[[], T], what: str, remedy: str = "") -> T:
+    """Call `load`, which imports a user's module, and return its result.
+
+    Whatever the module raises becomes a ConfigError that begins with `what`, and ends with `remedy`
+    if that is given. SystemExit has a remedy of its own. Ctrl-C passes unchanged.
+    """
+    try:
+        return load()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if issubclass(type(error), SystemExit):
+            # Otherwise `sys.exit()` would end the command with status 0, as if it had succeeded.
+            remedy = 'remove the call of sys.exit, or move it under `if __name__ == "__main__":`'
+        more = f"; {remedy}" if remedy else ""
+        raise ConfigError(f"{what} does not import: {reason_of(error)}{more}") from error
 
 
 def _defined(module: ModuleType) -> list[str]:
@@ -103,18 +138,19 @@ def _defined(module: ModuleType) -> list[str]:
     return sorted(
         key
         for key, value in vars(module).items()
-        if callable(value)
-        and not key.startswith("_")
-        and getattr(value, "__module__", None) == module.__name__
+        if not key.startswith("_") and _is_own(value, module.__name__)
     )
+
+
+def _is_own(value: Any, module: str) -> bool:
+    """Return whether a callable was defined in that module. An object may refuse the question."""
+    try:
+        return callable(value) and bool(getattr(value, "__module__", None) == module)
+    except Exception:
+        return False
 
 
 def _import_package(name: str, key: str) -> ModuleType:
     if "" not in sys.path:
         sys.path.insert(0, "")  # modules in the current folder, as with `python -m`
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        raise ConfigError(
-            f"{key} {_PACKAGE + name!r} does not import: {type(error).__name__}: {error}"
-        ) from error
+    return imported(lambda: importlib.import_module(name), f"{key} {_PACKAGE + name!r}")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.errors import ConfigError
-from slipstream.user_code import load_named
+from slipstream.errors import ConfigError, DataError
+from slipstream.user_code import called, load_named
 
 
 def load(path: str | Path, name: str) -> Any:
@@ -56,6 +56,69 @@ def test_missing_name_or_failing_import_is_reported(
     path.write_text(source)
     with pytest.raises(ConfigError, match=re.escape(message)):
         load(path, name)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import sys; sys.exit()", "does not import: SystemExit; remove the call of sys.exit"),
+        ("import sys; sys.exit(0)", "does not import: SystemExit: 0; remove the call of sys.exit"),
+        ("raise BaseException('b')", "does not import: BaseException: b"),
+        ("raise GeneratorExit", "does not import: GeneratorExit"),
+        ("import asyncio; raise asyncio.CancelledError", "does not import: CancelledError"),
+        ("raise ValueError('x' * 10_000_000)", "does not import: ValueError: xxx"),
+        ("import sys; del sys.modules[__name__]; 1 / 0", "does not import: ZeroDivisionError"),
+        ("def __getattr__(name): raise SystemExit", "a.name 'Mine' cannot be read from"),
+    ],
+)
+def test_whatever_a_file_raises_names_the_file(tmp_path: Path, source: str, message: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(source)
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        load(path, "Mine")
+    assert str(path) in str(error.value)
+    assert len(str(error.value)) < 3_000
+
+
+def test_a_module_that_exits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "exits_of_mine.py").write_text("import sys; sys.exit()\n")
+    with pytest.raises(ConfigError, match=r"a\.path 'pkg://exits_of_mine' .*sys\.exit"):
+        load("pkg://exits_of_mine", "Mine")
+
+
+def test_ctrl_c_during_an_import_passes(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        load(path, "Mine")
+
+
+def test_an_object_that_refuses_questions_is_not_offered(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "class Proxy:\n"
+        "    def __call__(self): pass\n"
+        "    def __getattribute__(self, name): raise RuntimeError('outside of a request')\n"
+        "proxy = Proxy()\n"
+        "class Mine: pass\n"
+    )
+    with pytest.raises(ConfigError, match="It defines: Mine, Proxy"):
+        load(path, "Other")
+
+
+def test_a_function_that_exits_is_a_data_error() -> None:
+    def exits() -> None:
+        sys.exit()
+
+    with pytest.raises(DataError, match=r"mine\(\) failed with SystemExit"):
+        called(exits, "mine()")
+
+
+def test_a_path_that_no_system_has_is_refused() -> None:
+    for path in ("x" * 5_000, "~nobody_of_mine/x.py", "a\0b.py"):
+        with pytest.raises(ConfigError, match=r"a\.path .* is not a file"):
+            load(path, "Mine")
 
 
 def test_path_that_is_no_python_file_is_refused(tmp_path: Path) -> None:

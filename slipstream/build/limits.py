@@ -9,11 +9,13 @@ from slipstream.build.algorithm import (
 from slipstream.build.policy import (
     device_of,
     max_model_len,
+    process_count,
     too_long,
 )
 from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError
+from slipstream.inference.engine.memory import free_bytes
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import supports_varlen
 from slipstream.models.numerics import dtype_from_name
@@ -50,3 +52,34 @@ def check_demonstrations(config: Config, policy: PolicyConfig) -> None:
     longest, limit = config.sft.max_length, policy.context_limit
     if longest > limit.tokens:
         raise ConfigError(f"SFT texts {too_long(longest, limit, f'sft.max_length={limit.tokens}')}")
+
+
+def check_weights(config: Config, policy: PolicyConfig) -> None:
+    """Raise ConfigError if the policy's weights alone need more memory than is free, or if
+    lora_rank is larger than its matrices.
+
+    They are counted with two bytes per weight, so a run with more free memory may still fail. A
+    model of another family has no count.
+    """
+    if not isinstance(policy, ModelConfig):
+        return
+    device, count = device_of(config), process_count(config)
+    rank = config.actor_rollout_ref.model.lora_rank
+    hidden, heads = policy.hidden_size, policy.num_heads + policy.num_kv_heads
+    layer = 2 * hidden * policy.head_dim * heads + 3 * hidden * policy.intermediate_size
+    weights = policy.num_layers * (layer + 2 * rank * hidden) + policy.vocab_size * hidden
+    side = max(hidden, policy.intermediate_size, policy.num_heads * policy.head_dim)
+    if rank > side:
+        raise ConfigError(
+            f"actor_rollout_ref.model.lora_rank={rank} is more than the {side} rows of the "
+            f"policy's largest matrix; set at most {side}"
+        )
+    # Positions have one table of angles.
+    size = 2 * weights // count + 4 * policy.max_position_embeddings
+    if size > (free := free_bytes(device)):
+        raise ConfigError(
+            f"the policy has {weights:,} weights and {policy.max_position_embeddings:,} positions, "
+            f"which need at least {size / 1e9:,.1f} GB, but {free / 1e9:,.1f} GB are free on "
+            f"{device.type}; lower actor_rollout_ref.model.init.* or "
+            "actor_rollout_ref.model.lora_rank, or choose a smaller model"
+        )

@@ -207,6 +207,18 @@ def exit_status(call: Callable[[], int], *, debug: bool) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+        # No command ends so. A user's code did, and its caller must not take that for success.
+        if debug:
+            traceback.print_exc()
+        print(
+            "error: code that this command imported or called ended it with sys.exit() before it "
+            "was done; remove that call (--debug shows where)",
+            file=sys.stderr,
+        )
+        return SlipstreamError.exit_code
     except BrokenPipeError:
         # The reader (such as `| head`) has closed the pipe. Python flushes standard output at exit,
         # which would raise the error again.

@@ -244,6 +244,8 @@ def _weights(
 
 def _sft_data(config: Config) -> Iterator[str]:
     sft = config.sft
+    if config.trainer.mode == "rl":
+        return  # the run has no SFT, whatever a recipe says about it
     yield from _weights("sft", sft.mixture_weights, sft.train_files)
     yield from _optim("sft.optim", sft.optim, sft.total_training_steps or None)
     if sft.total_training_steps == 0:
@@ -356,7 +358,8 @@ def _lengths(config: Config) -> Iterator[str]:
     init = config.actor_rollout_ref.model.init
     if init is not None:
         limits[f"{_MODEL}.init.max_position_embeddings"] = init.max_position_embeddings
-        if config.sft.total_training_steps and init.max_position_embeddings < config.sft.max_length:
+        has_sft = config.sft.total_training_steps and config.trainer.mode != "rl"
+        if has_sft and init.max_position_embeddings < config.sft.max_length:
             yield (
                 f"{_MODEL}.init.max_position_embeddings={init.max_position_embeddings} is below "
                 f"sft.max_length={config.sft.max_length}; "

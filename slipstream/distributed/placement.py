@@ -42,6 +42,12 @@ MAX_CALLS = 16
 FETCH_SECONDS = 1.0
 """Seconds that `Host.answers` waits for a first answer."""
 
+LOCAL_PROCESSES = 16
+"""Number of processes that one machine may always run; with more cores it may run more."""
+
+MAX_PROCESSES = 16_384
+"""Maximum number of processes of a run."""
+
 LOCAL_SECONDS = 10.0
 """Seconds to wait for free resources without a cluster."""
 
@@ -156,6 +162,17 @@ class Cluster:
         # Explicit: Ray's own discovery would also find the cluster of another run on this machine.
         self._address = os.environ.get(ADDRESS)
         self._owns_ray = not ray.is_initialized()
+        most = MAX_PROCESSES
+        if self._owns_ray and self._address is None:
+            most = max(LOCAL_PROCESSES, 4 * (os.cpu_count() or 1))
+        if size > most:
+            # Ray would start the processes one by one until the machine has no memory left.
+            where = "a cluster runs" if self._address else f"without {ADDRESS}, one machine runs"
+            raise ConfigError(
+                f"a run of {size:,} processes is too large: {where} at most {most:,}; lower "
+                f"trainer.nnodes or trainer.n_gpus_per_node, or start Ray on all machines and set "
+                f"{ADDRESS}"
+            )
         if self._owns_ray:
             self._connect(size)
         try:

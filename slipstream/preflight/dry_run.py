@@ -10,9 +10,12 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import torch
 
 from slipstream.build.data import rl_steps
 from slipstream.build.policy import (
@@ -28,7 +31,7 @@ from slipstream.config.launch import INTERRUPTED
 from slipstream.config.load import CONFIG_FILE, load_config, to_yaml
 from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
-from slipstream.errors import CheckpointError, ConfigError
+from slipstream.errors import CheckpointError, ConfigError, reason_of
 from slipstream.inference.engine.memory import free_bytes
 from slipstream.metrics.loggers import check_loggers
 from slipstream.metrics.progress import Progress, SteadyConsole
@@ -36,17 +39,26 @@ from slipstream.metrics.tables import Page
 from slipstream.models.config import ModelConfig
 from slipstream.models.policy import PolicyConfig
 from slipstream.preflight.batch_table import Batches, batches_of, table_rows
-from slipstream.preflight.memory_estimate import MemoryEstimate, estimate_memory
+from slipstream.preflight.memory_estimate import POLICY, MemoryEstimate, estimate_memory
 from slipstream.run.context import check_resumable, open_run
 from slipstream.run.folder import check_same_run
 from slipstream.run.train import check_phases, check_validation, trial
 from slipstream.training.compute_thread import ComputeThread
+
+DRAWN_PROMPTS = 4_096
+"""Maximum number of generated validation prompts that are drawn to check the settings."""
 
 TINY_PROMPTS = 2
 """Maximum number of prompts in the tiny step."""
 
 TINY_TOKENS = 16
 """Maximum number of tokens per response in the tiny step."""
+
+TINY_RESPONSES = 16
+"""Maximum number of responses per prompt in the tiny step."""
+
+TINY_EPOCHS = 2
+"""Maximum number of passes over the samples in the tiny step."""
 
 
 def dry_run(config: Config, mode: Mode) -> int:
@@ -61,12 +73,33 @@ def dry_run(config: Config, mode: Mode) -> int:
         )
     page = Page()
     print(to_yaml(config), end="")
+    try:
+        return _checked(page, config, mode)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"the dry run needs more memory than is free ({reason_of(error)}); choose a smaller "
+            "model (actor_rollout_ref.model.path or .init)"
+        ) from error
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    # On a CPU, PyTorch raises a plain RuntimeError.
+    texts = ("can't allocate memory", "Storage size calculation overflowed")
+    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return known or any(text in str(error) for text in texts)
+
+
+def _checked(page: Page, config: Config, mode: Mode) -> int:
     policy, batches = looked_at(config, mode)
     page.title("batches")
     page.table(list(table_rows(batches)))
     page.title("memory")
     if isinstance(policy, ModelConfig):
-        _print_memory(page, estimate_memory(config, mode, policy, batches), config)
+        estimate = estimate_memory(config, mode, policy, batches)
+        _print_memory(page, estimate, config)
+        _check_weights_fit(estimate, config)
     else:
         page.line(
             f"no estimate: the model family {policy.family} runs through transformers, whose "
@@ -95,13 +128,19 @@ def looked_at(config: Config, mode: Mode) -> tuple[PolicyConfig, Batches]:
     compute = ComputeThread()
     try:
         progress = Progress(console=SteadyConsole(file=sys.stdout))
-        run = open_run(config, folder, progress, GracefulInterrupt(), compute)
+        # A built-in task may generate validation prompts without end.
+        drawn = min(config.data.val_size, DRAWN_PROMPTS)
+        shorter = replace(config, data=replace(config.data, val_size=drawn))
+        run = open_run(shorter, folder, progress, GracefulInterrupt(), compute)
         check_resumable(run, mode.split("+"))
         check_validation(run)
         policy = model_config(config, run.tokenizer, initial_policy(config))
         check_phases(run, mode, policy)
         steps = rl_steps(config, run.data) if "rl" in mode else 0
-        return policy, batches_of(config, mode, rl_steps=steps, held_out=len(run.held_out))
+        held_out = len(run.held_out)
+        if config.data.task is not None and config.data.val_files is None:
+            held_out += config.data.val_size - drawn
+        return policy, batches_of(config, mode, rl_steps=steps, held_out=held_out)
     finally:
         compute.close()
 
@@ -130,6 +169,18 @@ def _print_memory(page: Page, estimate: MemoryEstimate, config: Config) -> None:
             "actor_rollout_ref.model.enable_gradient_checkpointing=true. To reduce the KV cache, "
             "lower actor_rollout_ref.rollout.max_num_seqs.",
             style="bold red",
+        )
+
+
+def _check_weights_fit(estimate: MemoryEstimate, config: Config) -> None:
+    """Raise ConfigError if the policy and its optimizer do not fit, as in the tiny step too."""
+    need = max(phase.held[POLICY] for phase in estimate.phases.values())
+    free = free_bytes(device_of(config))
+    if need * memory_sharers(config) > free:
+        raise ConfigError(
+            f"the policy and its optimizer need {_size(need)}, but {_size(free)} are free; choose "
+            "a smaller model (actor_rollout_ref.model.path or .init), or trainer.nnodes or "
+            "trainer.n_gpus_per_node with more memory"
         )
 
 
@@ -167,7 +218,8 @@ def tiny_values(config: Config, folder: Path) -> dict[str, Any]:
     """
     actor_ref, critic = config.actor_rollout_ref, config.critic
     prompts = min(TINY_PROMPTS, config.data.train_batch_size)
-    sequences = prompts * actor_ref.rollout.n
+    responses = min(TINY_RESPONSES, actor_ref.rollout.n)
+    sequences = prompts * responses
     built_in = config.data.task is not None and config.data.val_files is None
     values: dict[str, Any] = {
         "trainer.default_local_dir": str(folder),
@@ -189,6 +241,11 @@ def tiny_values(config: Config, folder: Path) -> dict[str, Any]:
         "data.val_batch_size": None,
         "actor_rollout_ref.rollout.val_kwargs.by_source": {},
         "actor_rollout_ref.rollout.max_model_len": None,
+        "actor_rollout_ref.rollout.n": responses,
+        "actor_rollout_ref.rollout.val_kwargs.n": min(
+            TINY_RESPONSES, actor_ref.rollout.val_kwargs.n
+        ),
+        "actor_rollout_ref.actor.ppo_epochs": min(TINY_EPOCHS, actor_ref.actor.ppo_epochs),
         "actor_rollout_ref.actor.ppo_mini_batch_size": None,
         "critic.ppo_mini_batch_size": None,
         "algorithm.filter_groups.enable": False,
@@ -202,6 +259,8 @@ def tiny_values(config: Config, folder: Path) -> dict[str, Any]:
     }
     if built_in:
         values["data.val_size"] = TINY_PROMPTS
+    if critic.ppo_epochs is not None:
+        values["critic.ppo_epochs"] = min(TINY_EPOCHS, critic.ppo_epochs)
     for key, rows in (
         ("actor_rollout_ref.actor", actor_ref.actor.ppo_micro_batch_size_per_gpu),
         ("critic", critic.ppo_micro_batch_size_per_gpu),

@@ -55,6 +55,9 @@ from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.optim import OptimSettings
 from slipstream.training.protocol import TrainingBackend
 
+POLICY = "policy and optimizer"
+"""The part of a phase with the policy's weights and its optimizer's state."""
+
 ROW_BYTES = 240
 """Bytes of host memory per sampled token.
 
@@ -166,7 +169,7 @@ def _sft(config: Config, policy: ModelConfig, batches: Batches, *, before_rl: bo
     assert batches.sft is not None
     optim = optim_settings(config.sft.optim, config.sft.total_training_steps, key="sft.optim")
     trainer = _trainer(config, policy, optim)
-    held = {"policy and optimizer": _kept(trainer, policy)}
+    held = {POLICY: _kept(trainer, policy)}
     # SFT ends with a validation, unless RL starts with one.
     validates_at_end = not (before_rl and config.trainer.val_before_train)
     if batches.validation and (config.sft.test_freq > 0 or validates_at_end):
@@ -185,7 +188,7 @@ def _rl(config: Config, policy: ModelConfig, batches: Batches) -> PhaseBytes:
     rl = batches.rl
     assert rl is not None
     trainer = _trainer(config, policy, actor_optim(config, rl.steps))
-    held = {"policy and optimizer": _kept(trainer, policy)}
+    held = {POLICY: _kept(trainer, policy)}
     if (reference := _reference(config, policy)) is not None:
         held["reference"] = 4 * _parameters(reference) // process_count(config)
     one_at_a_time = {
@@ -356,6 +359,15 @@ def _optimizer_state(config: Config, trainer: TrainerBytes, policy: ModelConfig)
 
 
 def _parameters(model: ModelConfig) -> int:
+    # All layers have the same sizes, so two models of one and two layers tell the size of any.
+    one, two = (
+        _counted(replace(model, num_layers=n, windowed_layers=(), sliding_window=None))
+        for n in (1, 2)
+    )
+    return one + (model.num_layers - 1) * (two - one)
+
+
+def _counted(model: ModelConfig) -> int:
     with torch.device("meta"):
         decoder = Decoder(model)
     return sum(parameter.numel() for parameter in decoder.parameters())

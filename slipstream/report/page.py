@@ -6,6 +6,9 @@ Decides what the page contains; `assets/page.js` draws it. Called by the command
 
 from __future__ import annotations
 
+import base64
+import functools
+import hashlib
 import html
 import json
 import re
@@ -98,12 +101,50 @@ def page(data: dict[str, Any], *, live: bool = False) -> str:
     text = as_json(data).replace("<", "\\u003c")
     parts = {
         "TITLE": html.escape(data["title"]),
-        "STYLE": _asset("uPlot.min.css") + _asset("page.css"),
+        "STYLE": _style(),
         "PLOT": _asset("uPlot.iife.min.js"),
         "SCRIPT": _asset("page.js"),
         "LIVE": "true" if live else "false",
         "DATA": text,
     }
+    return _filled(parts)
+
+
+@functools.cache
+def security_policy() -> str:
+    """Return the Content-Security-Policy of a live page.
+
+    It allows exactly the page's own scripts and styles, by their hashes, and requests to the
+    page's server. So a text of a run can never run as a script.
+    """
+    parts = {
+        "STYLE": _style(),
+        "PLOT": _asset("uPlot.iife.min.js"),
+        "SCRIPT": _asset("page.js"),
+        "LIVE": "true",
+        "DATA": "",
+        "TITLE": "",
+    }
+    text = _filled(parts)
+    styles = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    return (
+        f"default-src 'none'; script-src {_hashes(scripts)}; style-src {_hashes(styles)}; "
+        "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+
+
+def _hashes(texts: Sequence[str]) -> str:
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+
+def _style() -> str:
+    return _asset("uPlot.min.css") + _asset("page.css")
+
+
+def _filled(parts: dict[str, str]) -> str:
     # In one pass, because inserted text may look like a placeholder.
     return re.sub(r"\{\{([A-Z]+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
 

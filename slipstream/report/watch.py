@@ -8,11 +8,16 @@ Knows HTTP, and which files a report depends on. Called by the command line.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import logging
+import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,12 +27,21 @@ from urllib.parse import parse_qs, urlsplit
 from slipstream.errors import ConfigError
 from slipstream.metrics.loggers import METRICS_FILE
 from slipstream.metrics.timeline import EVENTS_FILE
-from slipstream.report.page import as_json, page, payload, read_runs
+from slipstream.report.page import as_json, page, payload, read_runs, security_policy
 from slipstream.report.read import is_running
 
 HOST = "127.0.0.1"
 PORT = 6780
 """The default port of `slipstream watch`; if it is taken, the next ones are tried."""
+
+REQUEST_S = 10.0
+"""Seconds from the start of a connection until its request must be complete."""
+
+REPLY_S = 30.0
+"""Seconds from a complete request until its reply must be sent."""
+
+MAX_CONNECTIONS = 32
+"""Maximum number of open connections, each of which has a thread."""
 
 _TRIED = 20
 _log = logging.getLogger(__name__)
@@ -94,11 +108,12 @@ def make_server(source: Source, port: int | None = None) -> ThreadingHTTPServer:
 
     `port` None is the first free port from `PORT` on. Raises ConfigError if no port is free.
     """
+    reason: Exception | None = None
     ports = range(PORT, PORT + _TRIED) if port is None else (port,)
     for number in ports:
         try:
             return _Server((HOST, number), _handler(source))
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # OverflowError: no port has this number
             reason = error
     where = f"port {port} is" if port is not None else f"ports {PORT} to {PORT + _TRIED - 1} are"
     raise ConfigError(
@@ -127,17 +142,85 @@ def serve(
     return 0
 
 
+@dataclass(slots=True)
+class _Connection:
+    """An open connection. It is closed at the time `end`. `asked`: its request is complete."""
+
+    end: float
+    asked: bool = False
+
+
 class _Server(ThreadingHTTPServer):
+    """Serves each connection in a thread, and closes connections that take too long."""
+
     daemon_threads = True
     # Reuse the port of a server that has just ended, but never that of a running server.
     allow_reuse_address = True
     allow_reuse_port = False
 
+    def __init__(self, *args: Any) -> None:
+        self._open: dict[Any, _Connection] = {}
+        self._lock = threading.Lock()
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection. If there are too many, close the oldest one without a request."""
+        with self._lock:
+            full = len(self._open) >= MAX_CONNECTIONS
+            idle = next((each for each, state in self._open.items() if not state.asked), None)
+            if full and idle is not None:
+                del self._open[idle]
+                _disconnect(idle)
+                full = False
+            if not full:
+                self._open[request] = _Connection(time.monotonic() + REQUEST_S)
+        if full:
+            super().shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def replying(self, request: Any) -> None:
+        """Note that the request of a connection is complete."""
+        with self._lock:
+            if (state := self._open.get(request)) is not None:
+                state.asked, state.end = True, time.monotonic() + REPLY_S
+
+    def service_actions(self) -> None:
+        """Close the connections whose time is over. Called several times per second."""
+        now = time.monotonic()
+        with self._lock:
+            for request, state in self._open.items():
+                if state.end <= now:
+                    _disconnect(request)  # its thread wakes up and removes it
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print no traceback: clients may disconnect at any time."""
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            _log.warning("a request failed with %s: %s", type(error).__name__, error)
+
+
+def _disconnect(request: socket.socket) -> None:
+    """End a connection, also if another thread waits for it."""
+    with contextlib.suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
+
 
 def _handler(source: Source) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            url = urlsplit(self.path)
+            assert isinstance(self.server, _Server)
+            self.server.replying(self.connection)
+            try:
+                url = urlsplit(self.path)
+            except ValueError:
+                self.send_error(HTTPStatus.BAD_REQUEST)
+                return
             # Prevents DNS rebinding: a foreign site could point its own name at this server.
             if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in (HOST, "localhost"):
                 self.send_error(HTTPStatus.FORBIDDEN, "ask for 127.0.0.1 or localhost")
@@ -170,6 +253,11 @@ def _handler(source: Source) -> type[BaseHTTPRequestHandler]:
             self.send_header("ETag", tag)
             self.end_headers()
             self.wfile.write(body)
+
+        def end_headers(self) -> None:
+            self.send_header("Content-Security-Policy", security_policy())
+            self.send_header("X-Content-Type-Options", "nosniff")
+            super().end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
             """Log nothing: the terminal is for the user."""

@@ -6,14 +6,13 @@ call. Knows functions of lists, not what they compute.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import anyio
 
 from slipstream.errors import ConfigError
-from slipstream.rewards.manager import Decode, NaiveRewardManager, read_result
+from slipstream.rewards.manager import Decode, NaiveRewardManager
 from slipstream.rewards.protocol import OnFailure, Reward, Score
 from slipstream.types import Sample
 
@@ -79,20 +78,7 @@ class BatchRewardManager(NaiveRewardManager):
     async def _score_pending(self) -> None:
         """Score the oldest pending responses. If the call is cancelled, they stay pending."""
         batch = self._pending[: self._max_batch]
-        samples = [one.sample for one in batch]
-        assert self._compute_score is not None
-        texts = [self._decode(sample.response_ids) for sample in samples]
-        arguments = self._signature.arguments(samples, texts)
-        outcome = await self._outcome(functools.partial(self._compute_score, **arguments))
-        results: list[Score | str]
-        if outcome.failure is not None:
-            results = [outcome.failure] * len(batch)
-        else:
-            try:
-                returned = self._signature.results(outcome.value, len(batch))
-                results = [read_result(value) for value in returned]
-            except ValueError as error:
-                results = [str(error)] * len(batch)
+        results = await self._results([one.sample for one in batch])
         for one, result in zip(batch, results, strict=True):
             one.result = result
             if one in self._pending:  # else its caller was cancelled

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from slipstream.errors import ConfigError, did_you_mean
+from slipstream.errors import ConfigError, did_you_mean, reason_of
 from slipstream.rewards.signatures import (
     COMPLETIONS,
     RETURN_DICT,
@@ -88,7 +88,13 @@ def _check_signature(
             f"custom_reward_function.reward_kwargs must not contain {', '.join(clash)}: their "
             "values come from the data"
         )
-    signature = inspect.signature(function)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"custom_reward_function.name {name!r} in {str(file)!r} has no readable parameters "
+            f"({reason_of(error)}): define a function that calls it"
+        ) from error
     if trl:
         _check_known(signature, kwargs, name, file)
         return

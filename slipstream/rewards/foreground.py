@@ -22,9 +22,8 @@ from typing import Any, TextIO
 from slipstream.errors import ConfigError, DataError, RewardError
 from slipstream.rewards.custom import get_custom_reward_fn
 from slipstream.rewards.functions import default_compute_score
-from slipstream.rewards.manager import read_result
 from slipstream.rewards.protocol import Score
-from slipstream.rewards.runner import failure_of
+from slipstream.rewards.results import Reader
 from slipstream.rewards.signatures import signature_of
 from slipstream.types import Sample, Segment, Status
 
@@ -107,17 +106,22 @@ def score_line(function: Callable[..., Any], line: Line, *, reraise: bool = Fals
     signature = signature_of(function)
     arguments = signature.arguments([line.sample], [line.text])
     began = time.perf_counter()
-    try:
-        returned = function(**arguments)
-        if inspect.isawaitable(returned):
-            returned = asyncio.run(_awaited(returned))
-        read = read_result(signature.results(returned, 1)[0])
-    except RewardError:
-        raise
-    except Exception as error:  # user code may raise anything
-        if reraise:
+    raised: list[BaseException] = []
+
+    def call() -> Any:
+        try:
+            returned = function(**arguments)
+            if inspect.isawaitable(returned):
+                returned = asyncio.run(_awaited(returned))
+        except BaseException as error:
+            raised.append(error)
             raise
-        read = failure_of(error)
+        return returned
+
+    outcome = Reader(signature, 1).outcome(call)
+    if reraise and raised:
+        raise raised[0]
+    (read,) = outcome.each(1)
     seconds = time.perf_counter() - began
     score = Score(0.0, ok=False, failure=read) if isinstance(read, str) else read
     return Scored(line, score, seconds)

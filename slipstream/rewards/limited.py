@@ -11,7 +11,7 @@ from slipstream.rewards.functions import default_compute_score
 from slipstream.rewards.limits import Limits
 from slipstream.rewards.manager import Decode, NaiveRewardManager
 from slipstream.rewards.protocol import OnFailure, Reward
-from slipstream.rewards.runner import CallOutcome
+from slipstream.rewards.results import CallOutcome, Reader
 from slipstream.rewards.slots import MAX_AT_ONCE
 
 
@@ -60,6 +60,6 @@ class LimitedRewardManager(NaiveRewardManager):
         self.limits = Limits(max_rpm=max_rpm, max_tpm=max_tpm, max_concurrent=max_concurrent)
         self._tokens = estimated_tokens_per_request
 
-    async def _outcome(self, call: partial[Any]) -> CallOutcome:
+    async def _outcome(self, call: partial[Any], reader: Reader, patience: float) -> CallOutcome:
         async with self.limits.request(self._tokens):
-            return await super()._outcome(call)
+            return await super()._outcome(call, reader, patience)

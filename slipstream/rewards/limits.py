@@ -60,6 +60,10 @@ class Limits:
                     f"reward_model.reward_kwargs.{name}={value} allows no request; set a number "
                     "above 0, or null for no limit"
                 )
+        if max_concurrent is not None and not isinstance(max_concurrent, int):
+            raise ConfigError(
+                f"reward_model.reward_kwargs.max_concurrent={max_concurrent} must be an integer"
+            )
         self._requests = None if max_rpm is None else RateLimit(max_rpm, clock)
         self._tokens = None if max_tpm is None else RateLimit(max_tpm, clock)
         self._max_concurrent = max_concurrent

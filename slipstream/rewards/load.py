@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from slipstream.errors import ConfigError, did_you_mean
+from slipstream.errors import ConfigError, SlipstreamError, did_you_mean, reason_of
 from slipstream.rewards.batched import BatchRewardManager
 from slipstream.rewards.custom import get_custom_reward_fn
 from slipstream.rewards.functions import default_compute_score
@@ -102,7 +102,18 @@ def load_reward_manager(
             f"reward_model.reward_kwargs {sorted(reward_kwargs or {})} do not fit the manager "
             f"{name!r}: {error}"
         ) from error
-    manager = factory(compute_score, **options)
+    try:
+        manager = factory(compute_score, **options)
+    except SlipstreamError:
+        raise
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        if not reward_kwargs:
+            raise
+        raise ConfigError(
+            f"reward_model.reward_kwargs {sorted(reward_kwargs)} have a value of the wrong type "
+            f"for the manager {name!r}: {reason_of(error)}; set numbers and texts as "
+            "docs/rewards.md lists them"
+        ) from error
     if not terms:
         return manager
     weight, parsed = read_terms(terms)

@@ -8,9 +8,6 @@ advantages. Called by the rollout manager and by evaluation.
 from __future__ import annotations
 
 import functools
-import inspect
-import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
@@ -18,7 +15,7 @@ from typing import Any
 
 import anyio
 
-from slipstream.errors import ConfigError, RewardError
+from slipstream.errors import ConfigError, RewardError, shortened
 from slipstream.rewards.functions import (
     default_compute_score,
     is_program,
@@ -26,13 +23,17 @@ from slipstream.rewards.functions import (
     worker_pool_of,
 )
 from slipstream.rewards.protocol import SCORE_PART, OnFailure, Reward, Score
-from slipstream.rewards.runner import CallOutcome, DeadlineRunner, is_async
+from slipstream.rewards.results import CallOutcome, Reader, outcome_of, read_result
+from slipstream.rewards.runner import DeadlineRunner, is_async
+from slipstream.rewards.sandbox.watched import PATIENCE
 from slipstream.rewards.signatures import Signature, VerlSignature, signature_of
 from slipstream.rewards.slots import Slots
 from slipstream.rewards.workers import WorkerPool
 from slipstream.types import Sample
 
 Decode = Callable[[list[int]], str]
+
+__all__ = ["DAPORewardManager", "Decode", "NaiveRewardManager", "compute_reward", "read_result"]
 
 _ON_FAILURE = ("zero", "drop", "stop")
 
@@ -92,9 +93,7 @@ class NaiveRewardManager:
         Raises RewardError on a failure under the policy "stop", if the function raises RewardError
         (for example, no reward for this data source), and if too many calls hang.
         """
-        async with self._place(sample):
-            outcome = await self._outcome(self._call(sample))
-        result = outcome.failure if outcome.failure is not None else self._read(outcome.value)
+        (result,) = await self._results([sample])
         if isinstance(result, str):
             return self._failed(sample, result)
         return self.finish(sample, result)
@@ -112,14 +111,27 @@ class NaiveRewardManager:
             return self._workers.setdefault(pool, Slots(pool.size, dict)).one()
         return nullcontext()
 
-    async def _outcome(self, call: functools.partial[Any]) -> CallOutcome:
-        return await self._runner.run(call, name=self._name, asynchronous=self._asynchronous)
+    async def _results(self, samples: Sequence[Sample]) -> list[Score | str]:
+        """Call the function on the samples. Return a score or the reason of a failure for each."""
+        reader = Reader(self._signature, len(samples))
+        call = self._call(samples)
+        if isinstance(call, CallOutcome):
+            return call.each(len(samples))
+        async with self._place(samples[0]):
+            program = self._programs is not None and is_program(samples[0].data_source)
+            outcome = await self._outcome(call, reader, PATIENCE if program else 1.0)
+        return outcome.each(len(samples))
 
-    def _read(self, returned: Any) -> Score | str:
-        try:
-            return read_result(self._signature.results(returned, 1)[0])
-        except ValueError as error:
-            return str(error)
+    async def _outcome(
+        self, call: functools.partial[Any], reader: Reader, patience: float
+    ) -> CallOutcome:
+        return await self._runner.run(
+            call,
+            name=self._name,
+            asynchronous=self._asynchronous,
+            reader=reader,
+            patience=patience,
+        )
 
     async def score_group(self, samples: Sequence[Sample]) -> list[Score]:
         """Return one score per sample, in order. They are computed concurrently.
@@ -147,16 +159,21 @@ class NaiveRewardManager:
         """Hook for subclasses that adjust a successful score."""
         return score
 
-    def _call(self, sample: Sample) -> functools.partial[Any]:
+    def _call(self, samples: Sequence[Sample]) -> functools.partial[Any] | CallOutcome:
+        """Return the call for the samples, or its failure if the data do not fit the function."""
         if self._reward is not None:
-            return functools.partial(self._reward.score, sample)
+            return functools.partial(self._reward.score, samples[0])
         assert self._compute_score is not None
-        response = self._decode(sample.response_ids)
-        arguments = self._signature.arguments([sample], [response])
-        return functools.partial(self._compute_score, **arguments)
+        responses = [self._decode(sample.response_ids) for sample in samples]
+        try:
+            arguments = self._signature.arguments(samples, responses)
+            return functools.partial(self._compute_score, **arguments)
+        except Exception as error:  # for example, columns whose names are not strings
+            return outcome_of(error)
 
     def _failed(self, sample: Sample, reason: str) -> Score:
         self.failures += 1
+        reason = shortened(reason)
         if self._on_failure == "stop":
             raise RewardError(
                 f"the reward function {self._name} failed on sample {sample.uid!r} (data_source "
@@ -224,54 +241,6 @@ class DAPORewardManager(NaiveRewardManager):
         if self._log:
             parts |= {"overlong": float(penalty < 0.0), "overlong_reward": penalty}
         return replace(score, value=score.value + penalty, parts=parts)
-
-
-def read_result(result: Any) -> Score | str:
-    """Return a function's return value as a score, or a text that says why it is invalid.
-
-    Valid values are a number, or a mapping with the key `score`. Other numbers of the mapping
-    become `parts`; `pred` is the parsed answer; other values are ignored. Zero-dimensional arrays
-    and tensors count as numbers.
-    """
-    if isinstance(result, Score):
-        if not result.ok:
-            return result.failure or "the reward gave no usable score and no reason"
-        number = _number(result.value)
-        usable = number is not None and math.isfinite(number)
-        return result if usable else f"returned a score of {result.value!r}, not a finite number"
-    parts: dict[str, float] = {}
-    answer: str | None = None
-    value = result
-    if isinstance(result, Mapping):
-        if SCORE_PART not in result:
-            return f"returned a mapping without 'score' (keys: {', '.join(map(str, result))})"
-        value = result[SCORE_PART]
-        for key, entry in result.items():
-            part = _number(entry)
-            if key != SCORE_PART and part is not None and math.isfinite(part):
-                parts[str(key)] = part
-        pred = result.get("pred")
-        answer = None if pred is None else str(pred)
-    number = _number(value)
-    if inspect.iscoroutine(value):
-        value.close()
-        return "returned a coroutine: define the function with async def, so that it is awaited"
-    if number is None:
-        return f"returned {type(value).__name__}, not a number"
-    if not math.isfinite(number):
-        return f"returned {number}, not a finite number"
-    return Score(number, parts, answer=answer)
-
-
-def _number(value: Any) -> float | None:
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, numbers.Real):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf
-    return None
 
 
 def _name(compute_score: Any) -> str:

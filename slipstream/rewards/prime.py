@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import pickle
+import signal
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -17,12 +18,13 @@ from typing import Any
 import anyio
 from anyio import BrokenWorkerProcess, to_process
 
-from slipstream.errors import ConfigError, RewardError
+from slipstream.errors import ConfigError, reason_of
 from slipstream.rewards.custom import call_custom, is_custom
 from slipstream.rewards.functions import default_compute_score
 from slipstream.rewards.manager import Decode, NaiveRewardManager
 from slipstream.rewards.protocol import OnFailure, Reward
-from slipstream.rewards.runner import CallOutcome, failure_of, is_async
+from slipstream.rewards.results import CallOutcome, Reader, outcome_of
+from slipstream.rewards.runner import is_async
 
 _PROCESSES = 4
 
@@ -63,28 +65,34 @@ class PrimeRewardManager(NaiveRewardManager):
     def timeouts(self) -> int:
         return self._killed
 
-    async def _outcome(self, call: functools.partial[Any]) -> CallOutcome:
-        remote = functools.partial(_call_in_worker, self._portable, *call.args, **call.keywords)
+    async def _outcome(
+        self, call: functools.partial[Any], reader: Reader, patience: float
+    ) -> CallOutcome:
+        function = functools.partial(self._portable, *call.args, **call.keywords)
+        remote = functools.partial(_call_in_worker, reader, function)
         async with self._runner.slot():
             with anyio.move_on_after(self._runner.timeout_s):
                 try:
-                    return CallOutcome(value=await to_process.run_sync(remote, cancellable=True))
-                except RewardError:
-                    raise
+                    return await to_process.run_sync(remote, cancellable=True)
                 except BrokenWorkerProcess:
                     return CallOutcome(failure="the scoring process ended")
-                except Exception as error:  # user code may raise anything; keep the reason
-                    return CallOutcome(failure=failure_of(error))
+                except Exception as error:  # arguments or answer that cannot be sent
+                    return outcome_of(error)
         self._killed += 1
         return CallOutcome(failure=f"no answer within {self._runner.timeout_s:g} s")
 
 
-def _call_in_worker(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-    """Call the function in the worker process."""
+def _call_in_worker(reader: Reader, function: Callable[..., Any]) -> CallOutcome:
+    """Call the function in the worker process and read its result there."""
+    # Ctrl-C reaches the whole process group. The run decides what follows, not the worker.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # If the parent has no main file (a notebook), anyio's worker process has no main module, which
     # some imports look for.
     sys.modules.setdefault("__main__", ModuleType("__main__"))
-    return function(*args, **keywords)
+    try:
+        return reader.outcome(function)
+    except KeyboardInterrupt as error:  # raised by the function
+        return CallOutcome(failure=reason_of(error))
 
 
 def _portable(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,7 +106,7 @@ def _portable(function: Callable[..., Any]) -> Callable[..., Any]:
     except Exception as error:
         raise ConfigError(
             f"reward_model.reward_manager=prime cannot send {function!r} to another process "
-            f"({type(error).__name__}: {error}); define it at the top level of a module, or set "
+            f"({reason_of(error)}); define it at the top level of a module, or set "
             "reward_model.reward_manager=naive"
         ) from error
     return function

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
+from slipstream.errors import shortened
 from slipstream.types import Sample, Status
 
 OnFailure = Literal["zero", "drop", "stop"]
@@ -84,9 +85,11 @@ def apply_score(sample: Sample, score: Score) -> None:
     sample.reward = score.value
     sample.reward_parts = {**score.parts, SCORE_PART: score.value}
     if score.answer is not None:
-        sample.metadata[ANSWER_READ] = score.answer
+        sample.metadata[ANSWER_READ] = shortened(score.answer)
+    # A user's own manager may give a reason of any length.
+    failure = None if score.failure is None else shortened(score.failure)
     if not score.ok:
         sample.status = Status.FAILED
-        sample.failure = score.failure
-    elif score.failure is not None:
-        sample.metadata[REWARD_FAILURE] = score.failure
+        sample.failure = failure
+    elif failure is not None:
+        sample.metadata[REWARD_FAILURE] = failure

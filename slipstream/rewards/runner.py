@@ -2,32 +2,27 @@
 
 A synchronous function runs in a daemon thread. Python cannot stop a thread, so a call that never
 returns is abandoned; daemon threads do not block the exit of the interpreter. An async function
-runs on the event loop and is cancelled at the deadline. Called by the reward managers.
+runs on an event loop in a daemon thread (`user_loop`) and is cancelled at the deadline. Called by
+the reward managers.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import anyio
 
 from slipstream.errors import ConfigError, RewardError
-from slipstream.rewards.slots import Slots, ThreadClock
+from slipstream.rewards.results import CallOutcome, Reader, outcome_of
+from slipstream.rewards.slots import MAX_AT_ONCE, Slots, ThreadClock
+from slipstream.rewards.user_loop import UserLoop
 from slipstream.rewards.workers import CALL_TIMEOUT_S
 from slipstream.threads import DaemonThreads, arrival
-
-
-@dataclass(frozen=True, slots=True)
-class CallOutcome:
-    """The result of a call: a value, or the reason of its failure."""
-
-    value: Any = None
-    failure: str | None = None
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -41,7 +36,7 @@ class DeadlineRunner:
     """Calls functions with a deadline.
 
     `num_workers` is the number of concurrent calls (None: decided by `Slots`). `max_abandoned` is
-    how many hung calls may exist before `run` raises.
+    how many threads hung calls may keep before `run` raises.
     """
 
     def __init__(
@@ -60,25 +55,36 @@ class DeadlineRunner:
         self._clocks: dict[int, ThreadClock] = {}
         self._threads = DaemonThreads("reward")
         self._abandoned: list[Future[Any]] = []
+        self._loop = UserLoop("reward-async")
 
     @property
     def abandoned(self) -> int:
-        """Number of calls that exceeded their deadline and still run, each in a thread."""
+        """Number of calls that exceeded their deadline and still run."""
         self._abandoned = [call for call in self._abandoned if not call.done()]
-        return len(self._abandoned)
+        return len(self._abandoned) + self._loop.abandoned
 
     async def run(
-        self, function: Callable[[], Any], *, name: str, asynchronous: bool
+        self,
+        function: Callable[[], Any],
+        *,
+        name: str,
+        asynchronous: bool,
+        reader: Reader | None = None,
+        patience: float = 1.0,
     ) -> CallOutcome:
-        """Call `function()` and return its outcome. Its exceptions become failures.
+        """Call `function()` and return its outcome, read by `reader` (None: as one result).
 
-        Raises RewardError if `function` does, or if too many of its calls hang; the error then
-        names it.
+        Whatever the function raises becomes a failure. `patience` multiplies the deadline of a
+        synchronous function that has limits of its own, which do not count the time in which the
+        machine is busy. Raises RewardError if too many of its calls hang; the error then names it.
         """
+        reader = reader or Reader()
         async with self.slot(waits=asynchronous):
+            self._check_abandoned(name)
             if asynchronous:
-                return await self._run_async(function)
-            return await self._run_in_thread(function, name)
+                return await self._run_async(functools.partial(reader.awaited, function))
+            work = functools.partial(reader.outcome, function)
+            return await self._run_in_thread(work, patience * self.timeout_s)
 
     def slot(self, *, waits: bool = False) -> AbstractAsyncContextManager[None]:
         """Return a context to hold during a call. `waits`: the call needs no CPU time here."""
@@ -91,53 +97,38 @@ class DeadlineRunner:
         self.timeouts += 1
         return CallOutcome(failure=f"no answer within {self.timeout_s:g} s")
 
-    async def _run_async(self, function: Callable[[], Any]) -> CallOutcome:
-        with anyio.move_on_after(self.timeout_s):
-            try:
-                return CallOutcome(value=await function())
-            except RewardError:
-                raise
-            except (Exception, SystemExit) as error:  # user code may raise anything
-                return CallOutcome(failure=failure_of(error))
-        return self._timed_out()
-
-    async def _run_in_thread(self, function: Callable[[], Any], name: str) -> CallOutcome:
-        if self.abandoned > self.max_abandoned:
+    def _check_abandoned(self, name: str) -> None:
+        # An async call that ignores its cancellation keeps no thread, so more of them are allowed.
+        calls, loops = self.abandoned, self._loop.stuck
+        threads = calls - self._loop.abandoned + loops
+        if threads > self.max_abandoned or calls > MAX_AT_ONCE:
             raise RewardError(
-                f"{self.abandoned} calls of the reward function {name} still run past their "
+                f"{calls} calls of the reward function {name} still run past their "
                 f"deadline of {self.timeout_s:g} s and cannot be stopped: give the function its "
                 "own time limit, or raise reward_model.timeout_s"
             )
+
+    async def _run_async(self, call: Callable[[], Any]) -> CallOutcome:
+        outcome: CallOutcome | None = await self._loop.run(call, self.timeout_s, outcome_of)
+        return self._timed_out() if outcome is None else outcome
+
+    async def _run_in_thread(
+        self, function: Callable[[], CallOutcome], timeout_s: float
+    ) -> CallOutcome:
         clock = ThreadClock()
 
-        def timed() -> Any:
-            CALL_TIMEOUT_S.set(self.timeout_s)
+        def timed() -> CallOutcome:
+            CALL_TIMEOUT_S.set(timeout_s)
             clock.begin()
             return function()
 
         call = self._threads.submit(timed)
         self._clocks[id(clock)] = clock
         try:
-            with anyio.move_on_after(self.timeout_s):
+            with anyio.move_on_after(timeout_s):
                 await arrival(call)
         finally:
             del self._clocks[id(clock)]
             if not call.done():
                 self._abandoned.append(call)
-        if not call.done():
-            return self._timed_out()
-        error = call.exception()
-        if isinstance(error, RewardError):
-            raise error
-        if error is not None:  # also SystemExit
-            return CallOutcome(failure=failure_of(error))
-        return CallOutcome(value=call.result())
-
-
-def failure_of(error: BaseException) -> str:
-    """Return type and message of an error in one line."""
-    try:
-        text = str(error)
-    except Exception:  # a user's exception class may have a broken __str__
-        text = ""
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+        return call.result() if call.done() else self._timed_out()

@@ -82,6 +82,11 @@ def cosine_length(
     response cut off at the length limit counts as wrong and as long as possible.
     """
 
+    if not max_resp_len >= 1:
+        raise ConfigError(
+            f"reward_model.terms: cosine_length has max_resp_len={max_resp_len}; set 1 or more"
+        )
+
     def one(sample: Sample) -> float:
         cut = sample.stop_reason is StopReason.LENGTH
         share = 1.0 if cut else min(sample.response_length / max_resp_len, 1.0)

@@ -13,9 +13,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 from slipstream.rewards.protocol import Score
+from slipstream.rewards.results import InvalidResultError, key_names
 from slipstream.types import Sample
 
 COMPLETIONS = "completions"
@@ -48,7 +50,7 @@ class Signature(Protocol):
         """Return one entry per sample from the return value of a call.
 
         An entry is a number or a mapping with `score`; its type is checked later. Raises
-        ValueError if the return value has the wrong form.
+        InvalidResultError if the return value has the wrong form.
         """
         ...
 
@@ -155,14 +157,15 @@ class DataProtoSignature:
         more: Mapping[str, Any] = {}
         if isinstance(returned, Mapping):
             if REWARD_TENSOR not in returned:
-                raise ValueError(
-                    f"returned a mapping without {REWARD_TENSOR!r} (keys: "
-                    f"{', '.join(map(str, returned))})"
+                raise InvalidResultError(
+                    f"returned a mapping without {REWARD_TENSOR!r} (keys: {key_names(returned)})"
                 )
             rewards, more = returned[REWARD_TENSOR], returned.get("reward_extra_info") or {}
         elif isinstance(returned, tuple):
             if len(returned) != 2 or not isinstance(returned[1], Mapping):
-                raise ValueError("returned a tuple that is not of rewards and what goes with them")
+                raise InvalidResultError(
+                    "returned a tuple that is not of rewards and what goes with them"
+                )
             rewards, more = returned
         values = [_summed(v) if isinstance(v, list) else v for v in listed(rewards, count)]
         parts = {key: _entries(part, count) for key, part in more.items()}
@@ -178,29 +181,35 @@ class DataProtoSignature:
 def _summed(rewards: list[Any]) -> float:
     try:
         return float(sum(rewards))
-    except TypeError as error:
-        raise ValueError(f"returned rewards of tokens that are no numbers: {error}") from error
+    except (TypeError, OverflowError) as error:
+        raise InvalidResultError(
+            f"returned rewards of tokens that are no numbers: {error}"
+        ) from error
 
 
 def listed(returned: Any, count: int) -> list[Any]:
     """Return the `count` entries of a list, array or tensor.
 
-    Raises ValueError for another type or length, or if an entry is None.
+    Raises InvalidResultError for another type or length, or if an entry is None.
     """
     values = _entries(returned, count)
     if any(value is None for value in values):
-        raise ValueError("returned None: no reward for this response")
+        raise InvalidResultError("returned None: no reward for this response")
     return values
 
 
 def _entries(returned: Any, count: int) -> list[Any]:
     values = returned.tolist() if hasattr(returned, "tolist") else returned
     if isinstance(values, str | Mapping) or not hasattr(values, "__len__"):
-        raise ValueError(f"returned {type(returned).__name__}, not a list of rewards")
+        raise InvalidResultError(f"returned {type(returned).__name__}, not a list of rewards")
     if len(values) != count:
         responses = "1 response" if count == 1 else f"{count} responses"
-        raise ValueError(f"returned {len(values)} rewards for {responses}")
-    return list(values)
+        raise InvalidResultError(f"returned {len(values)} rewards for {responses}")
+    # The object may contain more than its length says.
+    entries = list(islice(values, count + 1))
+    if len(entries) != count:
+        raise InvalidResultError(f"returned {type(returned).__name__} whose length is wrong")
+    return entries
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slipstream.errors import ConfigError, RewardError, did_you_mean
+from slipstream.errors import ConfigError, RewardError, did_you_mean, reason_of, shortened
 from slipstream.rewards.custom import get_custom_reward_fn
-from slipstream.rewards.manager import Decode, read_result
+from slipstream.rewards.manager import Decode
 from slipstream.rewards.protocol import (
     REWARD_FAILURE,
     SCORE_PART,
@@ -27,6 +26,7 @@ from slipstream.rewards.protocol import (
     Score,
     apply_score,
 )
+from slipstream.rewards.results import MAX_SCORE, Reader, fault_of, outcome_of
 from slipstream.rewards.runner import DeadlineRunner, is_async
 from slipstream.rewards.shaping import ANSWER, OF_GROUPS, OF_SAMPLES
 from slipstream.rewards.signatures import signature_of
@@ -62,11 +62,11 @@ def read_terms(config: Mapping[str, Any]) -> tuple[float, list[Term]]:
         if (
             isinstance(number, bool)
             or not isinstance(number, int | float)
-            or not math.isfinite(number)
+            or not abs(number) <= MAX_SCORE
         ):
             raise ConfigError(
-                f"reward_model.terms.{name} has the weight {number!r}; give a number, or a mapping "
-                "with `weight`"
+                f"reward_model.terms.{name} has the weight {_shown(number)}; give a number, or a "
+                "mapping with `weight`"
             )
         if name == ANSWER:
             if settings:
@@ -119,7 +119,44 @@ def _built_in(name: str, weight: float, settings: Mapping[str, Any]) -> Term:
         inspect.signature(function).bind(None, **settings)
     except TypeError as error:
         raise ConfigError(f"reward_model.terms.{name}: {error}") from error
-    return Term(name, weight, functools.partial(function, **settings), group=name in OF_GROUPS)
+    for key, value in settings.items():
+        kind = inspect.signature(function).parameters[key].annotation
+        if not _fits(kind, value):
+            raise ConfigError(
+                f"reward_model.terms.{name}.{key}={_shown(value)} is not of the type {kind}"
+            )
+    bound = functools.partial(function, **settings)
+    group = name in OF_GROUPS
+    probe = Sample()
+    try:
+        # A wrong value must not end the run later, at the first response.
+        bound([probe] if group else probe)
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        shown = ", ".join(f"{key}={_shown(value)}" for key, value in settings.items())
+        raise ConfigError(
+            f"reward_model.terms.{name} cannot be computed with {shown} ({reason_of(error)}); set "
+            "numbers as docs/rewards.md lists them"
+        ) from error
+    return Term(name, weight, bound, group=group)
+
+
+def _fits(kind: str, value: Any) -> bool:
+    """Return whether a setting's value has the annotated type."""
+    if kind == "bool" or isinstance(value, bool):
+        return kind == "bool" and isinstance(value, bool)
+    if not isinstance(value, int if kind == "int" else int | float):
+        return False
+    return abs(value) <= MAX_SCORE  # false for NaN
+
+
+def _shown(value: Any) -> str:
+    """Return the text of a setting's value for a message."""
+    try:
+        return shortened(repr(value), 100)
+    except ValueError:  # an integer of more than 4,300 digits
+        return "an integer with too many digits"
 
 
 class TermsRewardManager:
@@ -164,7 +201,19 @@ class TermsRewardManager:
                 value = term.function(sample)
             parts[term.name] = value
             total += term.weight * value
+        if (fault := fault_of(total)) is not None:
+            return self._fault(sample, fault)
         return replace(score, value=total, parts=parts)
+
+    def _fault(self, sample: Sample, fault: str) -> Score:
+        """Return the score of a sample whose weighted sum is unusable."""
+        reason = f"the weighted sum of the terms {fault}"
+        if self._on_failure == "stop":
+            raise RewardError(
+                f"reward_model.terms failed on sample {sample.uid!r}: {reason}. Lower the weights, "
+                "or set reward_model.on_failure to zero or drop"
+            )
+        return Score(0.0, ok=self._on_failure == "zero", failure=reason)
 
     async def score_group(self, samples: Sequence[Sample]) -> list[Score]:
         """Return one score per sample. Group terms are added later, by `finish_group`."""
@@ -181,6 +230,9 @@ class TermsRewardManager:
                 self._failed(term, scored, values)
                 continue
             for sample, value in zip(scored, values, strict=True):
+                if (fault := fault_of(sample.reward + term.weight * value)) is not None:
+                    apply_score(sample, self._fault(sample, fault))
+                    continue
                 sample.reward_parts[term.name] = value
                 sample.reward += term.weight * value
                 sample.reward_parts[SCORE_PART] = sample.reward
@@ -191,15 +243,17 @@ class TermsRewardManager:
             return [float(value) for value in term.function(samples)]
         signature = signature_of(term.function)
         texts = [self._decode(sample.response_ids) for sample in samples]
-        call = functools.partial(term.function, **signature.arguments(samples, texts))
-        asynchronous = is_async(term.function)
-        outcome = await self._runner.run(call, name=term.name, asynchronous=asynchronous)
-        if outcome.failure is not None:
-            return outcome.failure
+        reader = Reader(signature, len(samples))
         try:
-            scores = [read_result(r) for r in signature.results(outcome.value, len(samples))]
-        except ValueError as error:
-            return str(error)
+            call = functools.partial(term.function, **signature.arguments(samples, texts))
+        except Exception as error:  # for example, columns whose names are not strings
+            outcome = outcome_of(error)
+        else:
+            asynchronous = is_async(term.function)
+            outcome = await self._runner.run(
+                call, name=term.name, asynchronous=asynchronous, reader=reader
+            )
+        scores = outcome.each(len(samples))
         wrong = next((score for score in scores if isinstance(score, str)), None)
         return wrong or [score.value for score in scores if isinstance(score, Score)]
 

@@ -22,7 +22,7 @@ import torch
 
 from slipstream.build.data import GivenParts
 from slipstream.build.engine import rollout_dtype
-from slipstream.build.limits import check_budgets, check_demonstrations
+from slipstream.build.limits import check_budgets, check_demonstrations, check_weights
 from slipstream.build.policy import device_of, initial_policy, model_config, thread_count
 from slipstream.build.process import import_external, set_threads
 from slipstream.build.team import open_team
@@ -300,6 +300,7 @@ def check_phases(run: Run, mode: Mode, policy: PolicyConfig) -> None:
     """Raise the errors that would stop a phase at its start. For RL this happens before SFT, which
     may take hours."""
     check_budgets(run.config, policy, mode)
+    check_weights(run.config, policy)
     if "sft" in mode:
         check_demonstrations(run.config, policy)
     if "rl" in mode:

@@ -547,6 +547,14 @@ def test_one_mixture_weight_per_file_is_valid() -> None:
     assert config.data.mixture_weights == (1.0, 3.0)
 
 
+def test_rl_alone_needs_no_demonstrations() -> None:
+    own_data = "data.task=null data.train_files=mine.jsonl"
+    with pytest.raises(ConfigError, match=r"sft\.total_training_steps=2 needs demonstrations"):
+        load(own_data)
+    config = load(f"{own_data} trainer.mode=rl sft.max_length=100000 sft.optim.lr_warmup_steps=99")
+    assert (config.trainer.mode, config.sft.total_training_steps) == ("rl", 2)
+
+
 def test_a_model_is_required_only_with_complete() -> None:
     with pytest.raises(ConfigError, match="no model is set"):
         load_config(hardware=CPU)

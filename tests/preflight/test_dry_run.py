@@ -22,6 +22,8 @@ from slipstream.run.train import trial
 from tests.docs.pages import ROOT
 from tests.run.helpers import ACTOR, ROLLOUT, rl_only, tiny
 
+MODEL = "actor_rollout_ref.model"
+
 
 def test_prints_settings_batches_memory_and_a_step_and_leaves_no_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -70,6 +72,63 @@ def test_the_tiny_step_works_with_the_settings_of_a_long_run(tmp_path: Path) -> 
         f"{ROLLOUT}.over_sample_rate=0.5",
     )
     assert main([*line, "--dry-run"]) == 0
+
+
+HUGE = 10**18
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        f"{ACTOR}.ppo_epochs={HUGE}",
+        f"{ROLLOUT}.n={HUGE}",
+        f"data.train_batch_size={HUGE}",
+        f"trainer.total_training_steps={HUGE}",
+    ],
+)
+def test_huge_counts_do_not_lengthen_the_tiny_step(tmp_path: Path, setting: str) -> None:
+    assert main([*rl_only(tmp_path / "run"), "--dry-run", setting]) == 0
+
+
+def test_tiny_values_bound_every_count(tmp_path: Path) -> None:
+    line = rl_only(
+        tmp_path, f"{ROLLOUT}.n={HUGE}", f"{ACTOR}.ppo_epochs={HUGE}", f"critic.ppo_epochs={HUGE}"
+    )
+    config = load_config(
+        [
+            *line[3:],
+            f"{ROLLOUT}.val_kwargs.n={HUGE}",
+            f"{ROLLOUT}.val_kwargs.do_sample=true",
+            f"{ROLLOUT}.val_kwargs.temperature=1",
+        ],
+        recipe="tiny",
+    )
+    values = dry_run.tiny_values(config, tmp_path)
+    assert values[f"{ROLLOUT}.n"] == values[f"{ROLLOUT}.val_kwargs.n"] == dry_run.TINY_RESPONSES
+    assert values[f"{ACTOR}.ppo_epochs"] == values["critic.ppo_epochs"] == dry_run.TINY_EPOCHS
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        (f"{MODEL}.init.num_layers={HUGE}", "actor_rollout_ref.model.init"),
+        (f"{MODEL}.init.vocab_size={HUGE}", "actor_rollout_ref.model.init"),
+        (f"{MODEL}.init.intermediate_size={HUGE}", "actor_rollout_ref.model.init"),
+        (f"{MODEL}.init.max_position_embeddings={HUGE}", "actor_rollout_ref.model.init"),
+        (f"{MODEL}.init.num_layers=1000000", "actor_rollout_ref.model"),
+        (f"{MODEL}.lora_rank=1000000", f"{MODEL}.lora_rank=1000000"),
+        ("trainer.num_threads=1000000", "trainer.num_threads=1000000"),
+        ("trainer.nnodes=1000", "trainer.nnodes"),
+    ],
+)
+def test_sizes_that_cannot_fit_are_refused_before_the_tiny_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str, key: str
+) -> None:
+    assert main([*rl_only(tmp_path / "run"), "--dry-run", setting]) == 2
+    error = capsys.readouterr().err
+    assert key in error
+    assert "Traceback" not in error
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_existing_files_in_the_output_folders_stay_unchanged(tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ import gzip
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.errors import ConfigError, DataError
-from slipstream.report.watch import HOST, PORT, Source, make_server
+from slipstream.report import watch
+from slipstream.report.watch import HOST, MAX_CONNECTIONS, PORT, Source, make_server
 from tests.docs.pages import ROOT
 from tests.report.conftest import Show
 from tests.report.run_folders import STEP, line, make_run
@@ -121,7 +124,8 @@ def test_an_open_page_follows_the_run(show: Show, tmp_path: Path) -> None:
         assert "4 of 4" in page.inner_text("#top")
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(line(5, 130.0, STEP))
-        page.wait_for_function("document.getElementById('top').innerText.includes('5 of 4')")
+        # Not `wait_for_function`: the page's Content-Security-Policy does not allow its `eval`.
+        page.locator("#top", has_text="5 of 4").wait_for()
         # A hidden line stays hidden.
         assert page.locator("#chart-lengths .legend button.off").count() == 1
         # The zoom of this chart and opened details are kept; other charts are not zoomed.
@@ -134,6 +138,123 @@ def test_an_open_page_follows_the_run(show: Show, tmp_path: Path) -> None:
             f"http://{HOST}:{port}/",
             f"http://{HOST}:{port}/data.json",
         }
+
+
+def test_only_scripts_of_the_page_itself_run(show: Show, tmp_path: Path) -> None:
+    with served(make_run(tmp_path)) as port:
+        policy = get(port, "/")[0].getheader("Content-Security-Policy") or ""
+        assert {part.split()[0] for part in policy.split("; ")} >= {
+            "default-src", "script-src", "style-src", "connect-src", "frame-ancestors",
+        }  # fmt: skip
+        assert "unsafe" not in policy
+        assert "http" not in policy
+        for path in ("/data.json", "/nothing"):
+            answer = get(port, path)[0]
+            assert answer.getheader("Content-Security-Policy") == policy
+            assert answer.getheader("X-Content-Type-Options") == "nosniff"
+        with show(f"http://{HOST}:{port}/") as shown:
+            assert shown.messages == []  # no style and no script of the page was refused
+            shown.page.evaluate(
+                "document.body.append(Object.assign(document.createElement('script'),"
+                " { textContent: 'window.injected = 1' }))"
+            )
+            assert shown.page.evaluate("window.injected") is None
+            assert "Content Security Policy" in shown.messages[0]
+
+
+def closed(client: socket.socket) -> bool:
+    """Return whether the server closes the connection; reads what it sends before."""
+    client.settimeout(30)
+    try:
+        while client.recv(65_536):
+            pass
+    except ConnectionError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+def connected(port: int, sent: bytes = b"") -> socket.socket:
+    client = socket.create_connection((HOST, port), timeout=30)
+    client.sendall(sent)
+    return client
+
+
+HALF = f"GET / HTTP/1.1\r\nHost: {HOST}\r\n".encode()
+
+
+@pytest.mark.parametrize("sent", [b"", b"G", HALF])
+def test_a_client_without_a_complete_request_is_disconnected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(watch, "REQUEST_S", 0.2)
+    with served(make_run(tmp_path)) as port, connected(port, sent) as client:
+        assert closed(client)
+
+
+def test_a_client_that_sends_a_byte_at_a_time_is_disconnected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "REQUEST_S", 0.5)
+    over = threading.Event()
+    with served(make_run(tmp_path)) as port, connected(port, HALF) as client:
+
+        def trickle() -> None:
+            # Each byte arrives in time for a deadline that counts from the last byte.
+            with suppress(OSError):
+                while not over.wait(0.05):
+                    client.sendall(b"x")
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        assert closed(client)
+        over.set()
+        thread.join()
+
+
+def test_a_client_that_does_not_read_is_disconnected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watch, "REPLY_S", 0.3)
+    source = Source([make_run(tmp_path)])
+    source.body = os.urandom(50_000_000)  # more than the buffers of a connection hold
+    with make_server(source, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        before = threading.active_count()
+        address = server.server_address[1]
+        with connected(address, HALF.replace(b"/ ", b"/data.json ") + b"\r\n") as client:
+            assert client.recv(1)  # the reply has begun
+            while threading.active_count() > before:
+                time.sleep(0.001)  # the thread of this connection ends, although nothing was read
+        server.shutdown()
+        thread.join()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_number_of_connections_is_bounded(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with served(make_run(tmp_path)) as port, ExitStack() as stack:
+        clients = [stack.enter_context(connected(port)) for _ in range(3 * MAX_CONNECTIONS)]
+        # The oldest ones make room, so that a browser still gets the page.
+        assert get(port, "/")[0].status == 200
+        assert all(closed(client) for client in clients[: 2 * MAX_CONNECTIONS])
+        assert threading.active_count() - before <= MAX_CONNECTIONS + 2
+
+
+def test_clients_that_disconnect_print_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reset = struct.pack("ii", 1, 0)  # closing sends RST instead of FIN
+    with served(make_run(tmp_path)) as port:
+        for sent in (b"", HALF, HALF + b"\r\n", b"GET /data.json HTTP/1.0\r\n\r\n"):
+            with connected(port, sent) as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        for path in ("http://[/", "/" + "x" * 70_000):
+            assert get(port, path)[0].status in (400, 414)
+        assert get(port, "/")[0].status == 200
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_end_of_a_run_is_noticed_without_a_file_change(tmp_path: Path) -> None:

@@ -17,6 +17,12 @@ from tests.rewards.helpers import decode, sample
 FUNCTIONS = """
 import os, time
 
+class Unreadable(float):
+    def __float__(self):
+        raise SystemExit("six")
+    def __reduce__(self):
+        raise ValueError("cannot be sent")
+
 def compute_score(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
     if solution_str == "1":
         while True:
@@ -25,6 +31,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, bonus=0.0
         os._exit(3)
     if solution_str == "3":
         raise KeyError("three")
+    if solution_str == "5":
+        raise KeyboardInterrupt("five")
+    if solution_str == "6":
+        return Unreadable()
+    if solution_str == "7":
+        class Local(BaseException):
+            pass
+        raise Local("seven")
     if solution_str == "4":
         return "four"
     return {"score": bonus + len(solution_str), "process": os.getpid()}
@@ -64,6 +78,17 @@ def test_a_failure_affects_one_sample_only(file: Path) -> None:
     assert (right.value, after.value) == (2.5, 3.5)
     assert stuck.failure == "no answer within 5 s"
     assert (prime.timeouts, prime.failures, prime.abandoned) == (1, 4, 0)
+
+
+def test_what_a_process_raises_or_returns_is_read_there(file: Path) -> None:
+    prime = manager(get_custom_reward_fn(file))
+    scores = anyio.run(prime.score_group, [sample(n) for n in (5, 6, 7, 55)])
+    assert [score.failure for score in scores] == [
+        "KeyboardInterrupt: five",
+        "SystemExit: six",
+        "Local: seven",
+        None,
+    ]
 
 
 def test_a_process_is_reused(file: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import math
+import zlib
 from typing import Any
 
 import anyio
@@ -10,7 +13,12 @@ import pytest
 from slipstream.errors import ConfigError, RewardError
 from slipstream.rewards.load import load_reward_manager
 from slipstream.rewards.protocol import Score
-from slipstream.rewards.remote import RemoteRewardManager
+from slipstream.rewards.remote import (
+    MAX_REPLY,
+    MAX_RETRY_AFTER_S,
+    RemoteRewardManager,
+    _Reply,
+)
 from tests.rewards.helpers import decode, sample
 from tests.rewards.server import Answer, serving
 
@@ -72,6 +80,85 @@ def test_retry_after_is_obeyed() -> None:
     assert remote.paused == [7.0, 2.0, 4.0]
 
 
+@pytest.mark.parametrize(
+    ("text", "pause"),
+    [
+        ("nan", 0.0),
+        ("inf", 0.0),
+        ("-inf", 0.0),
+        ("-5", 0.0),
+        ("1e9", MAX_RETRY_AFTER_S),
+        ("9" * 400, 0.0),
+        ("301", MAX_RETRY_AFTER_S),
+        ("299.5", 299.5),
+    ],
+)
+def test_retry_after_is_bounded(text: str, pause: float) -> None:
+    with serving((503, {"Retry-After": text}, b"busy"), RIGHT) as server:
+        remote = Remote(server.url, backoff_s=0.5)
+        assert remote.score().value == 0.5
+    assert remote.paused == [max(pause, 0.5)]
+
+
+def test_the_pause_stops_growing() -> None:
+    with serving(DOWN) as server:
+        remote = Remote(server.url, max_retries=1, backoff_s=2.0)
+        remote.manager._attempts = 2_000
+        remote.manager._post = _down  # type: ignore[method-assign]
+        assert str(remote.score().failure).endswith("after 2000 attempts")
+    assert remote.paused[-1] == 30.0
+
+
+async def _down(body: bytes) -> _Reply:
+    return _Reply(503, b"down", 0.0)
+
+
+def zipped(content: bytes) -> Answer:
+    return 200, {"Content-Encoding": "gzip"}, gzip.compress(content)
+
+
+@pytest.mark.parametrize(
+    ("answer", "failure"),
+    [
+        ((200, {}, b"[" * 100_000), "answered with what is no JSON: '[[["),
+        ((200, {}, b'{"score":' * 100_000), "answered with what is no JSON: "),
+        ((200, {}, b"1" * 6_000), "answered with what is no JSON: '111"),
+        ((200, {}, b" " * (MAX_REPLY + 1)), "HTTP 200: the reply is longer than 1,000,000 bytes"),
+        ((500, {}, b"x" * (MAX_REPLY + 1)), "HTTP 500: the reply is longer than 1,000,000 bytes"),
+        (zipped(b" " * 50_000_000), "the decompressed reply is longer than 1,000,000 bytes"),
+        ((200, {"Content-Encoding": "gzip"}, b"0.5"), "the reply is not gzip: "),
+        ((200, {"Content-Encoding": "gzip, gzip"}, b"0.5"), "the reply has the Content-Encoding "),
+        ((200, {"Content-Encoding": "br"}, b"0.5"), "the reply has the Content-Encoding 'br'"),
+        ((200, {"Content-Type": "text/plain; charset=zip"}, b"x"), "answered with what is no JSON"),
+    ],
+)
+def test_what_a_service_sends_is_bounded(answer: Answer, failure: str) -> None:
+    with serving(answer) as server:
+        found = Remote(server.url).score().failure
+        assert len(server.seen) == 1  # a second attempt would get the same
+    assert found is not None
+    assert found.startswith(failure)
+    assert len(found) < 300
+
+
+def test_compressed_replies_are_read() -> None:
+    deflated: Answer = (200, {"Content-Encoding": "deflate"}, zlib.compress(b"0.25"))
+    with serving(zipped(b'{"score": 0.5}'), deflated) as server:
+        remote = Remote(server.url)
+        assert [remote.score().value for _ in range(2)] == [0.5, 0.25]
+    assert server.headers[0]["Accept-Encoding"] == "identity"
+
+
+def test_data_that_json_cannot_hold_are_a_failure() -> None:
+    one = sample(1)
+    one.extra_info[(1, 2)] = 3  # type: ignore[index]
+    with serving(RIGHT) as server:
+        manager = Remote(server.url).manager
+        failure = anyio.run(manager.score_sample, one).failure
+        assert server.seen == []
+    assert str(failure).startswith("TypeError: keys must be")
+
+
 def test_a_server_that_stays_down_is_a_failure() -> None:
     with serving(DOWN) as server:
         remote = Remote(server.url)
@@ -125,6 +212,14 @@ def test_timeouts_and_connection_errors_are_retried() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"url": "http://"}, r"url='http://' is not an address"),
+        ({"url": "http://x:port"}, r"url='http://x:port' is not an address"),
+        ({"url": 5}, r"url='5' is not an address"),
+        ({"url": "http://x", "backoff_s": math.nan}, "backoff_s above 0"),
+        ({"url": "http://x", "max_backoff_s": math.inf}, "max_backoff_s"),
+        ({"url": "http://x", "max_retries": "3"}, r"reward_kwargs \['max_retries', 'url'\]"),
+        ({"url": "http://x", "max_rpm": "3"}, r"reward_kwargs \['max_rpm', 'url'\]"),
+        ({"url": "http://x", "max_concurrent": 1.5}, r"max_concurrent=1\.5 must be an integer"),
         ({"url": "localhost:80"}, r"url='localhost:80' is not an address"),
         ({"url": "http://x", "max_retries": -1}, "max_retries must be 0 or more"),
         (

@@ -189,3 +189,36 @@ def test_invalid_terms_are_refused(mine: str, terms: dict[str, Any], message: st
             entry["path"] = mine
     with pytest.raises(ConfigError, match=message):
         read_terms(terms)
+
+
+@pytest.mark.parametrize(
+    ("entry", "key"),
+    [
+        ({"think_format": 10**400}, "reward_model.terms.think_format"),
+        ({"think_format": 1e300}, "reward_model.terms.think_format"),
+        ({"repetition": {"weight": 1, "ngram": "3"}}, "reward_model.terms.repetition.ngram='3'"),
+        ({"repetition": {"weight": 1, "ngram": 10**5_000}}, "reward_model.terms.repetition.ngram"),
+        ({"repetition": {"weight": 1, "ngram": 0}}, "ngram=0"),
+        ({"cosine_length": {"weight": 1, "max_resp_len": 0}}, "max_resp_len=0"),
+        ({"overlong": {"weight": 1, "max_resp_len": 4, "buffer": 9}}, "buffer=9"),
+        (
+            {"cosine_length": {"weight": 1, "max_resp_len": 9, "short_right": "x"}},
+            "reward_model.terms.cosine_length.short_right='x'",
+        ),
+    ],
+)
+def test_values_that_would_end_the_run_at_the_first_response_are_refused(
+    entry: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_terms(entry)
+    assert key in str(error.value)
+
+
+def test_a_weighted_sum_that_is_too_large_is_a_failure() -> None:
+    manager = load_reward_manager(
+        decode=decode, function=lambda **_: 1e10, terms={"answer": 1e10, "think_format": 1.0}
+    )
+    score = anyio.run(manager.score_sample, sample(1))
+    assert (score.value, score.ok) == (0.0, True)
+    assert "1e+20" in str(score.failure)
