@@ -25,6 +25,8 @@ MOST_DEPTH = 64
 that copies or writes a value needs several calls per level."""
 
 _INT64 = 1 << 63
+_MOST_BITS = 14_000
+"""Python converts integers of up to 4,300 digits to text, which have at least this many bits."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
@@ -105,15 +107,17 @@ def _line(text: str, most: int = MOST_SHOWN) -> str:
 def value_problem(value: Any, *, setting: bool = False, depth: int = 0) -> str | None:
     """Return why no setting and no row of data can hold `value`; None if they can.
 
-    Integers must fit in 64 bits, since torch, Parquet and JavaScript have no larger ones. Text must
-    be writable as UTF-8, and the text of a `setting` must not have NUL, which no file name can
-    have. Nesting is limited to `MOST_DEPTH` levels.
+    Integers must be writable as text, and those of a `setting` must fit in 64 bits, since torch has
+    no larger ones. Text must be writable as UTF-8, and the text of a `setting` must not have NUL,
+    which no file name can have. Nesting is limited to `MOST_DEPTH` levels.
     """
     if isinstance(value, bool):
         return None
     if isinstance(value, int):
-        fits = -_INT64 <= value < _INT64
-        return None if fits else f"{shown(value)} does not fit in 64 bits"
+        if setting:
+            fits = -_INT64 <= value < _INT64
+            return None if fits else f"{shown(value)} does not fit in 64 bits"
+        return f"{shown(value)} is too large" if value.bit_length() > _MOST_BITS else None
     if isinstance(value, str):
         if _SURROGATE.search(value):
             return f"{shown(value)} has a lone surrogate, which cannot be written as UTF-8"

@@ -69,7 +69,7 @@ def recipe_file(name: str) -> Path:
 def _is_group(key: str, directories: Sequence[Path]) -> bool:
     """Return whether `key` is a config group: a folder of alternative files in `directories`."""
     try:
-        return any((directory / key).is_dir() for directory in directories)
+        return bool(key) and any((directory / key).is_dir() for directory in directories)
     except OSError:  # such as a key that is too long for a file name
         return False
 
@@ -135,6 +135,11 @@ def override_assignments(parsed: Sequence[Override]) -> Iterator[Assignment]:
     """
     for override in parsed:
         key = override.key_or_group.replace("/", ".")
+        if not key:
+            raise ConfigError(
+                f"override {shown(override.input_line)} names no option; write key=value, such as "
+                "trainer.seed=2"
+            )
         text = override.input_line or key
         if override.is_sweep_override():
             raise ConfigError(

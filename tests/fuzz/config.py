@@ -148,15 +148,28 @@ def _try(result: Result, number: int, folder: Path) -> None:
     if in_file and not key.startswith("actor_rollout_ref"):
         file.write_text(_yaml(key, value), encoding="utf-8", errors="surrogatepass")
         attempt = _command("--config", str(file), _MODEL)
-        named = (_short(key), str(file))
+        named = (*_named(key), str(file))
     else:
         text = value if isinstance(value, str) and draw.random() < 0.5 else as_text(value)
-        attempt, named = _command("--recipe", "tiny", f"{key}={text}"), (_short(key),)
+        attempt, named = _command("--recipe", "tiny", f"{key}={text}"), _named(key)
     try_input(result, name.encode("ascii", "backslashreplace").decode(), attempt, *named)
 
 
 def _names_of_file(content: bytes) -> tuple[str, ...]:
-    return ("odd.yaml", "trainer", "seed", "data", "1:", content[:20].decode("utf-8", "replace").strip())
+    return (
+        "odd.yaml",
+        "trainer",
+        "seed",
+        "data",
+        "1:",
+        content[:20].decode("utf-8", "replace").strip(),
+    )
+
+
+def _named(key: str) -> tuple[str, ...]:
+    """Return the key, and its section, which names it in a rule about several options."""
+    section = _short(key).rpartition(".")[0]
+    return (_short(key), section) if section in options() else (_short(key),)
 
 
 def _short(key: str) -> str:

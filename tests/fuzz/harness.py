@@ -93,7 +93,7 @@ def try_input(result: Result, name: str, attempt: Callable[[], str], *named: str
 
 
 def command(name: str, count: int, run: Callable[[int], Result]) -> int:
-    """Parse `--count N`, run the fuzz, print its counts and wrong inputs; return the exit status."""
+    """Parse `--count N`, run the fuzz and print its counts. Returns the exit status."""
     parser = argparse.ArgumentParser(description=f"Run the fuzz of {name}.")
     parser.add_argument("--count", type=int, default=count, help=f"inputs (default: {count})")
     result = run(parser.parse_args().count)
