@@ -54,6 +54,18 @@ def reading(
         raise error(f"{noun}{shown_path(what)}: {reason(caught)}; {remedy}") from caught
 
 
+def special_file(folder: Path) -> Path | None:
+    """Return a pipe, device or socket directly in `folder`; None if there is none.
+
+    Reading a pipe waits for a writer, and reading a device may never end. Libraries that are given
+    a folder open its files without a check.
+    """
+    for path in sorted(folder.iterdir()):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            return path
+    return None
+
+
 def reason(error: BaseException) -> str:
     """Return in one line why reading failed."""
     if isinstance(error, RecursionError):

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from slipstream.data.chat_template import check_chat_template
 from slipstream.errors import ConfigError, DataError
-from slipstream.reading import reading, shown_path
+from slipstream.reading import reading, shown_path, special_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -107,6 +107,8 @@ def load_tokenizer(
         "tokenizer_config.json, or a Hugging Face model name"
     )
     with reading(name, DataError, remedy, noun="tokenizer "):
+        if _is_dir(folder) and (odd := special_file(folder)):
+            raise DataError(f"{odd} is not a regular file; remove it, or give another folder")
         try:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 str(folder) if folder.is_dir() else name, trust_remote_code=trust_remote_code
