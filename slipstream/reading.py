@@ -43,7 +43,8 @@ def reading(
     """
     try:
         yield
-    except SlipstreamError:
+    except (SlipstreamError, NameError):
+        # A NameError is a mistake in the program. No file causes one.
         raise
     except Exception as caught:
         raise error(f"{noun}{shown_path(what)}: {reason(caught)}; {remedy}") from caught

@@ -9,6 +9,7 @@ command line, and by programs that build a run in Python.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,11 +31,13 @@ from slipstream.config.tree import Option, example, from_dict, leaves, options, 
 from slipstream.config.validate import validate
 from slipstream.config.validate_algorithm import NEEDS_CRITIC
 from slipstream.errors import ConfigError
-from slipstream.reading import reading, shown_path, value_problem
+from slipstream.reading import reading, shown, shown_path, value_problem
 
 CONFIG_FILE = "config.yaml"
 """Name of the file in a run folder that contains the resolved configuration."""
 
+_PATHS = re.compile(r"(path|dir|files?|tokenizer|external_lib|python|experiment_name)$")
+"""The keys of options whose values become names of files."""
 _INDEX = re.compile(r"[0-9]{1,4}")
 
 RESUMABLE_KEYS = frozenset(
@@ -121,6 +124,9 @@ class _Tree:
                 f"{shown_path(key)}: {problem}; set it to a value that can be used, such as "
                 f"{example(options()[key]) if key in options() else 'null'}"
             )
+            return
+        if problem := _path_problem(key, assignment.value):
+            self.problems.append(problem)
             return
         inside = _free_form_above(key) is not None and key not in aliases.RENAMED
         known = key in options() or inside
@@ -255,6 +261,19 @@ class _Tree:
             self.notices[f"{size} is set, so {dynamic}=false"] = None
         elif settings["use_dynamic_bsz"] is True:
             self.notices[f"{size} has no effect: {dynamic}=true limits tokens instead"] = None
+
+
+def _path_problem(key: str, value: Any) -> str | None:
+    """Return the message for a path that no file system can hold; None for all other values."""
+    if not _PATHS.search(key):
+        return None
+    for path in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(path, str) and any(len(os.fsencode(p)) > 255 for p in path.split("/")):
+            return (
+                f"{key}: {shown(path)} has a name of more than 255 bytes, which no file has; set "
+                f"{key} to an existing path"
+            )
+    return None
 
 
 def _merge(target: dict[str, Any], values: dict[str, Any]) -> None:

@@ -98,6 +98,12 @@ class ModelConfig:
                 f"unknown model family {self.family!r}; known: {', '.join(get_args(Family))}"
             )
         check_at_least_one(self, *_SIZES)
+        for name in _SIZES:
+            most = {"num_layers": _MOST_LAYERS, "max_position_embeddings": _MOST_POSITIONS}.get(
+                name, _MOST_SIZE
+            )
+            if getattr(self, name) > most:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at most {most}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads="

@@ -7,7 +7,7 @@ files, because they can run code when they are opened.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -71,7 +71,7 @@ def check_bytes(config: ModelConfig, folder: Path) -> None:
     Otherwise wrong sizes in `config.json` would fill the memory before a tensor is compared.
     """
     files = [folder / WEIGHTS] if (folder / WEIGHTS).exists() else folder.glob("*.safetensors")
-    stored = sum(file.stat().st_size for file in files if file.is_file())
+    stored = stored_bytes(files)
     needed = config.parameters
     if stored and needed > stored:
         raise CheckpointError(
@@ -80,6 +80,21 @@ def check_bytes(config: ModelConfig, folder: Path) -> None:
             f"{config.intermediate_size}, num_hidden_layers={config.num_layers}), but the weights "
             f"have {stored:,} bytes; give the config.json of these weights, and all of their files"
         )
+
+
+def stored_bytes(files: Iterable[Path]) -> int:
+    """Return the bytes of safetensors files; 0 if one of them cannot be opened.
+
+    Reading that file gives the better error.
+    """
+    stored = 0
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):
+                stored += file.stat().st_size
+        except (SafetensorError, OSError, ValueError):
+            return 0
+    return stored
 
 
 def read_tensors(folder: Path) -> Mapping[str, Tensor]:
@@ -92,6 +107,11 @@ def each_tensor(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
     If both exist, the single file is read, as in transformers. Raises CheckpointError.
     """
+    with reading(folder, CheckpointError, _SAVED):
+        yield from _each_tensor(folder)
+
+
+def _each_tensor(folder: Path) -> Iterator[tuple[str, Tensor]]:
     if not folder.is_dir():
         raise CheckpointError(f"model folder {folder} does not exist")
     index = folder / INDEX
@@ -125,7 +145,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f"{index}: weight_map, the shard of each tensor, is missing")
     for file in names.values():
-        if not isinstance(file, str) or Path(file).name != file or "\0" in file:
+        if not isinstance(file, str) or Path(file).name != file or "\0" in file or len(file) > 255:
             raise CheckpointError(
                 f"{index}: {shown(file)} is not the name of a file in this folder"
             )

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from slipstream.errors import CheckpointError
 from slipstream.models.config import ContextLimit
 from slipstream.models.decoder import HiddenStates
-from slipstream.models.hf_io import read_json
+from slipstream.models.hf_io import read_json, stored_bytes
 from slipstream.reading import reading, shown, special_file
 
 _SAVED = "give a folder as save_pretrained writes it"
@@ -286,7 +286,7 @@ def _load(folder: Path, device: torch.device | None) -> HFPolicy:
 def _check_bytes(folder: Path) -> None:
     """Raise CheckpointError if the embedding or the layers cannot be in the weights' files."""
     text = _read_config(folder).get_text_config()
-    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    stored = stored_bytes(folder.glob("*.safetensors"))
     hidden = getattr(text, "hidden_size", 1)
     for key in ("vocab_size", "num_hidden_layers"):
         needed = getattr(text, key, 1) * hidden

@@ -22,7 +22,7 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import read_json
 from slipstream.models.lora import LoraConfig, add_lora, lora_layers
 from slipstream.models.sharded import full
-from slipstream.reading import reading, reason, shown
+from slipstream.reading import reading, reason, shown, shown_path
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -198,8 +198,9 @@ def _config(path: Path) -> dict[str, Any]:
         odd.append("init_lora_weights")
     if odd:
         raise CheckpointError(
-            f"{path}: {odd[0]}={shown(raw[odd[0]])} is not supported; train a plain LoRA adapter, "
-            "or merge this one with peft's `merge_and_unload` and start from the merged model"
+            f"{path}: {odd[0]}={shown_path(str(raw[odd[0]]))} is not supported; train a plain "
+            "LoRA adapter, or merge this one with peft's `merge_and_unload` and start from the "
+            "merged model"
         )
     return raw
 

@@ -199,9 +199,9 @@ def read_rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling |
     sections = {name: _section(raw, name, source) for name in SPELLINGS if raw.get(name)}
     scalings = {name: _scaling(section, raw, name, source) for name, section in sections.items()}
     if len(set(scalings.values())) > 1:
-        shown = " and ".join(f"{name}={dict(section)}" for name, section in sections.items())
+        listed = " and ".join(f"{name}={dict(section)}" for name, section in sections.items())
         raise CheckpointError(
-            f"{source}: {shown} contradict each other; remove the one that the model was not "
+            f"{source}: {listed} contradict each other; remove the one that the model was not "
             "trained with"
         )
     scaling = next(iter(scalings.values()), None)
@@ -229,9 +229,9 @@ def _theta(raw: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], so
         if part.get("rope_theta") is not None
     }
     if len(set(thetas.values())) > 1:
-        shown = " and ".join(f"{place}={theta:g}" for place, theta in thetas.items())
+        listed = " and ".join(f"{place}={theta:g}" for place, theta in thetas.items())
         raise CheckpointError(
-            f"{source}: {shown} contradict each other; remove the one that the model was not "
+            f"{source}: {listed} contradict each other; remove the one that the model was not "
             "trained with"
         )
     theta = next(iter(thetas.values()), DEFAULT_THETA)
@@ -247,9 +247,9 @@ def _scaling(
     named = {key: section[key] for key in ("rope_type", "type") if section.get(key) is not None}
     kinds = set(map(str, named.values()))
     if len(kinds) > 1:
-        shown = " and ".join(f"{key}={value!r}" for key, value in named.items())
+        listed = " and ".join(f"{key}={value!r}" for key, value in named.items())
         raise CheckpointError(
-            f"{where}: {shown} contradict each other; keep the one that the model was trained with"
+            f"{where}: {listed} contradict each other; keep the one that the model was trained with"
         )
     kind = kinds.pop() if kinds else "default"
     if kind != "default" and kind not in KINDS:
@@ -346,7 +346,8 @@ def _check(holds: bool, name: str, value: object, requirement: str) -> None:
 
 
 def _check_factor(factor: float) -> None:
-    _check(1 <= factor <= _MOST_FACTOR, "factor", factor, f"at least 1 and at most {_MOST_FACTOR}")
+    _check(factor >= 1, "factor", factor, "at least 1")
+    _check(factor <= _MOST_FACTOR, "factor", factor, f"at most {_MOST_FACTOR}")
 
 
 def _check_original(length: int) -> None:

@@ -96,9 +96,9 @@ def _refuse_windows(raw: Mapping[str, Any], types: Sequence[str] | None, source:
     # A size has no effect if use_sliding_window, which other families have, is false.
     if (size is not None and on is not False) or on or _WINDOWED in (types or ()):
         settings = {"sliding_window": size, "use_sliding_window": on, "layer_types": types}
-        shown = ", ".join(f"{name}={shown(value)}" for name, value in settings.items() if value)
+        listed = ", ".join(f"{name}={shown(value)}" for name, value in settings.items() if value)
         raise CheckpointError(
-            f"{source}: {shown}, but Llama models have no sliding-window attention; remove it if "
+            f"{source}: {listed}, but Llama models have no sliding-window attention; remove it if "
             "the model was trained without a window, or set model_type to the model's family"
         )
 

@@ -180,7 +180,7 @@ def _field(draw: random.Random, folder: Path) -> str:
         "quantization_config",
     )
     key = draw.choice((*sorted(raw), *more, "attention_bias", "use_sliding_window"))
-    odd = draw.choice(
+    odd: Any = draw.choice(
         (None, 0, -1, 10**12, "48", [], {}, 1e400, float("nan"), True, odd_value(draw))
     )
     if key in ("rope_scaling", "rope_parameters") and draw.random() < 0.7:
