@@ -25,6 +25,7 @@ from slipstream.config.launch import (
     config_from,
     exit_status,
     parser,
+    port,
     positive,
     print_settings,
     read_overrides,
@@ -33,6 +34,7 @@ from slipstream.config.load import CONFIG_FILE
 from slipstream.config.mode import HEAD_ALONE, resolve_mode
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.metrics.timeline import mark_command_start
+from slipstream.reading import reason, shown
 
 DRAFT_LAYOUTS = ("vllm", "sglang")
 """The keys of `models.draft.layouts.LAYOUTS`, repeated here because that module imports torch."""
@@ -204,11 +206,13 @@ def _reward_flags(command: argparse.ArgumentParser) -> None:
 def _mapping(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is not valid JSON: {reason(error)}"
+        ) from error
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(
-            f'{text!r} is not a JSON object; write for example {{"scale": 2}}'
+            f'{shown(text)} is not a JSON object; write for example {{"scale": 2}}'
         )
     return value
 
@@ -391,7 +395,7 @@ def _run_report(args: argparse.Namespace, _: list[str]) -> int:
 def _watch_flags(command: argparse.ArgumentParser) -> None:
     _runs_argument(command)
     command.add_argument(
-        "--port", metavar="N", type=positive, help="port (default: the first free port from 6780)"
+        "--port", metavar="N", type=port, help="port (default: the first free port from 6780)"
     )
     add_debug_flag(command)
 

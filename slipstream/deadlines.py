@@ -9,10 +9,12 @@ ends the process there.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn, Protocol, TypeVar, runtime_checkable
@@ -123,6 +125,67 @@ def frozen_interpreter_ends(seconds: float) -> Iterator[None]:
         over.set()
         thread.join()
         faulthandler.cancel_dump_traceback_later()
+
+
+class CpuLimitError(Exception):
+    """The body of `cpu_limit` needed more processor time than its limit."""
+
+
+class _LateError(BaseException):
+    """Raised by the watcher in the thread of a body. No handler of exceptions in the body stops
+    it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Body:
+    thread: int
+    clock: int
+    until: float
+    fired: bool = False
+
+
+_bodies: dict[int, _Body] = {}
+_watcher: threading.Thread | None = None
+_WATCH_S = 0.5
+
+
+@contextlib.contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Raise CpuLimitError in the body after `seconds` of processor time of its thread.
+
+    It works in every thread, and is cheap: one thread watches all bodies. It stops loops of Python
+    code, but no single operation of C code. Bodies are not nested.
+    """
+    global _watcher
+    ident = threading.get_ident()
+    clock = time.pthread_getcpuclockid(ident)
+    body = _Body(ident, clock, time.clock_gettime(clock) + seconds)
+    _bodies[ident] = body
+    if _watcher is None or not _watcher.is_alive():
+        _watcher = threading.Thread(target=_watch, name="cpu-limits", daemon=True)
+        _watcher.start()
+    try:
+        try:
+            yield
+        finally:
+            _bodies.pop(ident, None)
+            # The watcher may have decided in the last moment: its exception arrives here.
+            while body.fired:
+                pass
+    except _LateError:
+        raise CpuLimitError(f"more than {seconds:g} s of processor time") from None
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(_WATCH_S)
+        for ident, body in list(_bodies.items()):
+            late = time.clock_gettime(body.clock) > body.until if ident in _bodies else False
+            if late and not body.fired and _bodies.get(ident) is body:
+                body.fired = True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(ident), ctypes.py_object(_LateError)
+                )
 
 
 def end_process(message: str, status: int) -> NoReturn:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+import psutil
 import torch
 
 from slipstream.build.algorithm import full_kl_in_loss, takes_full_kl, wants_critic, wants_reference
@@ -233,7 +234,7 @@ def initial_config(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelC
             f"actor_rollout_ref.model.init.vocab_size={vocab} is smaller than the tokenizer's "
             f"{len(tokenizer)} tokens"
         )
-    return ModelConfig(
+    made = ModelConfig(
         family=init.family,
         vocab_size=vocab,
         hidden_size=init.hidden_size,
@@ -249,6 +250,16 @@ def initial_config(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelC
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    memory = psutil.virtual_memory().total
+    if device_of(config).type == "cpu" and 4 * made.parameters > memory:
+        raise ConfigError(
+            f"actor_rollout_ref.model.init describes a model with {made.parameters:,} parameters, "
+            f"which need {4 * made.parameters / 1e9:,.0f} GB, but this machine has "
+            f"{memory / 1e9:,.0f} GB of memory; lower hidden_size={init.hidden_size}, "
+            f"intermediate_size={init.intermediate_size}, num_layers={init.num_layers} or "
+            f"vocab_size={vocab}"
+        )
+    return made
 
 
 def max_model_len(config: Config) -> int:

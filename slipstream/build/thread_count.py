@@ -16,9 +16,11 @@ from pathlib import Path
 import torch
 
 from slipstream.checkpoint.files import write_text_atomic
+from slipstream.errors import CheckpointError
 from slipstream.inference.engine import Engine, EngineSettings
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
+from slipstream.reading import reading
 from slipstream.types import GenerateRequest, NoiseKey, SamplingParams
 
 FEW = 4
@@ -63,9 +65,10 @@ def threads_for(
     """
     file = folder / THREADS_FILE
     if file.exists():
-        known = json.loads(file.read_text())["num_threads"]
-        if known <= cores:
-            return int(known)
+        with reading(file, CheckpointError, "remove it, or set trainer.num_threads"):
+            known = int(json.loads(file.read_text())["num_threads"])
+        if 1 <= known <= cores:
+            return known
     before = torch.get_num_threads()
     engine = _small_engine(policy, dtype)
     measured: dict[int, float] = {}

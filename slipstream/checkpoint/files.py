@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import CheckpointError
+from slipstream.reading import reading, reason
 
 _CHUNK = 1 << 20
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -67,17 +68,19 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     """Return the content of a JSON file. Raises CheckpointError if it is missing or invalid."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} does not exist: the checkpoint is incomplete or was written by another "
-            "program; resume from another checkpoint"
-        ) from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(
-            f"{path} is corrupt, it is not JSON ({error}); resume from another checkpoint"
-        ) from error
+    with reading(path, CheckpointError, "resume from another checkpoint"):
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{path} does not exist: the checkpoint is incomplete or was written by another "
+                "program; resume from another checkpoint"
+            ) from None
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path} is corrupt, it is not JSON ({reason(error)}); resume from another "
+                "checkpoint"
+            ) from error
 
 
 def files_below(root: Path) -> Iterator[tuple[str, Path]]:

@@ -37,13 +37,14 @@ from slipstream.checkpoint.files import (
 )
 from slipstream.checkpoint.state import check_format_version
 from slipstream.errors import CheckpointError, ConfigError
+from slipstream.reading import reading, shown, value_problem
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
 RESUME_MODES = ("auto", "disable", "resume_path")
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK}
-_STEP = re.compile(r"global_step_(\d+)")
+_STEP = re.compile(r"global_step_([0-9]{1,18})")
 _WORK = re.compile(r"\.(saving|replaced|deleting)\.(global_step_\d+)\.[0-9a-f]+")
 
 
@@ -122,14 +123,16 @@ class CheckpointManager:
         """
         steps = self.steps()
         tracker = self.root / TRACKER
-        try:
-            text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        except FileNotFoundError:
-            return max((self.folder(s) for s in steps), key=_serial, default=None)
         existing = ", ".join(map(str, steps)) or "none"
-        if not re.fullmatch(r"\d+", text):
+        remedy = f"write an existing step into it ({existing})"
+        with reading(tracker, CheckpointError, remedy):
+            try:
+                text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+            except FileNotFoundError:
+                return max((self.folder(s) for s in steps), key=_serial, default=None)
+        if not re.fullmatch(r"[0-9]{1,18}", text):
             raise CheckpointError(
-                f"{tracker} contains {text!r}, not a step; write an existing step into it "
+                f"{tracker} contains {shown(text)}, not a step; write an existing step into it "
                 f"({existing}), or set trainer.resume_mode=disable to start from scratch"
             )
         step = int(text)
@@ -261,6 +264,13 @@ def verify(path: Path) -> None:
     missing, has the wrong size, or has changed.
     """
     manifest = _read_manifest(path)
+    named = _STEP.fullmatch(path.resolve().name)
+    if named and int(named[1]) != manifest["step"]:
+        raise CheckpointError(
+            f"{path / MANIFEST} is the manifest of step {manifest['step']}, not of the step in "
+            f"the name of its folder, {named[1]}; give the folder its own name again, or resume from another "
+            "checkpoint with trainer.resume_mode=resume_path and trainer.resume_from_path"
+        )
     problems = []
     for name, entry in manifest["files"].items():
         file = path / name
@@ -284,14 +294,36 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} is corrupt: it contains {type(manifest).__name__}")
     check_format_version(file, manifest.get("format_version"), MANIFEST_VERSION)
     files = manifest.get("files")
-    valid = isinstance(files, dict) and all(
-        isinstance(entry, dict) and {"size", "crc32"} <= entry.keys() for entry in files.values()
-    )
-    if not valid or type(manifest.get("step")) is not int:
+    if not isinstance(files, dict) or "step" not in manifest:
         raise CheckpointError(
             f"{file} is corrupt: files or step are missing; resume from another checkpoint"
         )
+    for key in ("step", "serial"):
+        value = manifest.get(key, 0)
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise CheckpointError(
+                f"{file} is corrupt: {key}={shown(value)} must be a whole number; resume from "
+                "another checkpoint"
+            )
+    for name, entry in files.items():
+        if not _is_entry(name, entry):
+            raise CheckpointError(
+                f"{file} is corrupt: files has {shown(name)}: {shown(entry)}, which is not a file "
+                "of this folder with its size and crc32; resume from another checkpoint"
+            )
     return manifest
+
+
+def _is_entry(name: str, entry: object) -> bool:
+    parts = Path(name).parts
+    inside = bool(parts) and not Path(name).is_absolute() and ".." not in parts and "\0" not in name
+    return (
+        inside
+        and value_problem(name) is None
+        and isinstance(entry, dict)
+        and type(entry.get("size")) is int
+        and isinstance(entry.get("crc32"), str)
+    )
 
 
 def _serial(folder: Path) -> int:

@@ -22,6 +22,7 @@ from typing import Any
 
 from slipstream.checkpoint.files import read_json, write_json
 from slipstream.errors import CheckpointError
+from slipstream.reading import shown
 
 FORMAT_VERSION = 1
 
@@ -117,18 +118,29 @@ class RunState:
                 f"{path} has unknown entries {', '.join(unknown)}; it was not written by this "
                 "version of slipstream: resume with the version that wrote it"
             )
-        for name in ("step", "threads"):
-            if type(raw[name]) is not int:
-                raise CheckpointError(f"{path} is corrupt: {name} is {raw[name]!r}, not an integer")
+        for name, kind in _TYPES.items():
+            value = raw.get(name, kind())
+            if type(value) is not kind:
+                article = "an integer" if kind is int else "text" if kind is str else "an object"
+                raise CheckpointError(
+                    f"{path} is corrupt: {name} is {shown(value)}, not {article}; resume from "
+                    "another checkpoint"
+                )
         return cls(**raw)
+
+
+_TYPES: dict[str, type[int] | type[str] | type[dict[str, Any]]] = {
+    "step": int, "phase": str, "threads": int, "config": dict, "policy_version": int,
+    "versions": dict, "extra": dict,
+}  # fmt: skip
 
 
 def check_format_version(path: Path, found: object, supported: int) -> None:
     """Raise CheckpointError unless `found` is a format version up to `supported`."""
     if type(found) is not int or found < 1:
         raise CheckpointError(
-            f"{path} is corrupt or was not written by slipstream: its format_version is {found!r}; "
-            "resume from another checkpoint"
+            f"{path} is corrupt or was not written by slipstream: its format_version is "
+            f"{shown(found)}; resume from another checkpoint"
         )
     if found > supported:
         raise CheckpointError(

@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
+from slipstream.reading import reading
 
 FORMAT_VERSION = 1
 _KEY = "slipstream_tree"
@@ -112,8 +113,13 @@ def load_tree(path: Path, *, mapped: bool = False) -> Any:
             f"{path} was written by a newer version of slipstream (tree format {version}, this "
             f"version reads up to {FORMAT_VERSION}); upgrade slipstream"
         )
+    with reading(path, CheckpointError, "resume from another checkpoint"):
+        return _decoded(path, metadata[_KEY], tensors)
+
+
+def _decoded(path: Path, text: str, tensors: dict[str, Tensor]) -> Any:
     try:
-        return _decode(json.loads(metadata[_KEY]), tensors)
+        return _decode(json.loads(text), tensors)
     except (KeyError, TypeError, ValueError, struct.error) as error:
         raise CheckpointError(
             f"{path} is corrupt: its structure does not match its tensors ({error!r}); resume from "

@@ -339,6 +339,10 @@ REFUSED_VALUES: dict[str, dict[Any, str]] = {
 """Our key -> values that VERL supports and Slipstream does not, each with a remedy."""
 
 
+KEYS = (*RENAMED, *ONLY_NEUTRAL, *WITHOUT_EFFECT)
+"""All keys and patterns that are accepted although the schema does not have them."""
+
+
 def _matches(key: str, table_key: str) -> bool:
     if "*" not in table_key:
         return key == table_key

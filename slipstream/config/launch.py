@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import shutil
 import sys
 import traceback
@@ -22,6 +23,7 @@ from slipstream.config.schema import Config
 from slipstream.config.sources import recipe_names
 from slipstream.config.tree import options, show, to_dict
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.reading import reason, shown, shown_path
 
 VERL_CONFIG_NAMES = ("ppo_trainer", "fastrl_trainer")
 """Config names of VERL and FastRL that correspond to the recipe `default`."""
@@ -101,8 +103,15 @@ def positive(text: str) -> int:
 
     Raises ArgumentTypeError for other values.
     """
-    if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not an integer of at least 1")
+    return int(text)
+
+
+def port(text: str) -> int:
+    """Convert a flag's value to a port. Raises ArgumentTypeError for other values."""
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a port from 1 to 65535")
     return int(text)
 
 
@@ -204,9 +213,6 @@ def exit_status(call: Callable[[], int], *, debug: bool) -> int:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
     except SystemExit as error:
         if error.code not in (None, 0):
             raise
@@ -224,6 +230,20 @@ def exit_status(call: Callable[[], int], *, debug: bool) -> int:
         # which would raise the error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        # A file that the command line or a setting names cannot be read or written. Other errors of
+        # the operating system have no file name; they are mistakes of the program.
+        if not isinstance(error.filename, str) or debug:
+            raise
+        print(
+            f"error: {shown_path(error.filename)}: {reason(error)}; check the path and "
+            "its permissions (--debug shows where)",
+            file=sys.stderr,
+        )
+        return SlipstreamError.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def launch_training(

@@ -9,6 +9,8 @@ command line, and by programs that build a run in Python.
 from __future__ import annotations
 
 import logging
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,13 +27,18 @@ from slipstream.config.sources import (
     recipe_file,
 )
 from slipstream.config.suggest import unknown_key
-from slipstream.config.tree import Option, from_dict, options, show, to_dict
+from slipstream.config.tree import Option, example, from_dict, leaves, options, show, to_dict
 from slipstream.config.validate import validate
 from slipstream.config.validate_algorithm import NEEDS_CRITIC
 from slipstream.errors import ConfigError
+from slipstream.reading import reading, shown, shown_path, value_problem
 
 CONFIG_FILE = "config.yaml"
 """Name of the file in a run folder that contains the resolved configuration."""
+
+_PATHS = re.compile(r"(path|dir|files?|tokenizer|external_lib|python|experiment_name)$")
+"""The keys of options whose values become names of files."""
+_INDEX = re.compile(r"[0-9]{1,4}")
 
 RESUMABLE_KEYS = frozenset(
     {
@@ -112,6 +119,15 @@ class _Tree:
     def apply(self, assignment: Assignment) -> None:
         """Set or delete one key, and record notices and problems."""
         key = assignment.key
+        if problem := value_problem([key, assignment.value], setting=True):
+            self.problems.append(
+                f"{shown_path(key)}: {problem}; set it to a value that can be used, such as "
+                f"{example(options()[key]) if key in options() else 'null'}"
+            )
+            return
+        if problem := _path_problem(key, assignment.value):
+            self.problems.append(problem)
+            return
         inside = _free_form_above(key) is not None and key not in aliases.RENAMED
         known = key in options() or inside
         if assignment.delete:
@@ -172,11 +188,22 @@ class _Tree:
                     f"{key} cannot be set: {parent} has a plain value, not a mapping; set "
                     f"{parent}={{{name}:{show(value)}}}"
                 )
-        elif parent in options() and name.isdigit():
-            node, list_name = self._section(parent)
-            node[list_name][int(name)] = value
+        elif parent in options() and _INDEX.fullmatch(name):
+            self._set_item(parent, int(name), value)
         else:
             self.problems.append(unknown_key(key))
+
+    def _set_item(self, key: str, index: int, value: Any) -> None:
+        node, name = self._section(key)
+        items = node[name]
+        if not isinstance(items, list) or index >= len(items):
+            self.problems.append(
+                f"{key}.{index} cannot be set: {key}={show(items)} has no item {index}; set the "
+                f"whole list, such as {example(options()[key])}"
+            )
+            return
+        # A list of the settings' source is not changed in place.
+        node[name] = [*items[:index], value, *items[index + 1 :]]
 
     def _delete(self, key: str) -> None:
         if _free_form_above(key) is None:
@@ -186,8 +213,12 @@ class _Tree:
                 else unknown_key(key)
             )
             return
-        node, name = self._section(key)
-        if name not in node:
+        try:
+            node, name = self._section(key)
+            known = name in node
+        except (AttributeError, TypeError):  # a plain value is where a mapping would have to be
+            known = False
+        if not known:
             self.problems.append(f"~{key}: this key is not set, so it cannot be deleted")
             return
         del node[name]
@@ -205,7 +236,9 @@ class _Tree:
 
     def _without_critic(self) -> None:
         critic, algorithm = self.values["critic"], self.values["algorithm"]
-        if not critic["enable"] and algorithm["adv_estimator"] not in NEEDS_CRITIC:
+        estimator = algorithm["adv_estimator"]
+        # A value of the wrong type is refused later, with its type.
+        if not critic["enable"] and not (isinstance(estimator, str) and estimator in NEEDS_CRITIC):
             defaults = to_dict(Config())
             for key in sorted(self.assigned - {"critic.enable"}):
                 if key.startswith("critic.") and _at(self.values, key) != _at(defaults, key):
@@ -230,6 +263,19 @@ class _Tree:
             self.notices[f"{size} has no effect: {dynamic}=true limits tokens instead"] = None
 
 
+def _path_problem(key: str, value: Any) -> str | None:
+    """Return the message for a path that no file system can hold; None for all other values."""
+    if not _PATHS.search(key):
+        return None
+    for path in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(path, str) and any(len(os.fsencode(p)) > 255 for p in path.split("/")):
+            return (
+                f"{key}: {shown(path)} has a name of more than 255 bytes, which no file has; set "
+                f"{key} to an existing path"
+            )
+    return None
+
+
 def _merge(target: dict[str, Any], values: dict[str, Any]) -> None:
     for key, value in values.items():
         if isinstance(value, dict) and isinstance(target.get(key), dict):
@@ -243,19 +289,24 @@ def _resolve(values: dict[str, Any]) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    try:
-        resolved = OmegaConf.to_container(
-            OmegaConf.create(values), resolve=True, throw_on_missing=True
-        )
-    except OmegaConfBaseException as error:
-        where = getattr(error, "full_key", None) or "configuration"
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"{where}: {reason}; an interpolation must name another option, such as "
-            "${trainer.seed}"
-        ) from error
+    remedy = "an interpolation must name another option, such as ${trainer.seed}"
+    with reading(_with_interpolation(values), ConfigError, remedy):
+        try:
+            resolved = OmegaConf.to_container(
+                OmegaConf.create(values), resolve=True, throw_on_missing=True
+            )
+        except OmegaConfBaseException as error:
+            where = getattr(error, "full_key", None) or "configuration"
+            first = str(error).splitlines()[0]
+            raise ConfigError(f"{where}: {first}; {remedy}") from error
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
+
+
+def _with_interpolation(values: Mapping[str, Any]) -> str:
+    """Return the keys whose values contain an interpolation, for messages."""
+    keys = [key for key, value in leaves(values) if "${" in str(value)]
+    return ", ".join(keys) or "configuration"
 
 
 def load_config(

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.config import aliases
 from slipstream.config.tree import options
 from slipstream.errors import ConfigError
+from slipstream.reading import reading, reason, shown, shown_path
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -27,6 +29,15 @@ _JOINED = r"\d+(?:\.\d*)?(?:_\d+(?:\.\d*)?)+"
 
 YAML and Hydra ignore the underscore and read 0.55.
 """
+
+
+_LONGEST_KEY = 1000
+"""No option has a name of more characters, and comparing a longer one with all options is slow."""
+_SHOWN_OF_OVERRIDE = 400
+_MOST_NODES = 100_000
+_MOST_BYTES = 10_000_000
+_YAML = "give a YAML file with one mapping of options, such as `trainer: {seed: 2}`"
+_PLAIN_VALUE = "set the option to a number, a text, a list or a mapping, such as trainer.seed=2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +68,10 @@ def recipe_file(name: str) -> Path:
 
 def _is_group(key: str, directories: Sequence[Path]) -> bool:
     """Return whether `key` is a config group: a folder of alternative files in `directories`."""
-    return any((directory / key).is_dir() for directory in directories)
+    try:
+        return bool(key) and any((directory / key).is_dir() for directory in directories)
+    except OSError:  # such as a key that is too long for a file name
+        return False
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
@@ -71,18 +85,20 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     parser = OverridesParser.create()
     parsed: list[Override] = []
     for text in overrides:
+        name = shown(text, _SHOWN_OF_OVERRIDE)
         if "=" not in text and not text.startswith("~"):
-            raise ConfigError(
-                f"{text!r} is not an override; write key=value, such as trainer.seed=2"
-            )
-        try:
-            parsed.append(parser.parse_override(_quoted(text)))
-        except HydraException as error:
-            reason = str(error).splitlines()[0]
-            raise ConfigError(
-                f"override {text!r} cannot be read: {reason}; put a value with special characters "
-                """in quotes inside quotes, for example "key='a=b, c'" """.rstrip()
-            ) from error
+            raise ConfigError(f"{name} is not an override; write key=value, such as trainer.seed=2")
+        if len(text.partition("=")[0]) > _LONGEST_KEY:
+            raise ConfigError(f"override {name}: there is no option with such a long name")
+        with reading(f"override {name} cannot be read", ConfigError, _PLAIN_VALUE):
+            try:
+                parsed.append(parser.parse_override(_quoted(text)))
+            except HydraException as error:
+                why = reason(error).removeprefix(f"{type(error).__name__}: ")
+                raise ConfigError(
+                    f"override {name} cannot be read: {why}; put a value with special characters "
+                    """in quotes inside quotes, for example "key='a=b, c'" """.rstrip()
+                ) from error
     return parsed
 
 
@@ -119,26 +135,48 @@ def override_assignments(parsed: Sequence[Override]) -> Iterator[Assignment]:
     """
     for override in parsed:
         key = override.key_or_group.replace("/", ".")
+        if not key:
+            raise ConfigError(
+                f"override {shown(override.input_line)} names no option; write key=value, such as "
+                "trainer.seed=2"
+            )
         text = override.input_line or key
         if override.is_sweep_override():
             raise ConfigError(
                 f"override {text!r} is a sweep over several values, but a run needs one value; "
                 f"to set a list, write {key}=[a,b]"
             )
+        if override.package is not None:
+            raise ConfigError(
+                f"override {shown(text, _SHOWN_OF_OVERRIDE)} names the package "
+                f"{shown(override.package)}, which only a config group has; write {key}=VALUE"
+            )
         if override.is_delete():
             yield Assignment(key, None, text, delete=True)
         else:
-            yield from flatten(key, override.value(), text)
+            name = shown(text, _SHOWN_OF_OVERRIDE)
+            with reading(f"override {name} cannot be read", ConfigError, _PLAIN_VALUE):
+                assignments = list(flatten(key, override.value(), text))
+            yield from assignments
 
 
 def flatten(key: str, value: Any, origin: str) -> Iterator[Assignment]:
-    """Yield one assignment per leaf of `value`. A free-form mapping is a single assignment."""
+    """Yield one assignment per leaf of `value`. A free-form mapping is a single assignment.
+
+    So is an empty mapping, unless `key` is a section.
+    """
     option = options().get(key)
-    if isinstance(value, Mapping) and not (option is not None and option.free_form):
+    is_value = option is not None and (option.free_form or (not value and option.section is None))
+    if isinstance(value, Mapping) and not is_value and (value or _has_keys_below(key)):
         for name, item in value.items():
             yield from flatten(f"{key}.{name}" if key else str(name), item, origin)
         return
     yield Assignment(key, value, origin)
+
+
+def _has_keys_below(key: str) -> bool:
+    """Return whether an option, or a key that is accepted for VERL, is inside `key`."""
+    return not key or any(other.startswith(f"{key}.") for other in (*options(), *aliases.KEYS))
 
 
 def file_assignments(
@@ -151,14 +189,28 @@ def file_assignments(
 
     Raises ConfigError if the file is missing, is not a YAML mapping, or cannot be composed.
     """
+    name = shown_path(path)
+    if not _is_file(path):
+        raise ConfigError(f"config file {name} does not exist; check --config or --config-path")
+    with reading(path, ConfigError, _YAML, noun="config file "):
+        return _read_file(path, parsed)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # such as a name that is too long
+        return False
+
+
+def _read_file(path: Path, parsed: Sequence[Override]) -> tuple[list[Assignment], list[Override]]:
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    if not path.is_file():
-        raise ConfigError(f"config file {path} does not exist; check --config or --config-path")
     groups = [o for o in parsed if _is_group(o.key_or_group, (path.parent, RECIPES))]
     rest = [o for o in parsed if o not in groups]
     try:
+        _check_size(path)
         content = OmegaConf.load(path)
     except (OmegaConfBaseException, OSError, UnicodeDecodeError, _yaml_error()) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from error
@@ -171,6 +223,43 @@ def file_assignments(
     assert isinstance(plain, dict)
     plain.pop("hydra", None)
     return list(flatten("", plain, path.name)), rest
+
+
+def _check_size(path: Path) -> None:
+    """Raise ConfigError if the file holds more values than settings ever have.
+
+    A YAML alias repeats a whole part of the file, so that a few lines can stand for values without
+    end. They are counted before they are built.
+    """
+    import yaml
+
+    if path.stat().st_size > _MOST_BYTES:
+        raise ConfigError(
+            f"config file {shown_path(path)} has more than {_MOST_BYTES:,} bytes; give a file with "
+            "settings"
+        )
+    counted: dict[int, int] = {}
+
+    def count(node: Any) -> int:
+        if id(node) not in counted:
+            # A part that contains itself has no end.
+            counted[id(node)] = _MOST_NODES + 1
+            parts = (
+                [part for item in node.value for part in item]
+                if isinstance(node, yaml.MappingNode)
+                else node.value
+                if isinstance(node, yaml.SequenceNode)
+                else ()
+            )
+            counted[id(node)] = 1 + sum(count(part) for part in parts)
+        return counted[id(node)]
+
+    root = yaml.compose(path.read_text(encoding="utf-8"))
+    if root is not None and count(root) > _MOST_NODES:
+        raise ConfigError(
+            f"config file {shown_path(path)} stands for more than {_MOST_NODES:,} values; remove "
+            "the aliases (*name) that repeat parts of it"
+        )
 
 
 def _yaml_error() -> type[Exception]:

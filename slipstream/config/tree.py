@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from slipstream.config.fields import FrozenMapping, Range
 from slipstream.config.schema import Config
+from slipstream.reading import MOST_SHOWN, shown
 
 _NEEDS_QUOTES = re.compile(
     r"""^$|[\s,{}\[\]:='"\\]|^[-+]?[0-9._]+(e[-+]?[0-9]+)?$|^(true|false|null|nan|[-+]?inf)$""",
@@ -157,7 +158,8 @@ def show(value: Any) -> str:
         return "[" + ",".join(show(item) for item in value) + "]"
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{show(item)}" for key, item in value.items()) + "}"
-    text = str(value)
+    # Python does not convert integers of thousands of digits to text.
+    text = shown(value) if isinstance(value, int) else str(value)
     if isinstance(value, str) and _NEEDS_QUOTES.search(text):
         return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
     return text
@@ -195,9 +197,13 @@ def _number(value: Any, annotation: Any) -> Any:
         raise _MismatchError
     if annotation is int:
         return value
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:
+        raise _MismatchError from None
+    if not math.isfinite(number):
         raise _MismatchError
-    return float(value)
+    return number
 
 
 def _sequence(value: Any, annotation: Any) -> tuple[Any, ...]:
@@ -248,9 +254,13 @@ def _convert(value: Any, annotation: Any) -> Any:
     raise _MismatchError
 
 
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
+
 def _mismatch(option: Option, value: Any) -> str:
     message = (
-        f"{option.key}: expected {type_text(option.annotation)}, got {show(value)} "
+        f"{option.key}: expected {type_text(option.annotation)}, got {_cut(show(value))} "
         f"({type(value).__name__}); for example {example(option)}"
     )
     if option.takes_text and isinstance(value, (int, float)):

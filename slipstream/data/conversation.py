@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from slipstream.data.chat_template import ChatTemplateError, apply_chat_template
 from slipstream.errors import ConfigError, DataError
 from slipstream.types import Message
 
@@ -184,15 +185,22 @@ def _pieces(
     plain = [{k: v for k, v in m.items() if k != "loss_mask"} for m in messages]
 
     def render(count: int, *, generation_prompt: bool) -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                plain[:count],
-                tools=list(tools) if tools else None,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-                **template_kwargs,
+        try:
+            return str(
+                apply_chat_template(
+                    tokenizer,
+                    plain[:count],
+                    tools=list(tools) if tools else None,
+                    tokenize=False,
+                    add_generation_prompt=generation_prompt,
+                    **template_kwargs,
+                )
             )
-        )
+        except ChatTemplateError as error:
+            raise ChatTemplateError(
+                f"the chat template failed on the first {count} messages ({error}); remove the "
+                "conversation, or set actor_rollout_ref.model.custom_chat_template"
+            ) from error
 
     pieces: list[_Piece] = []
     text = ""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 
+from slipstream.data.chat_template import ChatTemplateError, apply_chat_template
 from slipstream.data.rows import (
     DataRow,
     as_messages,
@@ -29,6 +30,7 @@ from slipstream.data.rows import (
     subset,
 )
 from slipstream.errors import ConfigError, DataError
+from slipstream.reading import reading, reason
 from slipstream.types import Message, Prompt
 
 if TYPE_CHECKING:
@@ -107,8 +109,9 @@ class PromptReader:
         for row, where, render in rows:
             try:
                 prompt = render()
-            except jinja2.TemplateError as error:
-                loaded.failed.append(f"{where} ({type(error).__name__}: {error})")
+            except (ChatTemplateError, jinja2.TemplateError) as error:
+                cause = error.__cause__ if isinstance(error, ChatTemplateError) else error
+                loaded.failed.append(f"{where} ({type(cause).__name__}: {_without_type(cause)})")
                 continue
             if not prompt.ids:
                 raise DataError(f"{where}: the prompt has no tokens")
@@ -151,14 +154,16 @@ class PromptReader:
     def text_ids(self, messages: str | list[Message], where: str) -> list[int]:
         """Return token ids: of plain text as it is, of messages with the chat template."""
         if isinstance(messages, str):
-            return [int(i) for i in self.tokenizer(messages)["input_ids"]]
+            with reading(where, DataError, "check the text of the prompt"):
+                return [int(i) for i in self.tokenizer(messages)["input_ids"]]
         if not self.tokenizer.chat_template:
             raise DataError(
                 f"{where}: the prompt is a list of messages, but the tokenizer has no chat "
                 "template: set actor_rollout_ref.model.custom_chat_template, or give the prompts "
                 "as plain text"
             )
-        ids = self.tokenizer.apply_chat_template(
+        ids = apply_chat_template(
+            self.tokenizer,
             messages,
             tools=list(self.tools) if self.tools else None,
             tokenize=True,
@@ -238,6 +243,12 @@ def truncate_ids(
         f"{where}: {len(ids)} tokens are more than data.max_prompt_length {max_length}: raise it, "
         "set data.filter_overlong_prompts=true, or set data.truncation to left, right or middle"
     )
+
+
+def _without_type(error: BaseException | None) -> str:
+    if error is None:
+        return ""
+    return reason(error).removeprefix(f"{type(error).__name__}: ")
 
 
 def _failures(failed: Sequence[str]) -> str:

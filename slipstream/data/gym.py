@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from slipstream.data.chat_template import apply_chat_template
 from slipstream.data.keyed import KeyedDraws
 from slipstream.errors import ConfigError, DataError, did_you_mean
 from slipstream.types import Message, Prompt
@@ -114,8 +115,12 @@ class ReasoningGymTask:
             messages: list[Message] = [{"role": "user", "content": entry["question"]}]
             if self._system is not None:
                 messages.insert(0, {"role": "system", "content": self._system})
-            ids = self._tokenizer.apply_chat_template(
-                messages, tokenize=True, add_generation_prompt=True, return_dict=False
+            ids = apply_chat_template(
+                self._tokenizer,
+                messages,
+                tokenize=True,
+                add_generation_prompt=True,
+                return_dict=False,
             )
             if len(ids) <= self._limit:
                 return entry, messages, [int(i) for i in ids]

@@ -149,7 +149,7 @@ def _is_one_row(path: Path) -> bool:
         return False
     try:
         return isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False  # reading it as a table gives a clear error
 
 

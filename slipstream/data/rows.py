@@ -19,7 +19,10 @@ import pyarrow.parquet
 
 from slipstream.data.keyed import KeyedDraws
 from slipstream.errors import ConfigError, DataError
+from slipstream.reading import reading, shown, shown_path, value_problem
 from slipstream.types import Message
+
+_REMEDY = "check the file, or set data.train_files (or data.val_files) to another one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +58,24 @@ def read_rows(files: str | Path | Sequence[str | Path]) -> list[DataRow]:
     rows = []
     for position, path in enumerate(Path(p).expanduser() for p in paths):
         source = path.name if names[path.name] == 1 else f"{position}-{path.name}"
-        for number, values in enumerate(_read_file(path)):
-            rows.append(DataRow(path, number, values, source))
+        with reading(path, DataError, _REMEDY, noun="data file "):
+            for number, values in enumerate(_read_file(path)):
+                row = DataRow(path, number, values, source)
+                _check_values(row)
+                rows.append(row)
     if not rows:
         raise DataError(f"no rows in {', '.join(str(p) for p in paths)}")
     return rows
+
+
+def _check_values(row: DataRow) -> None:
+    """Raise DataError for values that no prompt, score or record can hold."""
+    for key, value in row.values.items():
+        if problem := value_problem([key, value]):
+            raise DataError(
+                f"{shown_path(row.file)}, row {row.number}: column {shown(key)}: {problem}; remove "
+                "the row or correct the value"
+            )
 
 
 def subset(rows: list[DataRow], *, max_samples: int, seed: int | None) -> list[DataRow]:
@@ -132,7 +148,10 @@ def ground_truth_of(row: DataRow) -> Any:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # such as an integer with too many digits
+        return shown(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

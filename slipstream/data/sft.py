@@ -20,6 +20,7 @@ from slipstream.data.conversation import (
 )
 from slipstream.data.rows import DataRow, as_messages, read_rows, subset
 from slipstream.errors import DataError
+from slipstream.reading import reading
 from slipstream.types import Message, Sample, Segment, Status, StopReason
 
 if TYPE_CHECKING:
@@ -155,7 +156,8 @@ def load_sft_samples(
     samples = []
     for row in subset(read_rows(files), max_samples=max_samples, seed=seed):
         try:
-            messages, conversation = tokenize(row)
+            with reading(row.where, DataError, "check the conversation in this row"):
+                messages, conversation = tokenize(row)
         except DataError as error:
             text = str(error)
             raise DataError(text if row.where in text else f"{row.where}: {text}") from error

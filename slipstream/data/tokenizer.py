@@ -14,7 +14,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from slipstream.data.chat_template import check_chat_template
 from slipstream.errors import ConfigError, DataError
+from slipstream.reading import reading, shown_path, special_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,6 +76,13 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None
     tokenizer.save_pretrained(str(path))
 
 
+def _is_dir(folder: Path) -> bool:
+    try:
+        return folder.is_dir()
+    except OSError:  # such as a name that is too long
+        return False
+
+
 def load_tokenizer(
     path: str | Path,
     *,
@@ -88,30 +97,38 @@ def load_tokenizer(
     """
     name = str(path)
     folder = Path(name).expanduser()
-    if not folder.is_dir() and (isinstance(path, Path) or not _HUB_NAME.fullmatch(name)):
+    if not _is_dir(folder) and (isinstance(path, Path) or not _HUB_NAME.fullmatch(name)):
         raise DataError(
             f"tokenizer folder {name!r} does not exist: set actor_rollout_ref.model.path to a "
             "folder with tokenizer files or to a Hugging Face model name"
         )
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(folder) if folder.is_dir() else name, trust_remote_code=trust_remote_code
-        )
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).splitlines() or [""])[0].rstrip(" :")
-        raise DataError(
-            f"no tokenizer can be loaded from {name!r} ({type(error).__name__}: {reason}): "
-            "actor_rollout_ref.model.path must be a folder with tokenizer.json and "
-            "tokenizer_config.json, or a Hugging Face model name"
-        ) from error
-    # For a known architecture without tokenizer files, transformers returns an empty tokenizer.
-    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
+    remedy = (
+        "actor_rollout_ref.model.path must be a folder with tokenizer.json and "
+        "tokenizer_config.json, or a Hugging Face model name"
+    )
+    with reading(name, DataError, remedy, noun="tokenizer "):
+        if _is_dir(folder) and (odd := special_file(folder)):
+            raise DataError(f"{odd} is not a regular file; remove it, or give another folder")
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                str(folder) if folder.is_dir() else name, trust_remote_code=trust_remote_code
+            )
+        except (OSError, ValueError, KeyError) as error:
+            first = (str(error).splitlines() or [""])[0].rstrip(" :")
+            raise DataError(
+                f"no tokenizer can be loaded from {name!r} ({type(error).__name__}: {first}): "
+                f"{remedy}"
+            ) from error
+        # For a known architecture without tokenizer files, transformers returns an empty tokenizer.
+        empty = len(tokenizer) <= len(set(tokenizer.all_special_ids))
+    if empty:
         raise DataError(
             f"{name!r} has no tokenizer files: copy tokenizer.json and tokenizer_config.json into "
             "it, or set actor_rollout_ref.model.tokenizer_path to a folder that has them"
         )
     if custom_chat_template is not None:
         tokenizer.chat_template = custom_chat_template
+    check_chat_template(tokenizer.chat_template, f"tokenizer {shown_path(name)}")
     if require_chat_template and not tokenizer.chat_template:
         raise DataError(
             f"tokenizer {name!r} has no chat template, but the prompts are lists of messages: set "

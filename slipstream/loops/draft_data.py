@@ -22,6 +22,7 @@ from slipstream.drafter.sequences import DraftSequence, policy_features
 from slipstream.errors import DataError, EngineError
 from slipstream.inference.engine import Engine
 from slipstream.models.decoder import PackedDecoder
+from slipstream.reading import reading
 from slipstream.types import (
     GenerateRequest,
     Generation,
@@ -261,7 +262,9 @@ def read_rollouts(patterns: Sequence[str], *, vocab_size: int) -> list[tuple[lis
                 "rollouts/N.jsonl, or a pattern such as 'runs/mine/rollouts/*.jsonl'"
             )
         for file in files:
-            for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
+            with reading(file, DataError, "give a run's rollouts/N.jsonl"):
+                lines = Path(file).read_text(encoding="utf-8").splitlines()
+            for number, line in enumerate(lines, 1):
                 record = _record(line, f"{file}, line {number}", vocab_size)
                 if record is not None:
                     found.append(record)
@@ -280,7 +283,7 @@ def _record(line: str, where: str, vocab_size: int) -> tuple[list[int], list[int
             return None
         prompt, response = raw["prompt_ids"], raw["response_ids"]
         fits = all(type(i) is int and 0 <= i < vocab_size for i in [*prompt, *response])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f"{where}: not a recorded rollout with prompt_ids and response_ids ({error!r}); "
             "record rollouts with this version of slipstream, or set "

@@ -22,6 +22,7 @@ from slipstream.errors import CheckpointError, ConfigError, SlipstreamError, did
 from slipstream.metrics import tracker_mlflow, tracker_trackio, tracker_wandb
 from slipstream.metrics.names import check_names, find
 from slipstream.metrics.tracker import BackgroundLogger, require
+from slipstream.reading import reading
 
 METRICS_FILE = "metrics.jsonl"
 MetricsRow = Mapping[str, str | float]
@@ -94,10 +95,12 @@ def read_jsonl(path: Path) -> list[tuple[int, dict[str, float]]]:
 
     Raises CheckpointError, naming file and line, for any other line that cannot be read.
     """
-    return [
-        (step, {name: float(value) for name, value in json.loads(line)["data"].items()})
-        for step, line in _lines(path)
-    ]
+    found = []
+    for step, line in _lines(path):
+        with reading(f"{path}, step {step}", CheckpointError, "remove the line"):
+            data = json.loads(line)["data"]
+            found.append((step, {name: float(value) for name, value in data.items()}))
+    return found
 
 
 class ConsoleLogger:
@@ -389,19 +392,18 @@ def build_loggers(
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (step, line) of each line, except an incomplete last line."""
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if not raw.endswith(b"\n"):
+                _log.warning("%s, line %d, is incomplete and is not read", path, number)
                 return
-            try:
+            what = f"{path}, line {number}, is not a metrics record"
+            with reading(what, CheckpointError, "remove the line"):
+                line = raw.decode()
                 record = json.loads(line)
                 if not isinstance(record["data"], dict):
                     raise TypeError("data is not an object")
                 step = int(record["step"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise CheckpointError(
-                    f"{path}, line {number}, is not a metrics record ({error!r}); remove the line"
-                ) from error
             yield step, line
 
 
@@ -418,7 +420,11 @@ def _drop_torn_line(path: Path) -> None:
                 end = start + newline + 1
                 break
             end = start
-        file.truncate(end)
+        torn = file.seek(0, os.SEEK_END) - end
+        if torn:
+            # Its process died while it wrote the line.
+            _log.warning("%s: removed an incomplete last line of %d bytes", path, torn)
+            file.truncate(end)
 
 
 def _set_aside(path: Path) -> None:

@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.errors import ConfigError
+from slipstream.reading import reading
 
 if TYPE_CHECKING:
     from slipstream.metrics.loggers import LoggerContext, MetricsRow
@@ -58,20 +59,17 @@ class TrackedRun:
     def recall(cls, context: LoggerContext, tracker: str, where: str = "") -> TrackedRun:
         """Return the saved tracker run if `context` is a resumed run, else one without an id.
 
-        Raises ValueError if the file cannot be read.
+        Raises ConfigError if the file cannot be read.
         """
         path = context.run_dir / tracker / RUN_FILE
         run = cls(path=path, where=where)
         if context.resume_step is None or not path.exists():
             return run
-        try:
+        remedy = f"remove it to log to a new run of {tracker}"
+        with reading(f"{path} cannot be read", ConfigError, remedy):
             saved = json.loads(path.read_text(encoding="utf-8"))
             if saved["where"] == where:
                 run.id, run.step = str(saved["id"]), int(saved["step"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path} cannot be read ({error!r}); remove it to log to a new run of {tracker}"
-            ) from error
         return run
 
     def save(self) -> None:

@@ -23,6 +23,7 @@ from slipstream.models.rope_scaling import (
     read_rope,
 )
 from slipstream.models.windows import read_windows, windows_to_hf
+from slipstream.reading import shown
 from slipstream.types import PolicyKind
 
 Family = Literal["qwen2", "qwen3", "llama", "mistral"]
@@ -33,6 +34,12 @@ _ARCHITECTURES: dict[str, str] = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
 }
+_MOST_LAYERS = 10_000
+_MOST_SIZE = 2**31 - 1
+"""Sizes beyond these belong to no model, and computing with them would not end."""
+_MOST_POSITIONS = 2**24
+"""The rotary embeddings of all positions are in memory. No published model has more than 10.5
+million."""
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -91,6 +98,12 @@ class ModelConfig:
                 f"unknown model family {self.family!r}; known: {', '.join(get_args(Family))}"
             )
         check_at_least_one(self, *_SIZES)
+        for name in _SIZES:
+            most = {"num_layers": _MOST_LAYERS, "max_position_embeddings": _MOST_POSITIONS}.get(
+                name, _MOST_SIZE
+            )
+            if getattr(self, name) > most:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at most {most}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads="
@@ -176,6 +189,14 @@ class ModelConfig:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def parameters(self) -> int:
+        """The number of parameters in the matrices, which are almost all of the model's."""
+        heads = (self.num_heads + self.num_kv_heads) * self.head_dim
+        layer = 2 * self.hidden_size * heads + 3 * self.hidden_size * self.intermediate_size
+        ends = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
+        return ends + self.num_layers * layer
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """All end-of-sequence tokens; () if the model has none."""
         if self.eos_token_id is None:
@@ -241,43 +262,111 @@ class ModelConfig:
         family = _family(raw.get("model_type"))
         if family is None:
             raise CheckpointError(
-                f"{source}: model_type {raw.get('model_type')!r} is not one that Slipstream's "
+                f"{source}: model_type {shown(raw.get('model_type'))} is not one that Slipstream's "
                 f"decoder supports ({', '.join(get_args(Family))}); to train a policy of another "
                 "family through transformers, set actor_rollout_ref.model.implementation=auto and "
                 f"{engines_with(generates_with(PolicyKind.TRANSFORMERS))}"
             )
-        theta, scaling = read_rope(raw, source)
         _refuse_unsupported(raw, family, source)
+        theta, scaling = read_rope(raw, source)
+        read = _Reader(raw, source)
+        num_layers = read.size("num_hidden_layers", _MOST_LAYERS)
+        window, windowed_layers = read_windows(raw, family, num_layers, source)
+        hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
         try:
-            num_layers = int(raw["num_hidden_layers"])
-            window, windowed_layers = read_windows(raw, family, num_layers, source)
-            hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
-            eos = raw.get("eos_token_id")
             return cls(
                 family=family,
-                vocab_size=int(raw["vocab_size"]),
+                vocab_size=read.size("vocab_size"),
                 hidden_size=hidden,
-                intermediate_size=int(raw["intermediate_size"]),
+                intermediate_size=read.size("intermediate_size"),
                 num_layers=num_layers,
                 num_heads=heads,
-                num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-                head_dim=int(raw.get("head_dim") or hidden // heads),
-                max_position_embeddings=int(raw["max_position_embeddings"]),
+                num_kv_heads=read.size("num_key_value_heads", default=heads),
+                head_dim=read.size("head_dim", default=hidden // heads),
+                max_position_embeddings=read.size("max_position_embeddings", _MOST_POSITIONS),
                 rope_theta=theta,
                 rope_scaling=scaling,
                 sliding_window=window,
                 windowed_layers=windowed_layers,
-                rms_norm_eps=float(raw["rms_norm_eps"]),
-                tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-                initializer_range=float(raw.get("initializer_range", 0.02)),
-                bos_token_id=raw.get("bos_token_id"),
-                eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
-                pad_token_id=raw.get("pad_token_id"),
+                rms_norm_eps=read.fraction("rms_norm_eps"),
+                tie_word_embeddings=read.flag("tie_word_embeddings"),
+                initializer_range=read.fraction("initializer_range", 0.02),
+                bos_token_id=read.token("bos_token_id"),
+                eos_token_id=read.tokens("eos_token_id"),
+                pad_token_id=read.token("pad_token_id"),
             )
-        except KeyError as missing:
-            raise CheckpointError(f"{source}: key {missing} is missing") from None
-        except (TypeError, ValueError, ZeroDivisionError) as error:
+        except (TypeError, ValueError) as error:
             raise CheckpointError(f"{source}: {error}") from None
+
+
+_AS_TRAINED = "set it to the value that the model was trained with"
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads the fields of a `config.json`. Each error names the file, the field and the value."""
+
+    raw: Mapping[str, Any]
+    source: str
+
+    def size(self, key: str, most: int = _MOST_SIZE, *, default: int | None = None) -> int:
+        """Return a whole number from 1 to `most`; `default` if the field is null or missing."""
+        value = self._value(key, default)
+        if type(value) is not int or not 1 <= value <= most:
+            raise self._refusal(key, value, f"a whole number from 1 to {most}")
+        return value
+
+    def fraction(self, key: str, default: float | None = None) -> float:
+        """Return a number from 0 to 1."""
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise self._refusal(key, value, "a number from 0 to 1")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        """Return a truth value, false if the field is null or missing."""
+        value = self._value(key, False)
+        if not isinstance(value, bool):
+            raise self._refusal(key, value, "true or false")
+        return value
+
+    def token(self, key: str) -> int | None:
+        """Return the id of a token, or None. Some models use -1 for no token."""
+        value = self.raw.get(key)
+        if value is not None and not _is_token(value):
+            raise self._refusal(key, value, "a token id or null")
+        return value
+
+    def tokens(self, key: str) -> int | tuple[int, ...] | None:
+        """Return one token id, several, or None."""
+        value = self.raw.get(key)
+        if not isinstance(value, list | tuple):
+            return self.token(key)
+        if not all(map(_is_token, value)):
+            raise self._refusal(key, value, "a token id, a list of token ids, or null")
+        return tuple(value)
+
+    def _value(self, key: str, default: object) -> Any:
+        value = self.raw.get(key)
+        if value is not None:
+            return value
+        if default is None and key not in self.raw:
+            raise CheckpointError(f"{self.source}: key {key!r} is missing; {_AS_TRAINED}")
+        return default
+
+    def _refusal(self, key: str, value: object, expected: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.source}: {key}={shown(value)} must be {expected}; {_AS_TRAINED}"
+        )
+
+
+def read_tokens(raw: Mapping[str, Any], key: str, source: str) -> int | tuple[int, ...] | None:
+    """Return the token ids in the field `key`. Raises CheckpointError, naming `source`."""
+    return _Reader(raw, source).tokens(key)
+
+
+def _is_token(value: object) -> bool:
+    return type(value) is int and -1 <= value < _MOST_SIZE
 
 
 def _family(model_type: object) -> Family | None:
@@ -292,13 +381,16 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: str, source: str) -> Non
         raise CheckpointError(
             f"{source}: quantized checkpoints are not supported; save the model in bf16 or fp32"
         )
-    for section in (raw, *(raw.get(name) or {} for name in SPELLINGS)):
+    sections = (raw, *(raw.get(name) for name in SPELLINGS))
+    for section in (section for section in sections if isinstance(section, Mapping)):
         partial = section.get("partial_rotary_factor")
         if partial not in (None, 1, 1.0):
-            raise CheckpointError(f"{source}: partial_rotary_factor {partial} is not supported")
+            raise CheckpointError(
+                f"{source}: partial_rotary_factor {shown(partial)} is not supported"
+            )
     if family != "qwen2" and raw.get("attention_bias"):
         raise CheckpointError(f"{source}: attention_bias=true is not supported for {family}")
     if family == "llama" and raw.get("mlp_bias"):
         raise CheckpointError(f"{source}: mlp_bias=true is not supported")
     if raw.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"{source}: hidden_act {raw['hidden_act']!r} is not supported")
+        raise CheckpointError(f"{source}: hidden_act {shown(raw['hidden_act'])} is not supported")

@@ -13,9 +13,10 @@ import torch
 
 from slipstream.errors import CheckpointError
 from slipstream.models.hf_io import (
+    architectures,
+    check_bytes,
     load_config,
     load_tensors,
-    read_json,
     read_tensors,
     write_model,
 )
@@ -42,14 +43,15 @@ def load_critic(folder: Path, *, device: torch.device | None = None) -> ValueMod
         CheckpointError: as `load_checkpoint`; or the folder holds another kind of model, or a model
             with several labels.
     """
-    config, raw = load_config(folder), read_json(folder / "config.json")
+    config = load_config(folder)
+    check_bytes(config, folder)
     tensors = dict(read_tensors(folder))
-    (architecture,) = (raw.get("architectures") or [f"?{_CAUSAL}"])[:1]
+    (architecture,) = (architectures(folder) or [f"?{_CAUSAL}"])[:1]
     model = ValueModel(config)
-    if str(architecture).endswith(_CAUSAL):
+    if architecture.endswith(_CAUSAL):
         tensors.pop("lm_head.weight", None)
         tensors.update({f"score.{n}": p.detach() for n, p in model.score.named_parameters()})
-    elif str(architecture).endswith(_REWARD):
+    elif architecture.endswith(_REWARD):
         # The score head of a reward model has no bias.
         tensors.setdefault("score.bias", torch.zeros(1))
     elif architecture != _ARCHITECTURES[config.family]:
@@ -58,7 +60,11 @@ def load_critic(folder: Path, *, device: torch.device | None = None) -> ValueMod
             f"{_ARCHITECTURES[config.family]} and one label, a reward model with one label "
             f"({_REWARD.removeprefix('For')}), or a language model to start from"
         )
-    if "score.weight" in tensors and len(tensors["score.weight"]) != 1:
+    if (
+        "score.weight" in tensors
+        and tensors["score.weight"].ndim
+        and len(tensors["score.weight"]) != 1
+    ):
         raise CheckpointError(
             f"{folder}: the model has {len(tensors['score.weight'])} labels, but a critic has one, "
             "the value; start from a language model instead"

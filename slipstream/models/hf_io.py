@@ -7,7 +7,7 @@ files, because they can run code when they are opened.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,16 +17,19 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from slipstream.errors import CheckpointError
-from slipstream.models.config import ModelConfig
+from slipstream.models.config import ModelConfig, read_tokens
 from slipstream.models.decoder import Decoder
 from slipstream.models.draft.model import DraftModel
 from slipstream.models.lora import named_weights, value_of
 from slipstream.models.sharded import assign, full
+from slipstream.reading import reading, reason, shown
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_SAVED = "give a folder as save_pretrained writes it"
+_MOST_JSON_BYTES = 200_000_000
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -37,14 +40,16 @@ def load_config(folder: Path) -> ModelConfig:
     `generate`. Chat models also list the end-of-turn token there. Raises CheckpointError, which
     names the file.
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"model folder {folder} does not exist")
     path, generation = folder / "config.json", folder / "generation_config.json"
-    raw = read_json(path)
-    if generation.exists():
-        eos = read_json(generation).get("eos_token_id")
-        raw = raw if eos is None else {**raw, "eos_token_id": eos}
-    return ModelConfig.from_hf(raw, source=str(path))
+    with reading(path, CheckpointError, _SAVED):
+        if not folder.is_dir():
+            raise CheckpointError(f"model folder {folder} does not exist")
+        raw = read_json(path)
+        if generation.exists():
+            own = read_json(generation)
+            if own.get("eos_token_id") is not None:
+                raw = {**raw, "eos_token_id": read_tokens(own, "eos_token_id", str(generation))}
+        return ModelConfig.from_hf(raw, source=str(path))
 
 
 def load_checkpoint(folder: Path, *, device: torch.device | None = None) -> Decoder:
@@ -54,9 +59,42 @@ def load_checkpoint(folder: Path, *, device: torch.device | None = None) -> Deco
     or misshapen tensors, and for NaN or infinite values. The error names the file and the problem.
     """
     config = load_config(folder)
+    check_bytes(config, folder)
     decoder = Decoder(config)
     load_tensors(decoder, read_tensors(folder), source=str(folder))
     return decoder.to(device) if device is not None else decoder
+
+
+def check_bytes(config: ModelConfig, folder: Path) -> None:
+    """Raise CheckpointError if the weights have fewer bytes than the model has parameters.
+
+    Otherwise wrong sizes in `config.json` would fill the memory before a tensor is compared.
+    """
+    files = [folder / WEIGHTS] if (folder / WEIGHTS).exists() else folder.glob("*.safetensors")
+    stored = stored_bytes(files)
+    needed = config.parameters
+    if stored and needed > stored:
+        raise CheckpointError(
+            f"{folder}: config.json describes a model with {needed:,} parameters (vocab_size="
+            f"{config.vocab_size}, hidden_size={config.hidden_size}, intermediate_size="
+            f"{config.intermediate_size}, num_hidden_layers={config.num_layers}), but the weights "
+            f"have {stored:,} bytes; give the config.json of these weights, and all of their files"
+        )
+
+
+def stored_bytes(files: Iterable[Path]) -> int:
+    """Return the bytes of safetensors files; 0 if one of them cannot be opened.
+
+    Reading that file gives the better error.
+    """
+    stored = 0
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):
+                stored += file.stat().st_size
+        except (SafetensorError, OSError, ValueError):
+            return 0
+    return stored
 
 
 def read_tensors(folder: Path) -> Mapping[str, Tensor]:
@@ -69,6 +107,11 @@ def each_tensor(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
     If both exist, the single file is read, as in transformers. Raises CheckpointError.
     """
+    with reading(folder, CheckpointError, _SAVED):
+        yield from _each_tensor(folder)
+
+
+def _each_tensor(folder: Path) -> Iterator[tuple[str, Tensor]]:
     if not folder.is_dir():
         raise CheckpointError(f"model folder {folder} does not exist")
     index = folder / INDEX
@@ -89,6 +132,7 @@ def each_tensor(folder: Path) -> Iterator[tuple[str, Tensor]]:
     for file in files:
         if not file.exists():
             raise CheckpointError(f"{index}: names {file.name}, which does not exist")
+        check_regular(file)
         for name, tensor in _read_safetensors(file):
             absent.discard(name)
             yield name, tensor
@@ -101,8 +145,10 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f"{index}: weight_map, the shard of each tensor, is missing")
     for file in names.values():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(f"{index}: {file!r} is not the name of a file in this folder")
+        if not isinstance(file, str) or Path(file).name != file or "\0" in file or len(file) > 255:
+            raise CheckpointError(
+                f"{index}: {shown(file)} is not the name of a file in this folder"
+            )
     return names
 
 
@@ -293,25 +339,55 @@ def _write_shards(tensors: Mapping[str, Tensor], folder: Path, max_bytes: int) -
 
 
 def _read_safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                yield name, cast(Tensor, opened.get_tensor(name))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: corrupt or cut short ({error})") from None
+    remedy = "give a safetensors file as save_pretrained writes it"
+    with reading(file, CheckpointError, remedy):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    yield name, cast(Tensor, opened.get_tensor(name))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{file}: corrupt or cut short ({reason(error)}); {remedy}"
+            ) from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises CheckpointError, which names the file."""
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object")
-    return value
+    with reading(path, CheckpointError, _SAVED):
+        if not path.exists():
+            raise CheckpointError(f"{path} does not exist")
+        check_regular(path)
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{path}: not readable as JSON ({reason(error)}); {_SAVED}"
+            ) from None
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{path}: expected a JSON object; {_SAVED}")
+        return value
+
+
+def check_regular(path: Path) -> None:
+    """Raise CheckpointError if a file is no regular file, or longer than any of its kind.
+
+    Reading a pipe waits for its writer, and reading a device may never end.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not a regular file; {_SAVED}")
+    if path.suffix == ".json" and path.stat().st_size > _MOST_JSON_BYTES:
+        raise CheckpointError(f"{path} has more than {_MOST_JSON_BYTES:,} bytes; {_SAVED}")
+
+
+def architectures(folder: Path) -> list[str]:
+    """Return the architecture names in `folder/config.json`. Raises CheckpointError."""
+    path = folder / "config.json"
+    names = read_json(path).get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(
+            f"{path}: architectures={shown(names)} must be a list of names; {_SAVED}"
+        )
+    return names
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

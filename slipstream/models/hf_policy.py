@@ -29,7 +29,12 @@ from torch.nn import functional as F
 from slipstream.errors import CheckpointError
 from slipstream.models.config import ContextLimit
 from slipstream.models.decoder import HiddenStates
+from slipstream.models.hf_io import read_json, stored_bytes
+from slipstream.reading import reading, shown, special_file
 
+_SAVED = "give a folder as save_pretrained writes it"
+_MOST = {"layer": 10_000, "size": 2**31, "vocab": 2**31, "heads": 2**20, "num_": 2**31, "n_": 2**31}
+"""The highest number in a field of `config.json` by a part of its name."""
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 _SAME = 1e-5
 """Logits that differ by less than this (absolute and relative) count as equal up to rounding."""
@@ -209,7 +214,24 @@ def hf_policy_config(folder: Path) -> HFPolicyConfig:
     Raises CheckpointError if transformers does not know the architecture or has no causal language
     model for it, or if the weights are quantized.
     """
-    return _config_of(_read_config(folder), folder)
+    with reading(folder, CheckpointError, _SAVED):
+        if folder.is_dir() and (odd := special_file(folder)):
+            raise CheckpointError(f"{odd} is not a regular file; {_SAVED}")
+        _check_sizes(read_json(folder / "config.json"), folder / "config.json")
+        return _config_of(_read_config(folder), folder)
+
+
+def _check_sizes(raw: Mapping[str, Any], path: Path) -> None:
+    """Raise CheckpointError for sizes that no model has, since building it would not end."""
+    for key, value in raw.items():
+        if isinstance(value, Mapping):
+            _check_sizes(value, path)
+        most = next((n for part, n in _MOST.items() if part in key), None)
+        if most is not None and isinstance(value, int | float) and not value <= most:
+            raise CheckpointError(
+                f"{path}: {key}={shown(value)} must be at most {most}; set it to the value that "
+                "the model was trained with"
+            )
 
 
 def load_hf_policy(folder: Path, *, device: torch.device | None = None) -> HFPolicy:
@@ -218,9 +240,15 @@ def load_hf_policy(folder: Path, *, device: torch.device | None = None) -> HFPol
     Raises CheckpointError as `hf_policy_config` does, and if weights are missing, unexpected, not
     finite or stored in pickle files.
     """
+    with reading(folder, CheckpointError, _SAVED):
+        return _load(folder, device)
+
+
+def _load(folder: Path, device: torch.device | None) -> HFPolicy:
     from transformers import AutoModelForCausalLM
 
     config = hf_policy_config(folder)
+    _check_bytes(folder)
     try:
         with _quiet():
             model, loading_info = AutoModelForCausalLM.from_pretrained(
@@ -253,6 +281,21 @@ def load_hf_policy(folder: Path, *, device: torch.device | None = None) -> HFPol
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from None
     return made.to(device) if device is not None else made
+
+
+def _check_bytes(folder: Path) -> None:
+    """Raise CheckpointError if the embedding or the layers cannot be in the weights' files."""
+    text = _read_config(folder).get_text_config()
+    stored = stored_bytes(folder.glob("*.safetensors"))
+    hidden = getattr(text, "hidden_size", 1)
+    for key in ("vocab_size", "num_hidden_layers"):
+        needed = getattr(text, key, 1) * hidden
+        if stored and needed > stored:
+            raise CheckpointError(
+                f"{folder}: config.json has {key}={getattr(text, key)} and hidden_size={hidden}, "
+                f"which need {needed:,} parameters, but the weights have {stored:,} bytes; give "
+                "the config.json of these weights"
+            )
 
 
 def _read_config(folder: Path) -> Any:
@@ -303,10 +346,10 @@ def _config_of(raw: Any, folder: Path) -> HFPolicyConfig:
 
 
 def _unreadable(folder: Path, error: Exception) -> CheckpointError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return CheckpointError(
-        f"{folder}: transformers cannot load it ({type(error).__name__}: {reason}); give a folder "
-        "with config.json and model.safetensors, as save_pretrained writes them"
+        f"{folder}: transformers cannot load it ({type(error).__name__}: {first[:400]}); give a "
+        "folder with config.json and model.safetensors, as save_pretrained writes them"
     )
 
 

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.decoder import Decoder
+from slipstream.models.hf_io import read_json
 from slipstream.models.lora import LoraConfig, add_lora, lora_layers
 from slipstream.models.sharded import full
+from slipstream.reading import reading, reason, shown, shown_path
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -137,6 +139,11 @@ def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
     The targets in the configuration are dotted layer names. Raises CheckpointError as
     `load_adapter` does.
     """
+    with reading(folder, CheckpointError, "give a folder saved by peft"):
+        return _read(folder)
+
+
+def _read(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
     if not folder.is_dir():
         raise CheckpointError(f"adapter folder {folder} does not exist")
     raw = _config(folder / ADAPTER_CONFIG)
@@ -149,7 +156,7 @@ def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
     try:
         found = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: corrupt or cut short ({error})") from None
+        raise CheckpointError(f"{path}: corrupt or cut short ({reason(error)})") from None
     tensors: dict[str, Tensor] = {}
     for key, tensor in found.items():
         match = _KEY.fullmatch(key)
@@ -162,9 +169,10 @@ def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
             if f"{name}.{part}" not in tensors:
                 raise CheckpointError(f"{path}: {part} of {name} is missing")
     try:
-        config = LoraConfig(
-            rank=int(raw["r"]), alpha=float(raw["lora_alpha"]), target_modules=tuple(names)
-        )
+        rank, alpha = raw["r"], raw["lora_alpha"]
+        if type(rank) is not int or isinstance(alpha, bool) or not isinstance(alpha, int | float):
+            raise TypeError(f"r={shown(rank)} and lora_alpha={shown(alpha)} must be numbers")
+        config = LoraConfig(rank=rank, alpha=float(alpha), target_modules=tuple(names))
     except KeyError as missing:
         raise CheckpointError(f"{folder / ADAPTER_CONFIG}: key {missing} is missing") from None
     except (TypeError, ValueError) as error:
@@ -174,14 +182,14 @@ def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor]]:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_text())
-    except FileNotFoundError:
+        raw = read_json(path)
+    except CheckpointError:
+        if path.exists():
+            raise
         raise CheckpointError(f"{path} does not exist; give a folder saved by peft") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON ({error})") from None
-    if not isinstance(raw, dict) or raw.get("peft_type") != "LORA":
-        kind = raw.get("peft_type") if isinstance(raw, dict) else None
-        raise CheckpointError(f"{path}: peft_type is {kind!r}; only adapters of type LORA are read")
+    if raw.get("peft_type") != "LORA":
+        kind = shown(raw.get("peft_type"))
+        raise CheckpointError(f"{path}: peft_type is {kind}; only adapters of type LORA are read")
     odd = [name for name in _UNKNOWN if raw.get(name)]
     if raw.get("bias", "none") != "none":
         odd.append("bias")
@@ -190,8 +198,9 @@ def _config(path: Path) -> dict[str, Any]:
         odd.append("init_lora_weights")
     if odd:
         raise CheckpointError(
-            f"{path}: {odd[0]}={raw[odd[0]]} is not supported; train a plain LoRA adapter, or "
-            "merge this one with peft's `merge_and_unload` and start from the merged model"
+            f"{path}: {odd[0]}={shown_path(str(raw[odd[0]]))} is not supported; train a plain "
+            "LoRA adapter, or merge this one with peft's `merge_and_unload` and start from the "
+            "merged model"
         )
     return raw
 

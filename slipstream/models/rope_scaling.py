@@ -13,10 +13,12 @@ from dataclasses import MISSING, Field, asdict, dataclass, fields
 from typing import Any, ClassVar
 
 from slipstream.errors import CheckpointError, ConfigError, did_you_mean
+from slipstream.reading import shown
 
 DEFAULT_THETA = 10000.0
 SPELLINGS = ("rope_parameters", "rope_scaling")
 _ORIGINAL = "original_max_position_embeddings"
+_MOST_FACTOR = 1_000_000
 _OF_EVERY_KIND = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
@@ -50,7 +52,7 @@ class LinearScaling(RopeScaling):
     factor: float
 
     def __post_init__(self) -> None:
-        _check(self.factor >= 1, "factor", self.factor, "at least 1")
+        _check_factor(self.factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,7 @@ class DynamicScaling(RopeScaling):
     factor: float
 
     def __post_init__(self) -> None:
-        _check(self.factor >= 1, "factor", self.factor, "at least 1")
+        _check_factor(self.factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,7 @@ class Llama3Scaling(RopeScaling):
 
     def __post_init__(self) -> None:
         low, high = self.low_freq_factor, self.high_freq_factor
-        _check(self.factor >= 1, "factor", self.factor, "at least 1")
+        _check_factor(self.factor)
         _check(low > 0, "low_freq_factor", low, "above 0")
         _check(high > low, "high_freq_factor", high, f"above low_freq_factor={low:g}")
         _check_original(self.original_max_position_embeddings)
@@ -108,7 +110,7 @@ class YarnScaling(RopeScaling):
     """Whether the range of mixed frequencies starts and ends at whole indices."""
 
     def __post_init__(self) -> None:
-        _check(self.factor >= 1, "factor", self.factor, "at least 1")
+        _check_factor(self.factor)
         _check_original(self.original_max_position_embeddings)
         fast, slow, sharper = self.beta_fast, self.beta_slow, self.attention_factor
         _check(slow > 0, "beta_slow", slow, "above 0")
@@ -154,7 +156,7 @@ class LongRopeScaling(RopeScaling):
     """The factor on cosines and sines. None: computed from `factor`."""
 
     def __post_init__(self) -> None:
-        _check(self.factor >= 1, "factor", self.factor, "at least 1")
+        _check_factor(self.factor)
         _check_original(self.original_max_position_embeddings)
         sharper = self.attention_factor
         _check(sharper is None or sharper > 0, "attention_factor", sharper, "above 0")
@@ -197,9 +199,9 @@ def read_rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling |
     sections = {name: _section(raw, name, source) for name in SPELLINGS if raw.get(name)}
     scalings = {name: _scaling(section, raw, name, source) for name, section in sections.items()}
     if len(set(scalings.values())) > 1:
-        shown = " and ".join(f"{name}={dict(section)}" for name, section in sections.items())
+        listed = " and ".join(f"{name}={dict(section)}" for name, section in sections.items())
         raise CheckpointError(
-            f"{source}: {shown} contradict each other; remove the one that the model was not "
+            f"{source}: {listed} contradict each other; remove the one that the model was not "
             "trained with"
         )
     scaling = next(iter(scalings.values()), None)
@@ -209,7 +211,7 @@ def read_rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling |
 def _section(raw: Mapping[str, Any], name: str, source: str) -> Mapping[str, Any]:
     section = raw[name]
     if not isinstance(section, Mapping):
-        raise CheckpointError(f"{source}: {name} must be an object, got {section!r}")
+        raise CheckpointError(f"{source}: {name} must be an object, got {shown(section)}")
     nested = [key for key, value in section.items() if isinstance(value, Mapping)]
     if nested:
         raise CheckpointError(
@@ -227,9 +229,9 @@ def _theta(raw: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], so
         if part.get("rope_theta") is not None
     }
     if len(set(thetas.values())) > 1:
-        shown = " and ".join(f"{place}={theta:g}" for place, theta in thetas.items())
+        listed = " and ".join(f"{place}={theta:g}" for place, theta in thetas.items())
         raise CheckpointError(
-            f"{source}: {shown} contradict each other; remove the one that the model was not "
+            f"{source}: {listed} contradict each other; remove the one that the model was not "
             "trained with"
         )
     theta = next(iter(thetas.values()), DEFAULT_THETA)
@@ -245,9 +247,9 @@ def _scaling(
     named = {key: section[key] for key in ("rope_type", "type") if section.get(key) is not None}
     kinds = set(map(str, named.values()))
     if len(kinds) > 1:
-        shown = " and ".join(f"{key}={value!r}" for key, value in named.items())
+        listed = " and ".join(f"{key}={value!r}" for key, value in named.items())
         raise CheckpointError(
-            f"{where}: {shown} contradict each other; keep the one that the model was trained with"
+            f"{where}: {listed} contradict each other; keep the one that the model was trained with"
         )
     kind = kinds.pop() if kinds else "default"
     if kind != "default" and kind not in KINDS:
@@ -261,7 +263,7 @@ def _scaling(
     for key, value in section.items():
         if value is not None and key not in names | _OF_EVERY_KIND:
             raise CheckpointError(
-                f"{where}.{key}={value!r} is no setting of RoPE scaling {kind!r}"
+                f"{where}.{key}={shown(value)} is no setting of RoPE scaling {kind!r}"
                 f"{did_you_mean(key, names)}; remove it if the model was trained without it"
             )
     if cls is None:
@@ -313,27 +315,39 @@ def _value(values: Mapping[str, Any], field: Field[Any], kind: str, where: str) 
     kind_of_value = str(field.type).removesuffix(" | None")
     if kind_of_value == "tuple[float, ...]":
         if not isinstance(value, list):
-            raise CheckpointError(f"{place}={value!r} must be a list of numbers")
+            raise CheckpointError(f"{place}={shown(value)} must be a list of numbers")
         return tuple(_number(entry, f"an entry of {place}") for entry in value)
     if kind_of_value == "bool":
         if not isinstance(value, bool):
-            raise CheckpointError(f"{place}={value!r} must be true or false")
+            raise CheckpointError(f"{place}={shown(value)} must be true or false")
         return value
     number = _number(value, place)
     if kind_of_value == "int" and number != int(number):
-        raise CheckpointError(f"{place}={value!r} must be a whole number")
+        raise CheckpointError(f"{place}={shown(value)} must be a whole number")
     return int(number) if kind_of_value == "int" else number
 
 
 def _number(value: object, place: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise CheckpointError(f"{place}={value!r} must be a finite number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
+        raise CheckpointError(f"{place}={shown(value)} must be a finite number")
     return float(value)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the largest float
+        return False
 
 
 def _check(holds: bool, name: str, value: object, requirement: str) -> None:
     if not holds:
         raise ConfigError(f"{name}={value} must be {requirement}")
+
+
+def _check_factor(factor: float) -> None:
+    _check(factor >= 1, "factor", factor, "at least 1")
+    _check(factor <= _MOST_FACTOR, "factor", factor, f"at most {_MOST_FACTOR}")
 
 
 def _check_original(length: int) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.errors import CheckpointError
+from slipstream.reading import shown
 
 _FULL, _WINDOWED = "full_attention", "sliding_attention"
 _DEFAULT_WINDOW = 4096
@@ -80,8 +81,8 @@ def _layer_types(raw: Mapping[str, Any], num_layers: int, source: str) -> tuple[
     known = isinstance(types, list) and all(kind in (_FULL, _WINDOWED) for kind in types)
     if not known or len(types) != num_layers:
         raise CheckpointError(
-            f"{source}: layer_types={types!r} must be a list with {_FULL} or {_WINDOWED} for each "
-            f"of {num_layers} layers"
+            f"{source}: layer_types={shown(types)} must be a list with {_FULL} or {_WINDOWED} for "
+            f"each of {num_layers} layers"
         )
     return tuple(types)
 
@@ -95,9 +96,9 @@ def _refuse_windows(raw: Mapping[str, Any], types: Sequence[str] | None, source:
     # A size has no effect if use_sliding_window, which other families have, is false.
     if (size is not None and on is not False) or on or _WINDOWED in (types or ()):
         settings = {"sliding_window": size, "use_sliding_window": on, "layer_types": types}
-        shown = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value)
+        listed = ", ".join(f"{name}={shown(value)}" for name, value in settings.items() if value)
         raise CheckpointError(
-            f"{source}: {shown}, but Llama models have no sliding-window attention; remove it if "
+            f"{source}: {listed}, but Llama models have no sliding-window attention; remove it if "
             "the model was trained without a window, or set model_type to the model's family"
         )
 
@@ -114,5 +115,5 @@ def _size(raw: Mapping[str, Any], source: str) -> int | None:
 def _count(raw: Mapping[str, Any], name: str, default: int, source: str) -> int:
     value = raw.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise CheckpointError(f"{source}: {name}={value!r} must be a whole number; {_OFF}")
+        raise CheckpointError(f"{source}: {name}={shown(value)} must be a whole number; {_OFF}")
     return value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -31,7 +30,9 @@ from slipstream.loops.evaluate import Evaluation
 from slipstream.loops.evaluate import evaluate as run_evaluation
 from slipstream.models.draft.files import is_draft_head, load_draft_head
 from slipstream.models.draft.layouts import LAYOUTS, export_draft_head
+from slipstream.models.hf_io import read_json
 from slipstream.models.policy import Implementation, load_policy, save_policy
+from slipstream.reading import reading
 from slipstream.run.console import accuracies
 from slipstream.run.rollout_dump import dump_groups
 from slipstream.training.compute_thread import ComputeThread
@@ -160,7 +161,10 @@ def stored_dtype(folder: Path) -> torch.dtype:
     differ."""
     found: set[torch.dtype] = set()
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
+        with (
+            reading(file, CheckpointError, "give a safetensors file"),
+            safe_open(file, framework="pt") as opened,
+        ):
             found |= {opened.get_tensor(name).dtype for name in opened.keys()}  # noqa: SIM118
     found = {dtype for dtype in found if dtype.is_floating_point}
     if len(found) == 1 and next(iter(found)) in _DTYPES.values():
@@ -187,8 +191,5 @@ def _generation_defaults(folder: Path) -> dict[str, Any]:
     path = folder / "generation_config.json"
     if not path.exists():
         return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); repair it") from error
+    values = read_json(path)
     return {name: value for name, value in values.items() if not name.endswith("_token_id")}

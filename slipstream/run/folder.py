@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,10 +18,13 @@ from slipstream.config.load import CONFIG_FILE, diff, load_config, to_yaml
 from slipstream.config.schema import Config
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.metrics.timeline import EVENTS_FILE
+from slipstream.reading import reading
 from slipstream.report.page import REPORT_FILE
 from slipstream.report.read import LOCK_FILE
 
+_ANOTHER = "set trainer.default_local_dir to a folder that can be written"
 PICTURE = "run.png"
+_STEP = re.compile(r"[0-9]{1,18}")
 PREVIOUS = "previous"
 _KEPT = (
     # In this order: without the tracker file, no run resumes from a checkpoint by accident.
@@ -47,8 +51,9 @@ def locked(folder: Path) -> Iterator[None]:
 
     Raises CheckpointError if another process holds the lock.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    with reading(folder, CheckpointError, _ANOTHER, noun="run folder "):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -78,7 +83,8 @@ def claim_folder(
     """
     path = folder / CONFIG_FILE
     if config.trainer.resume_mode == "disable":
-        moved = set_aside(folder)
+        with reading(folder, CheckpointError, _ANOTHER, noun="run folder "):
+            moved = set_aside(folder)
         if moved is not None:
             notify(f"starting over; the earlier run in {folder} is now in {moved}")
     else:
@@ -152,7 +158,7 @@ def forget_after(folder: Path, step: int | None, *, prefix: str = "") -> None:
     found = {
         path: int(path.stem.removeprefix(prefix))
         for path in folder.glob(f"{prefix}*.jsonl")
-        if path.stem.removeprefix(prefix).isdigit()
+        if _STEP.fullmatch(path.stem.removeprefix(prefix))
     }
     if not found:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -170,7 +171,7 @@ def test_verify_refuses_newer_and_corrupt_manifests(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"manifest\.json is corrupt"):
         verify(path)
     manifest.write_text('{"format_version": 1, "step": 1, "files": {"a": 1}}')
-    with pytest.raises(CheckpointError, match="files or step are missing"):
+    with pytest.raises(CheckpointError, match="files has 'a': 1, which is not a file of this"):
         verify(path)
 
 
@@ -319,3 +320,57 @@ def test_an_incomplete_replacement_is_undone(tmp_path: Path) -> None:
     path.rename(tmp_path / f".replaced.global_step_1.{'0' * 16}")
     assert content(CheckpointManager(tmp_path, keep=None).latest()) == "old"
     assert names(tmp_path) == ["global_step_1", "latest_checkpointed_iteration.txt"]
+
+
+def test_a_manifest_of_another_step_than_its_folders_is_refused(tmp_path: Path) -> None:
+    path = CheckpointManager(tmp_path, keep=None).save(1, writer(""))
+    other = path.rename(tmp_path / "global_step_7")
+    with pytest.raises(CheckpointError, match=r"manifest of step 1, not of .* 7; give the folder"):
+        verify(other)
+    # A folder without a step in its name may hold any step.
+    verify(other.rename(tmp_path / "best"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step", "1"),
+        ("step", None),
+        ("step", 10**400),
+        ("step", -1),
+        ("serial", "x"),
+        ("serial", [1]),
+        ("files", {"../x": {"size": 1, "crc32": "0"}}),
+        ("files", {"/etc/passwd": {"size": 1, "crc32": "0"}}),
+        ("files", {"a\0": {"size": 1, "crc32": "0"}}),
+        ("files", {"\ud800": {"size": 1, "crc32": "0"}}),
+        ("files", {"a": {"size": "1", "crc32": "0"}}),
+        ("files", {"a": {"size": 1, "crc32": None}}),
+        ("files", []),
+    ],
+)
+def test_odd_values_in_a_manifest_are_refused(tmp_path: Path, key: str, value: object) -> None:
+    path = CheckpointManager(tmp_path, keep=None).save(1, writer(""))
+    manifest = path / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), key: value}))
+    with pytest.raises(CheckpointError, match=rf"manifest\.json is corrupt: .*{key}") as caught:
+        verify(path)
+    assert "resume from another checkpoint" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["9" * 6000, "\u0663", "-1", "", "1e3", "\0"])
+def test_odd_tracker_files_are_refused(tmp_path: Path, text: str) -> None:
+    manager = CheckpointManager(tmp_path, keep=None)
+    manager.save(1, writer(""))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
+    with pytest.raises(CheckpointError, match=r"iteration\.txt contains .* existing step"):
+        manager.latest()
+
+
+def test_a_tracker_that_is_a_folder_is_refused(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep=None)
+    manager.save(1, writer(""))
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    (tmp_path / "latest_checkpointed_iteration.txt").mkdir()
+    with pytest.raises(CheckpointError, match=r"iteration\.txt: Is a directory; write an existing"):
+        manager.latest()

@@ -475,3 +475,69 @@ def test_options_missing_from_a_tree_get_their_defaults() -> None:
     del tree["speculative"]["train"]["depth"]
     del tree["critic"]
     assert from_dict(tree) == (config, [])
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("algorithm.adv_estimator=[1,2]", "algorithm.adv_estimator: expected a string, got [1,2]"),
+        ("algorithm.adv_estimator={}", "algorithm.adv_estimator: expected a string, got {}"),
+        ("trainer.seed={}", "trainer.seed: expected an integer"),
+        ("nothing={}", "nothing: there is no such option"),
+        ("trainer.seed=" + "9" * 6000, "an integer has too many digits; set the option"),
+        ("trainer.seed=18446744073709551616", "trainer.seed: an integer of 65 bits does not fit"),
+        ("data.task_kwargs={a:[18446744073709551616]}", "data.task_kwargs: an integer of 65 bits"),
+        ("actor_rollout_ref.actor.optim.lr=" + "9" * 400, "optim.lr: an integer of 1329 bits"),
+        ("trainer.seed=" + "[" * 3000 + "]" * 3000, "it is nested too deeply"),
+        ("data.task_kwargs=" + "{a: " * 70 + "1" + "}" * 70, "data.task_kwargs: it is nested"),
+        ("a" * 5000 + "=1", "no option with such a long name"),
+        ("trainer.default_local_dir=" + "a" * 5000, "trainer.default_local_dir: 'aaa"),
+        ("data.train_files=[a/" + "b" * 300 + "]", "a name of more than 255 bytes"),
+        ("trainer.default_local_dir='a\0b'", "trainer.default_local_dir: 'a\\x00b' has a NUL"),
+        ("trainer.project_name='\udc80'", "trainer.project_name: '\\udc80' has a lone surrogate"),
+        ("data.train_files.0=a", "data.train_files.0 cannot be set: data.train_files=null"),
+        ("actor_rollout_ref.actor.optim.betas.2=1", "betas=[0.9,0.999] has no item 2; set the"),
+        ("trainer.seed.0=1", "trainer.seed.0 cannot be set: trainer.seed=1 has no item 0"),
+        ("~data.task_kwargs.a.b", "this key is not set"),
+        ("trainer@x=3", "names the package 'x', which only a config group has"),
+        ("~=1", "names no option; write key=value"),
+        ("trainer.project_name='${trainer.'", "trainer.project_name"),
+    ],
+)
+def test_values_that_no_option_can_have_are_errors(override: str, part: str) -> None:
+    message = error_of(override)
+    assert part in message
+    assert len(message) < 1500
+
+
+_NINE = "[" + ",".join(["*{0}"] * 9) + "]"
+_LAUGHS = "a: &a [x,x]\n" + "".join(
+    f"{new}: &{new} {_NINE.format(old)}\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("trainer: {seed: " + "9" * 6000 + "}", "an integer has too many digits; give a YAML file"),
+        ("trainer: {seed: 0x" + "f" * 6000 + "}", "trainer.seed: an integer of 24000 bits"),
+        ("trainer: " + "[" * 3000 + "]" * 3000, "it is nested too deeply; give a YAML file"),
+        (_LAUGHS, "stands for more than 100,000 values; remove the aliases"),
+        ("a: &a [*a]", "stands for more than 100,000 values; remove the aliases"),
+        ("trainer: {seed: 2024-13-45}", "ValueError: month must be in 1..12; give a YAML file"),
+        ("algorithm: {adv_estimator: {}}", "algorithm.adv_estimator: expected a string, got {}"),
+        ("nothing: {}", "nothing: there is no such option"),
+    ],
+)
+def test_files_that_cannot_be_settings_are_errors(tmp_path: Path, text: str, part: str) -> None:
+    file = tmp_path / "odd.yaml"
+    file.write_text(text)
+    assert part in error_of(recipe=None, file=file)
+
+
+def test_an_empty_mapping_for_a_section_sets_nothing() -> None:
+    assert load("trainer={}", "actor_rollout_ref.rollout.engine_kwargs={}") == load()
+
+
+def test_a_file_name_that_is_too_long_is_an_error() -> None:
+    assert "does not exist; check --config" in error_of(recipe=None, file=Path("a" * 5000))

@@ -310,7 +310,7 @@ def test_recall_ignores_runs_of_another_server(tmp_path: Path) -> None:
     new = LoggerContext(run_dir=tmp_path, project_name="p", experiment_name="e")
     assert TrackedRun.recall(new, "mlflow", where="there").id is None
     run.path.write_text("{")
-    with pytest.raises(ValueError, match=r"run\.json cannot be read .*remove it to log to a new"):
+    with pytest.raises(ValueError, match=r"run\.json cannot be read.*remove it to log to a new"):
         TrackedRun.recall(context, "mlflow", where="there")
 
 

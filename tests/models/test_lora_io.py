@@ -134,7 +134,7 @@ def refused(adapter: Path, message: str, decoder: Decoder | None = None) -> None
         ("init_lora_weights", "pissa_niter_4", "init_lora_weights=pissa_niter_4 is not supported"),
         ("r", 5, "expected"),
         ("r", 0, "lora_rank=0 must be at least 1"),
-        ("lora_alpha", "x", "could not convert"),
+        ("lora_alpha", "x", "lora_alpha='x' must be numbers"),
         ("r", None, "key 'r' is missing"),
     ],
 )

@@ -7,7 +7,6 @@ sees a half-written folder.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,15 @@ from slipstream.models.draft.eagle3 import Eagle3Head
 from slipstream.models.draft.layouts import own_tensors
 from slipstream.models.draft.model import DraftModel
 from slipstream.models.hf_io import (
+    architectures,
     load_config,
     load_tensors,
+    read_json,
     read_tensors,
     write_model,
     write_tensors,
 )
+from slipstream.reading import reading
 
 ARCHITECTURES = {
     "llama": "EagleLlamaForCausalLM",
@@ -73,6 +75,11 @@ def load_draft_head(folder: Path, policy: ModelConfig | None = None) -> DraftMod
     names both values), if a file is missing or unreadable (the error names it), or if tensors are
     missing, unexpected, misshapen or not finite.
     """
+    with reading(folder, CheckpointError, "train a draft head with `slipstream draft`"):
+        return _load(folder, policy)
+
+
+def _load(folder: Path, policy: ModelConfig | None) -> DraftModel:
     theirs = load_config(folder)
     is_eagle3 = any("eagle3" in name.lower() for name in _architectures(folder))
     if theirs.num_layers != 1:
@@ -135,10 +142,8 @@ def is_draft_head(folder: Path) -> bool:
 
 def _architectures(folder: Path) -> list[str]:
     """Return the architecture names in `config.json`, which must be readable."""
-    return [str(name) for name in _config(folder).get("architectures") or ()]
+    return architectures(folder)
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    assert isinstance(raw, dict), "it has been read before"
-    return raw
+    return read_json(folder / "config.json")
