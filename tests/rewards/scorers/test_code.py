@@ -233,6 +233,7 @@ def test_right_programs_pass_assertions_of_many_forms(code: str, test: str) -> N
         ("def gcd(a, b): return 1", "assert gcd(12, 8) == 4"),
         ("def f(a): return 1", "assert gcd(12, 8) == 4"),
         ("def abs(x): return 0\ndef f(x): return 3", "assert abs(f(1) - 50) < 1"),
+        ("def abs(x): return 0\ndef f(x): return 0", "assert f(-3) == abs(-3)"),
     ],
 )
 def test_names_of_tests_are_the_programs_only_if_it_is_tested(code: str, test: str) -> None:
