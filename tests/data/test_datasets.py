@@ -263,8 +263,8 @@ def test_invalid_settings_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        (b'{"prompt": "\\ud800"}', "row 0: column 'prompt': '\\\\ud800' has a lone surrogate"),
-        (b'{"\\ud800": 1}', "row 0: column '\\\\ud800': '\\\\ud800' has a lone surrogate"),
+        (b'{"prompt": "\\ud800"}', "row 0: column 'prompt': '\\ud800' has a lone surrogate"),
+        (b'{"\\ud800": 1}', "row 0: column '\\ud800': '\\ud800' has a lone surrogate"),
         (b'{"x": ' + b"9" * 6000 + b"}", "an integer has too many digits; check the file"),
         (b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}", "it is nested too deeply; check the file"),
         (

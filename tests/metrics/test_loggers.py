@@ -257,7 +257,7 @@ def test_an_incomplete_line_is_removed_with_a_warning(
     assert read_jsonl(path) == [(1, {})]
     assert "line 2, is incomplete and is not read" in caplog.text
     JSONLLogger(path).close()
-    assert f"{path}: removed an incomplete last line of 14 bytes" in caplog.text
+    assert f"{path}: removed an incomplete last line of 15 bytes" in caplog.text
     caplog.clear()
     JSONLLogger(path).close()
     assert caplog.text == ""
