@@ -11,7 +11,7 @@ from slipstream.data.chat_template import (
     apply_chat_template,
     check_chat_template,
 )
-from slipstream.data.countdown import build_tokenizer
+from slipstream.data.tokenizer import build_tokenizer
 from slipstream.errors import DataError
 from tests.data.helpers import CHATML, char_tokenizer
 
