@@ -167,10 +167,13 @@ def cpu_limit(seconds: float) -> Iterator[None]:
     try:
         try:
             yield
+        except _LateError:
+            body.fired = False
+            raise
         finally:
             _bodies.pop(ident, None)
             # The watcher may have decided in the last moment: its exception arrives here.
-            while body.fired:
+            for _ in range(100_000 if body.fired else 0):
                 pass
     except _LateError:
         raise CpuLimitError(f"more than {seconds:g} s of processor time") from None

@@ -81,9 +81,9 @@ def reason(error: BaseException) -> str:
         return f"key {shown(error.args[0])} is missing"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    text = _line(str(error))
-    if "integer string conversion" in text:
+    if "integer string conversion" in str(error):
         return "an integer has too many digits"
+    text = _line(str(error))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

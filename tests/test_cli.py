@@ -437,3 +437,27 @@ def test_printed_settings_load_again_with_an_ascii_terminal(tmp_path: Path) -> N
     (tmp_path / "back.yaml").write_text(done.stdout)
     back = load_config([], file=tmp_path / "back.yaml", notify=lambda _: None)
     assert back.trainer.default_local_dir == "runs/é"
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "99999999", "-1", "x", "²", "9" * 6000])
+def test_ports_out_of_range_are_refused(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["watch", "runs/none", f"--port={port}"])
+    assert caught.value.code == 2
+    assert "is not a port from 1 to 65535" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "9" * 6000, "5", "{"])
+def test_odd_keyword_arguments_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["reward", "dump.jsonl", "--kwargs", text])
+    assert caught.value.code == 2
+    assert "JSON" in capsys.readouterr().err
+
+
+def test_a_path_that_the_system_refuses_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["eval", "--checkpoint", "a" * 5000]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: aaa")
+    assert "File name too long; check the path" in message
+    assert message.count("\n") == 1

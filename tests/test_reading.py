@@ -13,8 +13,8 @@ from slipstream.errors import CheckpointError, ConfigError, DataError
 from slipstream.reading import MOST_DEPTH, reading, shown, special_file, value_problem
 
 
-class PanicException(BaseException):  # noqa: N818 - the name that Rust libraries use
-    pass
+class PanicException(BaseException):
+    """Has the name that Rust libraries use."""
 
 
 def refusal(error: BaseException) -> str:
@@ -54,9 +54,9 @@ def test_every_error_names_file_reason_and_remedy(error: BaseException, reason: 
 
 
 def test_an_integer_with_too_many_digits_is_named() -> None:
-    with pytest.raises(DataError, match="f: an integer has too many digits; x"):
-        with reading("f", DataError, "x"):
-            json.loads("9" * 5000)
+    match = "f: an integer has too many digits; x"
+    with pytest.raises(DataError, match=match), reading("f", DataError, "x"):
+        json.loads("9" * 5000)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ class Unwilling:
         (3, "3"),
         ("a", "'a'"),
         (True, "True"),
-        (10**6000, "an integer of 19932 bits"),
+        pytest.param(10**6000, "an integer of 19932 bits", id="huge"),
         (Unwilling(), "a Unwilling that cannot be shown"),
         ([10**6000], "a list that cannot be shown"),
         ("\ud800", "'\\ud800'"),

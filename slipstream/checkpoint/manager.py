@@ -268,8 +268,9 @@ def verify(path: Path) -> None:
     if named and int(named[1]) != manifest["step"]:
         raise CheckpointError(
             f"{path / MANIFEST} is the manifest of step {manifest['step']}, not of the step in "
-            f"the name of its folder, {named[1]}; give the folder its own name again, or resume from another "
-            "checkpoint with trainer.resume_mode=resume_path and trainer.resume_from_path"
+            f"the name of its folder, {named[1]}; give the folder its own name again, or "
+            "resume from another checkpoint with trainer.resume_mode=resume_path and "
+            "trainer.resume_from_path"
         )
     problems = []
     for name, entry in manifest["files"].items():

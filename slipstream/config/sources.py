@@ -166,8 +166,8 @@ def flatten(key: str, value: Any, origin: str) -> Iterator[Assignment]:
     So is an empty mapping, unless `key` is a section.
     """
     option = options().get(key)
-    is_value = option is not None and (option.free_form or (not value and option.section is None))
-    if isinstance(value, Mapping) and not is_value and (value or _has_keys_below(key)):
+    free_form = option is not None and option.free_form
+    if isinstance(value, Mapping) and not free_form and (value or _has_keys_below(key)):
         for name, item in value.items():
             yield from flatten(f"{key}.{name}" if key else str(name), item, origin)
         return

@@ -89,6 +89,8 @@ def stored_bytes(files: Iterable[Path]) -> int:
     """
     stored = 0
     for file in files:
+        if not file.is_file():
+            return 0
         try:
             with safe_open(file, framework="pt"):
                 stored += file.stat().st_size

@@ -70,3 +70,22 @@ def test_values_without_json_form_are_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"state\.json cannot be written as JSON"):
             RunState(step=1, phase="rl", threads=1, extra={"x": value}).save(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("phase", 5), ("config", []), ("policy_version", "1"), ("versions", 3), ("extra", None)],
+)
+def test_odd_values_in_the_state_name_the_key(tmp_path: Path, key: str, value: object) -> None:
+    RunState(step=1, phase="rl", threads=1).save(tmp_path)
+    path = tmp_path / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(CheckpointError, match=rf"{key} is .*resume from another checkpoint"):
+        RunState.load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "9" * 6000, "\0"])
+def test_a_state_that_no_parser_reads_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"state\.json.*resume from another checkpoint"):
+        RunState.load(tmp_path)

@@ -258,3 +258,68 @@ def test_invalid_settings_are_refused(tmp_path: Path) -> None:
         load_prompts(path, char_tokenizer(), max_prompt_length=9, truncation="mid")
     with pytest.raises(ConfigError, match=r"data\.max_prompt_length 0"):
         load_prompts(path, char_tokenizer(), max_prompt_length=0)
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        (b'{"prompt": "\\ud800"}', "row 0: column 'prompt': '\\ud800' has a lone surrogate"),
+        (b'{"\\ud800": 1}', "row 0: column '\\ud800': '\\ud800' has a lone surrogate"),
+        (b'{"x": ' + b"9" * 6000 + b"}", "an integer has too many digits; check the file"),
+        (b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}", "it is nested too deeply; check the file"),
+        (
+            b'{"x": ' + b"[" * 90 + b"]" * 90 + b"}",
+            "row 0: column 'x': it is nested deeper than 64",
+        ),
+    ],
+)
+def test_rows_that_nothing_can_hold_name_file_and_column(
+    tmp_path: Path, line: bytes, part: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(line)
+    with pytest.raises(DataError) as caught:
+        load_prompts(path, char_tokenizer(), max_prompt_length=9)
+    assert str(path) in str(caught.value)
+    assert part in str(caught.value)
+
+
+def test_integers_of_a_thousand_digits_are_ground_truths(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a", "ground_truth": ' + "9" * 1000 + "}")
+    (prompt,) = load_prompts(path, char_tokenizer(), max_prompt_length=9)
+    assert prompt.ground_truth == 10**1000 - 1
+
+
+def test_parquet_text_that_is_not_utf8_names_the_file(tmp_path: Path) -> None:
+    data = pyarrow.array([b"a\xff"], pyarrow.binary())
+    text = pyarrow.Array.from_buffers(pyarrow.string(), 1, data.buffers())
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": text}), path)
+    with pytest.raises(DataError, match=r"a\.parquet: it is not UTF-8 text .*; check the file"):
+        load_prompts(path, char_tokenizer(), max_prompt_length=9)
+
+
+def test_a_file_name_that_is_too_long_is_refused() -> None:
+    with pytest.raises(DataError, match="File name too long; check the file"):
+        load_prompts("a" * 5000 + ".jsonl", char_tokenizer(), max_prompt_length=9)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ 1/0 }}", "ZeroDivisionError: division by zero"),
+        ("{{ messages[0]['content'] + 5 }}", "TypeError: can only concatenate str"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError: it is nested too"),
+        ("{{ raise_exception('no' * 9999) }}", "(19998 characters)"),
+    ],
+)
+def test_rows_on_which_a_template_raises_anything_are_left_out(
+    tmp_path: Path, template: str, reason: str
+) -> None:
+    path = write(tmp_path / "a.jsonl", [row(0)])
+    reader = PromptReader(tokenizer=char_tokenizer(template), max_prompt_length=100)
+    with pytest.raises(DataError, match="no prompt is left") as caught:
+        inspect_prompts(path, reader)
+    assert reason in str(caught.value)
+    assert len(str(caught.value)) < 1000

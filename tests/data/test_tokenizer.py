@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,30 @@ def test_invalid_tokenizers_are_refused_with_a_remedy(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path / "bare").chat_template is None
     with pytest.raises(DataError, match=r"set actor_rollout_ref\.model\.custom_chat_template"):
         load_tokenizer(tmp_path / "bare", require_chat_template=True)
+
+
+@pytest.mark.parametrize("content", ["[" * 5000, '{"model": ' + "9" * 6000 + "}", "\0", "5", "[]"])
+def test_a_tokenizer_file_that_cannot_be_read_is_refused(tmp_path: Path, content: str) -> None:
+    save_tokenizer(build_tokenizer(), tmp_path)
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(
+        DataError, match=r"actor_rollout_ref\.model\.path must be a folder"
+    ) as caught:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_pipe_in_the_folder_is_refused_without_waiting(tmp_path: Path) -> None:
+    save_tokenizer(build_tokenizer(), tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(DataError, match=r"tokenizer\.json is not a regular file; remove it"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_template_without_end_in_the_folder_is_refused(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{{ 'a' * 99999999999 }}"
+    save_tokenizer(tokenizer, tmp_path)
+    with pytest.raises(DataError, match="chat_template does not end"):
+        load_tokenizer(tmp_path)

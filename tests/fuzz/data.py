@@ -121,7 +121,7 @@ def _try(result: Result, number: int, folder: Path) -> None:
             _damage(draw, path)
     how = draw.choice((_rl, _rl, _sft))
     name = f"{number} {suffix} {what}"
-    try_input(result, name, partial(how, path), path.name[:60], *(("row",) if how is _sft else ()))
+    try_input(result, name, partial(how, path), path.name[:60], "data.train_files")
 
 
 _MESSAGE = ("role", "content", "tool_calls", "x", "loss_mask")

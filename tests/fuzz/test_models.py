@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.fuzz.models import COUNT, run
 from tests.fuzz.harness import LONG
+from tests.fuzz.models import COUNT, run
 
 
 def test_odd_models_are_accepted_or_refused() -> None:

@@ -247,3 +247,35 @@ def test_tensorboard_tables_are_text_summaries(tmp_path: Path) -> None:
         1: [["prompt", "score"], ["2 + 2 = ?", "1.0"]],
         2: [["prompt", "score"], ["é\n| x", "0.5"], ["é\n| x", "0.5"]],
     }
+
+
+def test_an_incomplete_line_is_removed_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "data": {}}\n{"step": 2, "da')
+    assert read_jsonl(path) == [(1, {})]
+    assert "line 2, is incomplete and is not read" in caplog.text
+    JSONLLogger(path).close()
+    assert f"{path}: removed an incomplete last line of 15 bytes" in caplog.text
+    caplog.clear()
+    JSONLLogger(path).close()
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"step": ' + b"9" * 6000 + b', "data": {}}',
+        b'{"step": 1, "data": ' + b"[" * 5000 + b"}",
+        b'{"step": 1e999, "data": {}}',
+        b'{"step": 1, "data": {"a": [1]}}',
+        b"\xff",
+        b"[]",
+    ],
+)
+def test_lines_with_odd_values_name_the_file(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(line + b"\n")
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl, (line|step) 1.*; remove the line"):
+        read_jsonl(path)

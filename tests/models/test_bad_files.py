@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models import ModelConfig, load_checkpoint, save_checkpoint
 from slipstream.models.hf_io import INDEX, WEIGHTS, read_tensors
+from slipstream.models.policy import load_policy
 from tests.models.helpers import FAMILIES, config, make_decoder
 
 
@@ -196,6 +198,93 @@ def test_unsupported_architectures_raise_an_error(
     got = refused(folder)
     assert got.startswith(f"{path}: ")
     assert message in got
+
+
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings",
+)  # fmt: skip
+ODD = {"text": "48", "list": [48], "object": {}, "huge": 10**12, "digits": 10**400, "negative": -1,
+       "fraction": 48.5, "true": True, "NaN": float("nan"), "infinite": float("inf")}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", SIZES)
+@pytest.mark.parametrize("odd", ODD)
+def test_sizes_that_are_no_sizes_are_named(folder: Path, key: str, odd: str) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: ODD[odd]}))
+    message = refused(folder)
+    assert message.startswith(f"{path}: {key}=")
+    assert "must be a whole number from 1 to" in message
+    assert "set it to the value that the model was trained with" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "part"),
+    [
+        ("rms_norm_eps", "x", "must be a number from 0 to 1"),
+        ("rms_norm_eps", float("nan"), "must be a number from 0 to 1"),
+        ("rms_norm_eps", -1e-6, "must be a number from 0 to 1"),
+        ("initializer_range", [], "must be a number from 0 to 1"),
+        ("tie_word_embeddings", "yes", "must be true or false"),
+        ("bos_token_id", "a", "must be a token id or null"),
+        ("pad_token_id", 10**12, "must be a token id or null"),
+        ("eos_token_id", [1, "a"], "must be a token id, a list of token ids, or null"),
+        ("eos_token_id", {"a": 1}, "must be a token id or null"),
+        ("rope_theta", float("inf"), "must be a finite number"),
+    ],
+)
+def test_odd_values_of_other_fields_are_named(
+    folder: Path, key: str, value: object, part: str
+) -> None:
+    path = folder / "config.json"
+    (folder / "generation_config.json").unlink()
+    raw = {**json.loads(path.read_text()), "rope_parameters": None, key: value}
+    path.write_text(json.dumps(raw))
+    message = refused(folder)
+    assert message.startswith(f"{path}: {key}=")
+    assert part in message
+
+
+def test_sizes_beyond_the_weights_are_refused_before_memory_is_taken(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 2**31 - 1}))
+    message = refused(folder)
+    assert "vocab_size=2147483647" in message
+    assert f"but the weights have {(folder / WEIGHTS).stat().st_size:,} bytes" in message
+
+
+def test_odd_end_tokens_of_the_generation_config_name_that_file(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": ["a"]}')
+    assert refused(folder).startswith(f"{folder / 'generation_config.json'}: eos_token_id=['a']")
+
+
+@pytest.mark.parametrize("content", ["[" * 5000, '{"a": ' + "9" * 6000 + "}"])
+def test_a_config_that_no_parser_reads_is_named(folder: Path, content: str) -> None:
+    (folder / "config.json").write_text(content)
+    message = refused(folder)
+    assert message.startswith(f"{folder / 'config.json'}: ")
+    assert message.endswith("give a folder as save_pretrained writes it")
+
+
+@pytest.mark.parametrize("name", ["config.json", WEIGHTS])
+def test_pipes_and_devices_are_refused_without_waiting(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    assert refused(folder).startswith(f"{folder / name} is not a regular file")
+    (folder / name).unlink()
+    (folder / name).symlink_to("/dev/zero")
+    assert refused(folder).startswith(f"{folder / name} is not a regular file")
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "vocab_size"])
+def test_a_policy_of_transformers_with_endless_sizes_is_refused(folder: Path, key: str) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: 10**12}))
+    with pytest.raises(
+        CheckpointError, match=rf"config\.json: {key}=1000000000000 must be at most"
+    ):
+        load_policy(folder, "transformers")
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "rms_norm_eps"])
