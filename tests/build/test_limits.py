@@ -44,7 +44,7 @@ def test_token_budget_below_one_padded_sequence_is_refused(
     # Packed sequences have no padding.
     check_budgets(config, model, "sft+rl")
     monkeypatch.setattr("slipstream.build.limits.supports_varlen", lambda *_: False)
-    with pytest.raises(ConfigError, match=rf"^{key}\..*=50 cannot hold .* of 50 .* takes 64 with"):
+    with pytest.raises(ConfigError, match=rf"^{key}\..*=50 cannot hold .* of 50 .* has 64 tokens"):
         check_budgets(config, model, "sft+rl")
 
 
