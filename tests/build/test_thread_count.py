@@ -69,7 +69,7 @@ def test_measured_thread_count_is_kept_for_the_run(
     assert torch.get_num_threads() == before
     assert said == [
         "2 threads on 6 cores: a decode step of 32 requests in one layer takes (threads: ms) "
-        "1: 5.00, 2: 4.00, 4: 6.00, 6: 8.00; trainer.num_threads=2 keeps it so in other runs"
+        "1: 5.00, 2: 4.00, 4: 6.00, 6: 8.00; trainer.num_threads=2 sets it for other runs, too"
     ]
     assert json.loads((tmp_path / "threads.json").read_text())["num_threads"] == 2
     assert chosen(6) == 2
