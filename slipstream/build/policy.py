@@ -234,22 +234,25 @@ def initial_config(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelC
             f"actor_rollout_ref.model.init.vocab_size={vocab} is smaller than the tokenizer's "
             f"{len(tokenizer)} tokens"
         )
-    made = ModelConfig(
-        family=init.family,
-        vocab_size=vocab,
-        hidden_size=init.hidden_size,
-        intermediate_size=init.intermediate_size,
-        num_layers=init.num_layers,
-        num_heads=init.num_heads,
-        num_kv_heads=init.num_kv_heads,
-        head_dim=init.head_dim or init.hidden_size // init.num_heads,
-        max_position_embeddings=init.max_position_embeddings,
-        rope_theta=init.rope_theta,
-        tie_word_embeddings=init.tie_word_embeddings,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    try:
+        made = ModelConfig(
+            family=init.family,
+            vocab_size=vocab,
+            hidden_size=init.hidden_size,
+            intermediate_size=init.intermediate_size,
+            num_layers=init.num_layers,
+            num_heads=init.num_heads,
+            num_kv_heads=init.num_kv_heads,
+            head_dim=init.head_dim or init.hidden_size // init.num_heads,
+            max_position_embeddings=init.max_position_embeddings,
+            rope_theta=init.rope_theta,
+            tie_word_embeddings=init.tie_word_embeddings,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"actor_rollout_ref.model.init: {error}") from error
     memory = psutil.virtual_memory().total
     if device_of(config).type == "cpu" and 4 * made.parameters > memory:
         raise ConfigError(
