@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from slipstream.errors import ConfigError, DataError, RewardError
+from slipstream.reading import reading
 from slipstream.rewards.custom import get_custom_reward_fn
 from slipstream.rewards.functions import default_compute_score
 from slipstream.rewards.protocol import Score
@@ -69,10 +70,11 @@ def read_dump(path: Path, data_source: str | None = None) -> Iterator[Line]:
 
 def _line(path: Path, number: int, text: str, data_source: str | None) -> Line:
     where = f"{path}, line {number}"
-    try:
-        row = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where} is not JSON: {error.msg}") from error
+    with reading(where, DataError, "give a dump of responses"):
+        return _read(where, number, json.loads(text), data_source)
+
+
+def _read(where: str, number: int, row: Any, data_source: str | None) -> Line:
     if not isinstance(row, dict) or not isinstance(row.get("output"), str):
         found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise DataError(f"{where} has no text in `output` ({found}); give a dump of responses")

@@ -123,7 +123,11 @@ def test_reraise_propagates_the_functions_error(rows: Path, mine: str) -> None:
     ("content", "message"),
     [
         ("", "has no responses"),
-        ("{", "line 1 is not JSON"),
+        ("{", "line 1: .*; give a dump of responses"),
+        ("[" * 100_000, "line 1: .*; give a dump of responses"),
+        ('{"output": "a", "score": ' + "9" * 6_000 + "}", "line 1: .*; give a dump of responses"),
+        ('{"output": "a", "score": "high"}', "line 1: .*; give a dump of responses"),
+        ('{"output": "a", "response_ids": 5}', "line 1: .*; give a dump of responses"),
         ('{"output": "a"}\n[1]', r"line 2 has no text in `output` \(list\)"),
         ('{"input": "a", "score": 1}', r"line 1 has no text in `output` \(input, score\)"),
         ('{"output": 5}', "line 1 has no text in `output`"),
