@@ -440,6 +440,24 @@ def sandbox() -> Iterator[Finding]:
         )
 
 
+def sandbox_memory() -> Iterator[Finding]:
+    """Yield whether a cgroup limits the memory of programs in the sandbox for rewards."""
+    from slipstream.rewards.sandbox.memory_cgroup import REMEDY, memory_groups
+
+    found = memory_groups()
+    groups = found.groups
+    yield Finding(
+        section="sandbox",
+        name="memory limit",
+        status="note" if groups is None else "ok",
+        value="measured, without cgroups: memory of the kernel for a program is not counted"
+        if groups is None
+        else f"by cgroups (version {groups.version}), memory of the kernel included",
+        remedy=f"{found.reason}; {REMEDY}" if groups is None else "",
+        facts={"cgroups": None if groups is None else groups.version},
+    )
+
+
 def extras() -> Iterator[Finding]:
     """Yield the optional packages, installed or not."""
     known = requirements().optional

@@ -2,7 +2,8 @@
 
 Isolated means: own user, process, network, mount and IPC namespaces; a file system with only the
 system's programs and libraries, read-only, plus an empty folder in memory; no capabilities; a
-filter of system calls; and limits on time, memory, processes, files and output.
+filter of system calls; and limits on time, memory, processes, files and output. If this process may
+make memory cgroups, the limit on memory includes the kernel's memory for the program.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import IO
 from slipstream.errors import RewardError
 from slipstream.rewards.sandbox.conversation import VERDICT, conversations
 from slipstream.rewards.sandbox.languages import PATH, SYSTEM_FOLDERS, Toolchain, knows, toolchain
+from slipstream.rewards.sandbox.memory_cgroup import MemoryGroup, memory_groups
 from slipstream.rewards.sandbox.protocol import (
     DEFAULT_LIMITS,
     Program,
@@ -56,8 +58,12 @@ processes that have lost their parent. Signals, which process 1 ignores, reach t
 _BINARY_BYTES = 64 << 20
 _MB = 1 << 20
 _FILES = 64
-"""Open files of a process. Buffers of sockets are memory of the kernel, which is not counted: 16
-processes with 64 sockets of 208 KiB hold 208 MiB at most."""
+"""Open files of a process. Buffers of sockets are memory of the kernel. Without a memory cgroup it
+is not counted, but 16 processes with 64 sockets of 208 KiB hold 208 MiB at most."""
+_OWN_MB = 16
+"""Memory of bubblewrap and of the shells before the program."""
+_OWN_PROCESSES = 8
+"""More processes than those of bubblewrap and of the shells."""
 _NOBODY = 65534
 
 _ENVIRONMENT = {
@@ -80,13 +86,21 @@ _REMEDY = (
 
 
 class _LocalSandbox(ABC):
-    """Base class. `python` is the interpreter of Python programs; None is the system's."""
+    """Base class. `python` is the interpreter of Python programs; None is the system's.
+
+    `cgroups`: limit memory by cgroups if this process may make them.
+    """
 
     def __init__(
-        self, limits: ProgramLimits = DEFAULT_LIMITS, *, python: str | None = None
+        self,
+        limits: ProgramLimits = DEFAULT_LIMITS,
+        *,
+        python: str | None = None,
+        cgroups: bool = True,
     ) -> None:
         self._limits = limits
         self._python = python
+        self._cgroups = cgroups
         self.at_once = _processors()
 
     def knows(self, language: str) -> bool:
@@ -110,7 +124,7 @@ class _LocalSandbox(ABC):
         for place, stdin in enumerate(stdins):
             if place and spent >= limits.total_timeout_s:
                 return
-            with self._boxed(tools, binary, limits.run_timeout_s) as box:
+            with self._box(tools, binary, limits.run_timeout_s) as box:
                 bounds = Bounds(limits.run_timeout_s, limits.memory_mb, limits.output_kb * 1024)
                 ended = run_watched(box.command, bounds, stdin=stdin.encode("utf-8", "replace"))
                 box.check(ended)
@@ -135,7 +149,7 @@ class _LocalSandbox(ABC):
                 tools = toolchain(one.language, self._python, for_all=self._as_nobody)
                 binary = one.code.encode("utf-8", "replace")
                 # One process serves all tests, so the kernel's limit of CPU time is the total.
-                box = stack.enter_context(self._boxed(tools, binary, limits.total_timeout_s))
+                box = stack.enter_context(self._box(tools, binary, limits.total_timeout_s))
                 boxes.append(box)
             ours, judges = boxes
             silent = True
@@ -163,11 +177,33 @@ class _LocalSandbox(ABC):
             binary="",
             run=("/bin/sh", "-c", '"$@" && cat program', "sh", *tools.compile),
         )
-        with self._boxed(compiling, source, limits.compile_timeout_s) as box:
+        with self._box(compiling, source, limits.compile_timeout_s) as box:
             bounds = Bounds(limits.compile_timeout_s, limits.memory_mb, _BINARY_BYTES)
             ended = run_watched(box.command, bounds, stdin=b"")
             box.check(ended)
             return ended
+
+    @contextmanager
+    def _box(self, tools: Toolchain, content: bytes, timeout_s: float) -> Iterator[Box]:
+        """Return a box whose command joins a memory cgroup of its own, if there can be one."""
+        with (
+            self._group(len(content)) as group,
+            self._boxed(tools, content, timeout_s) as box,
+        ):
+            yield replace(box, command=replace(box.command, group=group))
+
+    @contextmanager
+    def _group(self, content: int) -> Iterator[MemoryGroup | None]:
+        groups = memory_groups().groups if self._cgroups else None
+        if groups is None:
+            yield None
+            return
+        limits = self._limits
+        # Files of the program are in memory too. Each process needs page tables and a stack.
+        memory = limits.memory_mb + limits.files_mb + limits.processes // 2 + _OWN_MB
+        processes = limits.processes + _OWN_PROCESSES
+        with groups.group(memory * _MB + content, processes) as group:
+            yield group
 
     @property
     def _as_nobody(self) -> bool:

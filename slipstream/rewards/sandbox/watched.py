@@ -12,13 +12,15 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
+from slipstream.rewards.sandbox.memory_cgroup import MemoryGroup
 from slipstream.rewards.sandbox.protocol import Verdict
 
 _POLL_S = 0.05
@@ -42,12 +44,13 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command and its surroundings. `fds` stay open in the process."""
+    """A command and its surroundings. `fds` stay open in the process, which joins `group`."""
 
     arguments: Sequence[str]
     environment: Mapping[str, str]
     cwd: Path | None = None
     fds: Sequence[int] = ()
+    group: MemoryGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ def run_watched(command: Command, bounds: Bounds, *, stdin: bytes) -> Ended:
         # Open the file read-only, since the command could otherwise write to this machine's disk.
         source = Path(file.name).open("rb")  # noqa: SIM115 - closed below
     with source, _started(command, source.fileno()) as running:
-        meter = Meter([running.process.pid])
+        meter = Meter(_Commands([running]))
         verdict = _watch(running, meter, bounds)
         seconds = meter.seconds()
     return Ended(
@@ -96,8 +99,41 @@ def run_conversation(
     last value is the end of the program that has stopped the conversation.
     """
     with _started(program, subprocess.PIPE) as one, _started(judge, subprocess.PIPE) as other:
-        meter = Meter([one.process.pid, other.process.pid])
+        meter = Meter(_Commands([one, other]))
         yield from _Conversation(one, other, meter, bounds, mark).lines()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Times of a process in seconds, since its start.
+
+    `cpu` is its own CPU time. `children_cpu` is the CPU time of children that have ended and that
+    it has waited for. `waited` is the time in which its threads waited for a CPU.
+    """
+
+    cpu: float
+    children_cpu: float = 0.0
+    waited: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Processes by id, and their memory in bytes; shared pages count once."""
+
+    processes: Mapping[int, Usage]
+    memory: int = 0
+
+
+class Readings(Protocol):
+    """Where a meter reads."""
+
+    def read(self) -> Reading:
+        """Return the present state of the measured processes and of their descendants."""
+        ...
+
+    def own_wait(self) -> float:
+        """Return how many seconds the calling thread has waited for a CPU since its start."""
+        ...
 
 
 class Meter:
@@ -108,56 +144,78 @@ class Meter:
     the time of a program, and a program that sleeps is stopped too.
     """
 
-    def __init__(self, pids: Sequence[int]) -> None:
-        self._pids = pids
-        self._looked = time.monotonic()
-        self._cpu: dict[int, float] = {}
-        own = _delay_seconds("/proc/self/task", str(threading.get_native_id()))
-        self._delay: dict[int, float] = {0: own}
+    def __init__(self, readings: Readings, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._readings, self._clock = readings, clock
+        self._looked = clock()
+        self._own_wait = readings.own_wait()
+        self._before: Mapping[int, Usage] = {}
+        self._ended_cpu = 0.0
         self.restart()
 
     def restart(self) -> None:
         """Count from now on."""
-        self._began = time.monotonic()
+        self._began = self._clock()
         self._spent, self._starved = 0.0, 0.0
 
     @property
     def due(self) -> bool:
         """Whether the last look is old."""
-        return time.monotonic() - self._looked >= _POLL_S
+        return self._clock() - self._looked >= _POLL_S
 
     def look(self) -> int:
         """Measure, and return the memory in bytes; shared pages count once."""
-        now = time.monotonic()
-        family = [member for pid in self._pids for member in _family(pid)]
-        cpu = {member.pid: _cpu_seconds(member) for member in family}
-        delay = {member.pid: _delay_seconds(f"/proc/{member.pid}/task") for member in family}
+        now = self._clock()
+        reading = self._readings.read()
+        own_wait = self._readings.own_wait()
         # While this thread waits for a CPU, the program may wait for this thread.
-        delay[0] = _delay_seconds("/proc/self/task", str(threading.get_native_id()))
-        # The CPU time of a process that has ended is part of its parent's.
-        self._spent += max(sum(cpu.values()) - sum(self._cpu.values()), 0.0)
-        waited = sum(max(after - self._delay.get(pid, 0.0), 0.0) for pid, after in delay.items())
+        waited = max(own_wait - self._own_wait, 0.0)
+        cpu, children_cpu = 0.0, 0.0
+        for pid, usage in reading.processes.items():
+            before = self._before.get(pid, Usage(0.0))
+            cpu += max(usage.cpu - before.cpu, 0.0)
+            children_cpu += max(usage.children_cpu - before.children_cpu, 0.0)
+            waited += max(usage.waited - before.waited, 0.0)
+        # When a process has ended, all its CPU time becomes part of its parent's `children_cpu`,
+        # now or later or, if the parent ignores its children, never. What was counted already is
+        # not counted again.
+        for pid in self._before.keys() - reading.processes.keys():
+            self._ended_cpu += self._before[pid].cpu + self._before[pid].children_cpu
+        counted = min(children_cpu, self._ended_cpu)
+        self._ended_cpu -= counted
+        self._spent += cpu + children_cpu - counted
         self._starved += min(waited, now - max(self._looked, self._began))
-        self._cpu, self._delay, self._looked = cpu, delay, now
-        return _memory(family)
+        self._before, self._own_wait, self._looked = reading.processes, own_wait, now
+        return reading.memory
 
     def seconds(self) -> float:
         """Return the counted time in seconds."""
-        return max(self._spent, time.monotonic() - self._began - self._starved)
+        return max(self._spent, self._clock() - self._began - self._starved)
 
     def over(self, timeout_s: float) -> bool:
         """Return whether the counted time, or the wall-clock time, is over its limit."""
-        return self.seconds() >= timeout_s or time.monotonic() - self._began >= PATIENCE * timeout_s
+        return self.seconds() >= timeout_s or self._clock() - self._began >= PATIENCE * timeout_s
 
 
 @dataclass(slots=True)
 class _Running:
     process: subprocess.Popen[bytes]
+    group: MemoryGroup | None = None
     out: bytearray = field(default_factory=bytearray)
     err: bytearray = field(default_factory=bytearray)
 
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether the kernel has killed a process of the command at the limit of its group."""
+        return self.group is not None and self.group.out_of_memory()
+
     def __enter__(self) -> _Running:
         return self
+
+    def family(self) -> list[psutil.Process]:
+        """Return the process and its descendants."""
+        if self.group is None:
+            return _descendants(self.process.pid)
+        return [one for pid in self.group.members() for one in _process(pid)]
 
     def __exit__(self, *error: object) -> None:
         # Kill the whole session, because child processes may still be running.
@@ -171,8 +229,9 @@ class _Running:
 
 
 def _started(command: Command, stdin: int) -> _Running:
+    group = command.group
     process = subprocess.Popen(
-        command.arguments,
+        command.arguments if group is None else group.joined(command.arguments),
         bufsize=0,
         stdin=stdin,
         stdout=subprocess.PIPE,
@@ -185,7 +244,7 @@ def _started(command: Command, stdin: int) -> _Running:
     for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None:
             os.set_blocking(stream.fileno(), False)
-    return _Running(process)
+    return _Running(process, group)
 
 
 def _watch(running: _Running, meter: Meter, bounds: Bounds) -> Verdict:
@@ -207,11 +266,11 @@ def _watch(running: _Running, meter: Meter, bounds: Bounds) -> Verdict:
             if len(running.out) + len(running.err) > bounds.output_bytes:
                 return "output"
             if over and not ready:
-                return "ok"
+                return "memory" if running.out_of_memory else "ok"
             if not streams.get_map() and not over:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(wait)
-            if meter.due and meter.look() > bounds.memory_mb * _MB:
+            if meter.due and (meter.look() > bounds.memory_mb * _MB or running.out_of_memory):
                 return "memory"
             if meter.over(bounds.timeout_s):
                 return "time"
@@ -267,13 +326,18 @@ class _Conversation:
         self._send(self._judge, self._to_judge)
         over = _fd(self._judge.process.stdout) not in self._streams.get_map()
         if over:
-            return "ok"
+            # A judge that runs out of memory does so because of what the program has sent.
+            return "memory" if self._judge.out_of_memory else "ok"
         if _fd(self._program.process.stdout) not in self._streams.get_map() and not self._to_judge:
             # The judge notices the end of its input.
             _close(self._judge)
         if self._written > self._bounds.output_bytes:
             return "output"
-        if self._meter.due and self._meter.look() > 2 * self._bounds.memory_mb * _MB:
+        if self._meter.due and (
+            self._meter.look() > 2 * self._bounds.memory_mb * _MB
+            or self._program.out_of_memory
+            or self._judge.out_of_memory
+        ):
             return "memory"
         return "time" if self._meter.over(self._bounds.timeout_s) else None
 
@@ -325,18 +389,48 @@ def _close(running: _Running) -> None:
             running.process.stdin.close()
 
 
-def _family(pid: int) -> list[psutil.Process]:
+@dataclass(frozen=True, slots=True)
+class _Commands:
+    """Reads the processes of running commands."""
+
+    running: Sequence[_Running]
+
+    def read(self) -> Reading:
+        """See `Readings`."""
+        family = [member for one in self.running for member in one.family()]
+        usages = {member.pid: usage for member in family for usage in _usage(member)}
+        return Reading(usages, _memory(family))
+
+    def own_wait(self) -> float:
+        """See `Readings`."""
+        return _delay_seconds("/proc/self/task", str(threading.get_native_id()))
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    return [each for one in _process(pid) for each in [one, *_children(one)]]
+
+
+def _process(pid: int) -> list[psutil.Process]:
+    """Return the process if it still exists."""
     with suppress(psutil.Error):
-        root = psutil.Process(pid)
-        return [root, *root.children(recursive=True)]
+        return [psutil.Process(pid)]
     return []
 
 
-def _cpu_seconds(process: psutil.Process) -> float:
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    with suppress(psutil.Error):
+        return process.children(recursive=True)
+    return []
+
+
+def _usage(process: psutil.Process) -> list[Usage]:
+    """Return the times of a process if it still exists."""
+    waited = _delay_seconds(f"/proc/{process.pid}/task")
     with suppress(psutil.Error):
         times = process.cpu_times()
-        return float(times.user + times.system + times.children_user + times.children_system)
-    return 0.0
+        ended = times.children_user + times.children_system
+        return [Usage(times.user + times.system, ended, waited)]
+    return []
 
 
 def _delay_seconds(folder: str, pattern: str = "*") -> float:

@@ -225,7 +225,8 @@ try:
 except OSError:
     print(i)
 """)
-    assert ran.verdict == "time" or int(ran.stdout) > 0
+    # Inodes are memory of the kernel, which a cgroup limits.
+    assert ran.verdict in ("time", "memory") or int(ran.stdout) > 0
 
 
 def test_user_files_cannot_be_read(tmp_path: Path) -> None:
