@@ -16,6 +16,7 @@ from slipstream.config.hardware import Hardware
 from slipstream.preflight import doctor, doctor_checks
 from slipstream.preflight.doctor_checks import Finding
 from slipstream.preflight.self_test import RESPONSES, TOKENS, self_test
+from slipstream.rewards.sandbox.memory_cgroup import FoundGroups, MemoryGroups, memory_groups
 from slipstream.rewards.sandbox.protocol import SandboxError
 from slipstream.training.compute_thread import ComputeThread
 
@@ -51,6 +52,10 @@ def test_json_output_contains_the_facts_of_all_checks(
         assert tested["tokens"] == 2 * RESPONSES * TOKENS
         assert tested["differing"] == 0 or not tested["exact"]
     assert ("sandbox", "bubblewrap, python") in by_name
+    memory = by_name["sandbox", "memory limit"]
+    assert memory["facts"]["cgroups"] == (
+        groups.version if (groups := memory_groups().groups) else None
+    )
     assert by_name["engines", "embedded"]["facts"] == {"found": True}
 
 
@@ -189,6 +194,24 @@ def test_a_broken_sandbox_is_only_a_note(monkeypatch: pytest.MonkeyPatch) -> Non
     for found in doctor_checks.sandbox():
         assert found.status == "note"
         assert found.remedy.startswith("bwrap is not installed (only rewards that run programs")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_memory_limit_by_cgroups_is_ok(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    found = FoundGroups(MemoryGroups(Path("/sys/fs/cgroup/x"), version))
+    monkeypatch.setattr("slipstream.rewards.sandbox.memory_cgroup.memory_groups", lambda: found)
+    (only,) = doctor_checks.sandbox_memory()
+    assert (only.status, only.facts, only.remedy) == ("ok", {"cgroups": version}, "")
+    assert f"cgroups (version {version})" in only.value
+
+
+def test_a_memory_limit_without_cgroups_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = FoundGroups(None, "no cgroup may be written")
+    monkeypatch.setattr("slipstream.rewards.sandbox.memory_cgroup.memory_groups", lambda: found)
+    (only,) = doctor_checks.sandbox_memory()
+    assert (only.status, only.facts) == ("note", {"cgroups": None})
+    assert only.remedy.startswith("no cgroup may be written; ")
+    assert "systemd-run --user --scope" in only.remedy
 
 
 def test_differing_log_probs_are_a_problem_if_row_identity_holds(
