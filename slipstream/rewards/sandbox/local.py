@@ -269,9 +269,8 @@ class BubblewrapSandbox(_LocalSandbox):
                     )
 
             limits = resource_limits(self._limits, timeout_s)
-            yield Box(
-                Command([*bwrap, *limits, *_SUPERVISED, *tools.run], _ENVIRONMENT, fds=fds), check
-            )
+            arguments = [*bwrap, *limits, *_SUPERVISED, *tools.run]
+            yield Box(Command(arguments, _ENVIRONMENT, fds=fds, files=_BOX), check)
 
 
 class UnisolatedSandbox(_LocalSandbox):

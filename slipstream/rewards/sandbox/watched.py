@@ -26,6 +26,8 @@ from slipstream.rewards.sandbox.protocol import Verdict
 _POLL_S = 0.05
 _CHUNK = 1 << 16
 _MB = 1 << 20
+_INODE_BYTES = 1280
+"""An empty file in memory: its inode, its directory entry and a name of middle length."""
 
 PATIENCE = 10.0
 """Wall-clock limit of a run, as a multiple of its limit of counted time (see `Meter`)."""
@@ -44,13 +46,18 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command and its surroundings. `fds` stay open in the process, which joins `group`."""
+    """A command and its surroundings. `fds` stay open in the process, which joins `group`.
+
+    `files` is a folder in memory in the command's own root. Without a group, its inodes count as
+    memory of the command.
+    """
 
     arguments: Sequence[str]
     environment: Mapping[str, str]
     cwd: Path | None = None
     fds: Sequence[int] = ()
     group: MemoryGroup | None = None
+    files: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,23 +206,29 @@ class Meter:
 @dataclass(slots=True)
 class _Running:
     process: subprocess.Popen[bytes]
-    group: MemoryGroup | None = None
+    command: Command
     out: bytearray = field(default_factory=bytearray)
     err: bytearray = field(default_factory=bytearray)
 
     @property
     def out_of_memory(self) -> bool:
         """Whether the kernel has killed a process of the command at the limit of its group."""
-        return self.group is not None and self.group.out_of_memory()
+        return self.command.group is not None and self.command.group.out_of_memory()
 
     def __enter__(self) -> _Running:
         return self
 
     def family(self) -> list[psutil.Process]:
         """Return the process and its descendants."""
-        if self.group is None:
+        if self.command.group is None:
             return _descendants(self.process.pid)
-        return [one for pid in self.group.members() for one in _process(pid)]
+        return [one for pid in self.command.group.members() for one in _process(pid)]
+
+    def kernel_memory(self, family: Sequence[psutil.Process]) -> int:
+        """Return an estimate in bytes of the kernel's memory that no group counts."""
+        if self.command.group is not None or self.command.files is None:
+            return 0
+        return _INODE_BYTES * _inodes(self.command.files, family)
 
     def __exit__(self, *error: object) -> None:
         # Kill the whole session, because child processes may still be running.
@@ -244,7 +257,7 @@ def _started(command: Command, stdin: int) -> _Running:
     for stream in (process.stdin, process.stdout, process.stderr):
         if stream is not None:
             os.set_blocking(stream.fileno(), False)
-    return _Running(process, group)
+    return _Running(process, command)
 
 
 def _watch(running: _Running, meter: Meter, bounds: Bounds) -> Verdict:
@@ -397,9 +410,12 @@ class _Commands:
 
     def read(self) -> Reading:
         """See `Readings`."""
-        family = [member for one in self.running for member in one.family()]
-        usages = {member.pid: usage for member in family for usage in _usage(member)}
-        return Reading(usages, _memory(family))
+        families = [one.family() for one in self.running]
+        members = [member for family in families for member in family]
+        usages = {member.pid: usage for member in members for usage in _usage(member)}
+        pairs = zip(self.running, families, strict=True)
+        kernel = sum(one.kernel_memory(family) for one, family in pairs)
+        return Reading(usages, _memory(members) + kernel)
 
     def own_wait(self) -> float:
         """See `Readings`."""
@@ -440,6 +456,17 @@ def _delay_seconds(folder: str, pattern: str = "*") -> float:
         for thread in Path(folder).glob(pattern):
             total += int((thread / "schedstat").read_text().split()[1])
     return 1e-9 * total
+
+
+def _inodes(folder: str, family: Sequence[psutil.Process]) -> int:
+    """Return the number of inodes of a file system that processes with their own root see."""
+    for member in reversed(family):
+        root = f"/proc/{member.pid}/root"
+        with suppress(OSError):
+            if os.stat(root).st_dev != os.stat("/").st_dev:
+                used = os.statvfs(root + folder)
+                return used.f_files - used.f_ffree
+    return 0
 
 
 def _memory(family: Sequence[psutil.Process]) -> int:

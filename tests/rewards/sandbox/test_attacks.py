@@ -10,13 +10,18 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.rewards.sandbox.helpers import LIMITS, isolated, run
+from slipstream.rewards.sandbox.local import BubblewrapSandbox
+from slipstream.rewards.sandbox.protocol import Program
+from tests.rewards.sandbox.helpers import LIMITS, as_user, isolated, run
 
 pytestmark = isolated
 
@@ -153,6 +158,55 @@ def test_uncounted_shared_memory_is_refused() -> None:
     )
 
 
+def test_uncounted_attributes_of_files_are_refused() -> None:
+    numbers = {"x86_64": (188, 189, 190), "aarch64": (5, 6, 7)}[os.uname().machine]
+    attack(
+        f"""
+for number in {numbers}:
+    fd = os.open("/box/file", os.O_RDWR | os.O_CREAT)
+    file = fd if number == {numbers[2]} else b"/box/file"
+    held(lambda: call(number, file, b"user.x", b"x" * 60_000, 60_000, 0))
+""",
+        held=3,
+    )
+
+
+def test_cgroups_are_out_of_reach() -> None:
+    """A program can neither see the files of its cgroup, nor mount them, nor move itself."""
+    folders = ["/sys", "/sys/fs/cgroup", "/proc/1/root/sys", "/proc/self/cwd/../sys"]
+    attack(
+        "".join(f"held(lambda: os.listdir({folder!r}))\n" for folder in folders)
+        + """
+for line in open("/proc/self/cgroup"):
+    if line.strip().split(":", 2)[2] != "/":
+        print("BROKEN", line)
+for line in open("/proc/self/mountinfo"):
+    if " - cgroup" in line:
+        print("BROKEN", line)
+mount, unshare, setns = {"x86_64": (165, 272, 308), "aarch64": (40, 97, 268)}[os.uname().machine]
+os.mkdir("/box/cgroup")
+for kind in (b"cgroup", b"cgroup2"):
+    held(lambda: call(mount, kind, b"/box/cgroup", kind, 0, b"memory"))
+    held(lambda: call(430, kind, 0))  # fsopen
+held(lambda: call(428, -100, b"/", 1))  # open_tree
+held(lambda: call(429, -100, b"/usr", -100, b"/box/cgroup", 0))  # move_mount
+held(lambda: call(442, -100, b"/usr", 0, 0, 0))  # mount_setattr
+for flags in (0x02000000, 0x10000000, 0x00020000):  # new cgroup, user and mount namespaces
+    held(lambda: call(unshare, flags))
+held(lambda: os.open("/proc/1/ns/cgroup", os.O_RDONLY) and call(setns, 3, 0))
+# A clone into a cgroup, by each file that could be one, and clones with new namespaces.
+def clone(flags, cgroup=0):
+    arguments = (ctypes.c_uint64 * 11)(flags, 0, 0, 0, 17, 0, 0, 0, 0, 0, cgroup)
+    return call(435, arguments, ctypes.sizeof(arguments))
+for fd in range(64):
+    held(lambda: clone(0x200000000, fd))
+for flags in (0x02000000, 0x10000000, 0x00020000):
+    held(lambda: clone(flags))
+""",
+        held=4 + 4 + 3 + 3 + 1 + 64 + 3,
+    )
+
+
 def test_limits_cannot_be_raised() -> None:
     attack(
         """
@@ -227,6 +281,13 @@ except OSError:
 """)
     # Inodes are memory of the kernel, which a cgroup limits.
     assert ran.verdict in ("time", "memory") or int(ran.stdout) > 0
+
+
+def test_memory_of_empty_files_is_limited_without_cgroups() -> None:
+    limits = replace(LIMITS, memory_mb=64, run_timeout_s=20.0)
+    code = "import os\nfor i in range(10**7): os.mkdir(str(i))"
+    (ran,) = BubblewrapSandbox(limits, cgroups=False).run(Program(code), [""])
+    assert ran.verdict == "memory"
 
 
 def test_user_files_cannot_be_read(tmp_path: Path) -> None:
@@ -500,3 +561,52 @@ def test_attacks_on_the_compiler_fail_to_compile(code: str) -> None:
     ran = run(code, language="c")
     assert ran.verdict == "compile"
     assert "root:" not in ran.stderr
+
+
+# The same as an ordinary user, whose programs run as that user.
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="the tests run as an ordinary user already")
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        test_forks_are_limited,
+        test_total_memory_of_processes_is_limited,
+        test_memory_of_empty_files_is_limited_without_cgroups,
+        test_memory_in_sockets_and_pipes_is_limited,
+        test_uncounted_attributes_of_files_are_refused,
+        test_cgroups_are_out_of_reach,
+        test_limits_cannot_be_raised,
+        test_mounts_and_chroot_are_refused,
+        test_local_services_are_unreachable,
+        test_all_processes_in_the_box_have_its_limits,
+        test_memory_of_processes_cannot_be_written,
+        test_sockets_reach_only_the_box,
+        test_the_supervising_process_is_protected,
+        test_the_user_cannot_be_changed,
+    ],
+)
+def test_the_strongest_attacks_fail_as_an_ordinary_user(attempt: Callable[[], None]) -> None:
+    as_user(attempt)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="the tests run as an ordinary user already")
+def test_files_and_processes_of_an_ordinary_user_are_safe() -> None:
+    def attempt() -> None:
+        with (
+            tempfile.NamedTemporaryFile("w", suffix=".secret") as secret,
+            subprocess.Popen(["sleep", "60"]) as other,
+        ):
+            secret.write("my secret")
+            secret.flush()
+            paths = [secret.name, f"/proc/{os.getpid()}/root{secret.name}", f"/proc/{other.pid}"]
+            attack(
+                "".join(f"held(lambda: os.stat({path!r}))\n" for path in paths)
+                + f"print(os.getuid() == {os.getuid()} and 'held')\n"
+                "try: os.kill(-1, 9)\nexcept OSError as error: print('held', error)",
+                held=5,
+            )
+            assert other.poll() is None
+            other.kill()
+
+    as_user(attempt)
