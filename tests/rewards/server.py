@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Answer = tuple[int, dict[str, str], bytes | None]
+Answers = Answer | Callable[[dict[str, Any]], Answer]
+"""An answer, or a function that makes it from the JSON of the request."""
 
 
 @dataclass
@@ -21,7 +23,7 @@ class Server:
     With the body None it does not answer until the end; with b"" it closes the connection.
     """
 
-    answers: list[Answer]
+    answers: list[Answers]
     seen: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
@@ -29,7 +31,7 @@ class Server:
 
 
 @contextmanager
-def serving(*answers: Answer) -> Iterator[Server]:
+def serving(*answers: Answers) -> Iterator[Server]:
     state = Server(list(answers))
 
     class Handler(BaseHTTPRequestHandler):
@@ -37,9 +39,10 @@ def serving(*answers: Answer) -> Iterator[Server]:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             state.seen.append(json.loads(body))
             state.headers.append(dict(self.headers))
-            status, headers, answer = state.answers[0]
+            given = state.answers[0]
             if len(state.answers) > 1:
                 state.answers.pop(0)
+            status, headers, answer = given(state.seen[-1]) if callable(given) else given
             if answer is None:
                 state.over.wait()
                 return

@@ -7,7 +7,10 @@ Each of the two reads the lines that the other writes. A line of the judge that 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
 
 from slipstream.rewards.sandbox.protocol import (
     Program,
@@ -37,7 +40,7 @@ def conversations(
     done, spent = 0, 0.0
     while done < count and spent < limits.total_timeout_s:
         before = done
-        for result in hold(judge_from(done)):
+        for result in islice(hold(judge_from(done)), count - done):
             done += 1
             spent += result.seconds
             yield result
@@ -46,33 +49,62 @@ def conversations(
 
 
 def replayed(
-    run: Callable[[Program, str], ProgramResult], program: Program, judge: Program
+    run: Callable[[Program, str], ProgramResult],
+    program: Program,
+    judge: Program,
+    *,
+    total_timeout_s: float,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[ProgramResult]:
     """Hold a conversation in a sandbox that can only run a program on a whole input.
 
     Program and judge are run again for each call, with all lines so far. So the program must be
-    deterministic. Raises SandboxError after too many calls.
+    deterministic. If the calls are too many, or their time is up, the results so far follow, and a
+    test without any result fails with verdict "time". The seconds are those of the clock. Yields
+    nothing if the judge ends without a verdict before the program has said anything.
     """
+    began = clock()
+
+    def timed(results: Sequence[ProgramResult]) -> Iterator[ProgramResult]:
+        yield from results[:-1]
+        yield from (replace(last, seconds=clock() - began) for last in results[-1:])
+
     to_program, to_judge = "", ""
     for _ in range(_MAX_ROUNDS):
         judged = run(judge, to_judge)
-        lines = judged.stdout.splitlines(keepends=True)
-        verdicts = [line.strip() for line in lines if line.startswith(VERDICT)]
-        calls = "".join(line for line in lines if not line.startswith(VERDICT))
+        verdicts, calls = _parted(judged.stdout)
+        # At the end of its input, the judge gives a verdict on the test that still waits.
+        so_far = [ProgramResult("ok", line) for line in verdicts if not json.loads(line)["ended"]]
         if calls == to_program:
-            for line in verdicts:
-                yield ProgramResult("ok", line)
+            results = [ProgramResult("ok", line) for line in verdicts]
+            if not results and to_judge:
+                # What the program said has ended the judge.
+                results = [_ended(judged, "the judge of the tests ended early")]
+            yield from timed(results)
             return
+        if clock() - began >= total_timeout_s:
+            break
         ran = run(program, calls)
         if ran.stdout == to_judge:
             # No reply to the new call: the program ended or reached a limit.
-            for line in verdicts:
-                if not json.loads(line)["ended"]:
-                    yield ProgramResult("ok", line)
-            yield ProgramResult(ran.verdict if ran.verdict != "ok" else "failed", "", ran.stderr)
+            yield from timed([*so_far, _ended(ran, ran.stderr)])
             return
         to_program, to_judge = calls, ran.stdout
-    raise SandboxError(
-        f"the tests call the program more than {_MAX_ROUNDS} times, and a service runs it again "
-        "for each call; run programs on this machine: unset reward_model.sandbox_fusion.url"
+    why = (
+        f"the test calls the program more than {_MAX_ROUNDS} times or too slowly, and a service "
+        "runs the program again for each call; to run programs on this machine, unset "
+        "reward_model.sandbox_fusion.url"
     )
+    yield from timed(so_far or [ProgramResult("time", stderr=why)])
+
+
+def _ended(ran: ProgramResult, why: str) -> ProgramResult:
+    """Return the result of a test in which a run ended too early."""
+    return ProgramResult("failed" if ran.verdict == "ok" else ran.verdict, stderr=why)
+
+
+def _parted(stdout: str) -> tuple[list[str], str]:
+    """Return the judge's verdicts and the lines for the program. A torn last line is neither."""
+    lines = stdout.split("\n")[:-1]
+    verdicts = [line for line in lines if line.startswith(VERDICT)]
+    return verdicts, "".join(f"{line}\n" for line in lines if not line.startswith(VERDICT))

@@ -88,8 +88,12 @@ class FusionSandbox:
             (result,) = self.run(program, [stdin])
             return result
 
+        total = self._limits.total_timeout_s
         return conversations(
-            lambda judge: replayed(run, program, judge), judge_from, count, self._limits
+            lambda judge: replayed(run, program, judge, total_timeout_s=total),
+            judge_from,
+            count,
+            self._limits,
         )
 
     def _request(self, program: Program, stdin: str) -> dict[str, Any]:

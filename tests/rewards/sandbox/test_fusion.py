@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from slipstream.errors import ConfigError
+from slipstream.rewards.sandbox import conversation
 from slipstream.rewards.sandbox.fusion import FusionSandbox
+from slipstream.rewards.sandbox.local import UnisolatedSandbox
 from slipstream.rewards.sandbox.protocol import Program, ProgramLimits, ProgramResult, SandboxError
+from slipstream.rewards.scorers.code import compute_score
 from tests.rewards.server import Answer, serving
 
 LIMITS = ProgramLimits(run_timeout_s=3, compile_timeout_s=4, memory_mb=77)
@@ -131,3 +135,54 @@ def test_invalid_urls_are_refused(url: str) -> None:
 def test_max_concurrent_0_is_refused() -> None:
     with pytest.raises(ConfigError, match="must be at least 1"):
         FusionSandbox("http://x", max_concurrent=0)
+
+
+# Assertions, replayed by a service that runs programs.
+
+
+def service(request: dict[str, Any]) -> Answer:
+    """Run the program of a request, not isolated, like the service does."""
+    limits = ProgramLimits(run_timeout_s=request["run_timeout"])
+    program = Program(request["code"], request["language"])
+    (ran,) = UnisolatedSandbox(limits).run(program, [request["stdin"]])
+    late = ran.verdict == "time"
+    return reply(
+        "Success" if ran.verdict == "ok" else "Failed",
+        result("TimeLimitExceeded" if late else "Finished", None if late else ran.verdict != "ok")
+        | {"stdout": ran.stdout, "stderr": ran.stderr},
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "passed", "errors", "timeouts"),
+    [
+        ("def f(x): return [x + 1]", 3, 0, 0),
+        ("def f(x): return [2]", 1, 0, 0),
+        ("import os\ndef f(x): return [x + 1] if x != 2 else os._exit(0)", 2, 1, 0),
+        ("class A:\n def __eq__(self, o): return True\ndef f(x): return [A()]", 0, 3, 0),
+        # The judge adds up without end, in its own process or with a call for each value.
+        ("def f(x): return range(10**12) if x == 1 else [x + 1]", 2, 0, 1),
+        ("def f(x): return iter(int, 1) if x == 1 else [x + 1]", 2, 0, 1),
+    ],
+    ids=["right", "wrong", "ends", "equals all", "stops the judge", "endless"],
+)
+def test_assertions_are_judged_by_replay(
+    code: str, passed: int, errors: int, timeouts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversation, "_MAX_ROUNDS", 8)
+    tests = ["assert sum(f(1)) == 2", "assert sum(f(2)) == 3", "assert sum(f(3)) == 4"]
+    with serving(service) as server:
+        scored = compute_score(
+            "apps",
+            f"```python\n{code}\n```",
+            {"assert_case": tests},
+            sandbox=FusionSandbox(server.url, replace(LIMITS, run_timeout_s=1.0)),
+        )
+    assert scored == {
+        "score": passed / 3,
+        "passed": passed,
+        "tests": 3,
+        "timeouts": timeouts,
+        "errors": errors,
+        "not_run": 0,
+    }
