@@ -26,7 +26,8 @@ class ProgramLimits:
     Times are seconds of work: the CPU time of all processes, or the wall-clock time without the
     time in which they wait for a CPU, whichever is larger. The wall-clock limit is ten times as
     high. After `total_timeout_s` no further run is started. `memory_mb` is the total of all
-    processes of the run, `output_kb` the total of both output streams.
+    processes of the run; if there is a memory cgroup, it limits the sum of this, of `files_mb` and
+    of the kernel's memory for them. `output_kb` is the total of both output streams.
     """
 
     run_timeout_s: float = 5.0

@@ -244,23 +244,24 @@ def test_kills_by_the_kernel_are_seen(
 @pytest.mark.parametrize("version", [1, 2])
 def test_processes_are_killed_before_the_group_is_removed(kernel: FakeKernel, version: int) -> None:
     kernel.files = {1: V1, 2: (*V2, "cgroup.kill")}[version]
-    groups = MemoryGroups(kernel.top, version)
-    with (
-        subprocess.Popen(["sleep", "600"]) as member,
-        groups.group(1 << 20, 3) as group,
-    ):
-        (group.folder / "cgroup.procs").write_text(f"0\n{member.pid}\n")
+    member = subprocess.Popen(["sleep", "600"])
+    try:
+        with MemoryGroups(kernel.top, version).group(1 << 20, 3) as group:
+            (group.folder / "cgroup.procs").write_text(f"0\n{member.pid}\n")
 
-        def busy() -> bool:
-            # The kernel kills all members when it reads a "1" here.
-            kill = group.folder / "cgroup.kill"
-            if kill.exists() and kill.read_text() == "1":
-                member.kill()
-            return member.poll() is None
+            def busy() -> bool:
+                # The kernel kills all members when it reads a "1" here.
+                kill = group.folder / "cgroup.kill"
+                if kill.exists() and kill.read_text() == "1":
+                    member.kill()
+                return member.poll() is None
 
-        kernel.busy = busy
-        assert group.members() == [member.pid]
-    assert member.returncode == -signal.SIGKILL
+            kernel.busy = busy
+            assert group.members() == [member.pid]
+        assert member.poll() == -signal.SIGKILL
+    finally:
+        member.kill()
+        member.wait()
     assert list(kernel.top.iterdir()) == []
 
 

@@ -12,7 +12,15 @@ import pytest
 
 from slipstream.rewards.sandbox import watched
 from slipstream.rewards.sandbox.memory_cgroup import MemoryGroup
-from slipstream.rewards.sandbox.watched import PATIENCE, Command, Meter, Reading, Usage
+from slipstream.rewards.sandbox.watched import (
+    PATIENCE,
+    Bounds,
+    Command,
+    Ended,
+    Meter,
+    Reading,
+    Usage,
+)
 
 
 @dataclass
@@ -113,6 +121,14 @@ def test_children_that_live_shorter_than_a_look_are_counted(machine: Machine) ->
     machine.passes(meter, 1.0, pid_5=Usage(0.1, children_cpu=4.0))
     machine.passes(meter, 1.0, pid_5=Usage(0.1, children_cpu=9.0))
     assert meter.seconds() == pytest.approx(9.1)
+
+
+def test_children_after_an_ended_child_are_counted(machine: Machine) -> None:
+    meter = machine.meter()
+    machine.passes(meter, 1.0, pid_5=Usage(0.0), pid_6=Usage(1.0))
+    machine.passes(meter, 1.0, pid_5=Usage(0.0, children_cpu=1.0))
+    machine.passes(meter, 1.0, pid_5=Usage(0.0, children_cpu=1.7))
+    assert meter._spent == pytest.approx(1.7)
 
 
 def test_a_grandchild_is_counted_once(machine: Machine) -> None:
@@ -222,3 +238,25 @@ def test_the_own_wait_is_that_of_the_calling_thread() -> None:
     own = watched._Commands([]).own_wait()
     after = 1e-9 * int(path.read_text().split()[1])
     assert before <= own <= after
+
+
+@pytest.mark.parametrize(("kills", "verdict"), [(0, "ok"), (1, "memory")])
+def test_a_kill_by_the_kernel_is_the_verdict_even_if_the_command_ends(
+    tmp_path: Path, kills: int, verdict: str
+) -> None:
+    (tmp_path / "memory.oom_control").write_text(f"under_oom 0\noom_kill {kills}\n")
+    (tmp_path / "tasks").touch()
+    command = Command(["true"], {"PATH": os.environ["PATH"]}, group=MemoryGroup(tmp_path, 1))
+    ended = watched.run_watched(command, Bounds(60.0, 1024, 1024), stdin=b"")
+    assert ended.verdict == verdict
+
+
+def test_a_judge_that_the_kernel_kills_ends_the_conversation(tmp_path: Path) -> None:
+    (tmp_path / "memory.oom_control").write_text("under_oom 0\noom_kill 1\n")
+    (tmp_path / "tasks").touch()
+    environment = {"PATH": os.environ["PATH"]}
+    judge = Command(["true"], environment, group=MemoryGroup(tmp_path, 1))
+    bounds = Bounds(60.0, 1024, 1024)
+    (end,) = watched.run_conversation(Command(["cat"], environment), judge, bounds, mark=b"x")
+    assert isinstance(end, Ended)
+    assert end.verdict == "memory"
