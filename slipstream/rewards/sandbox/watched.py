@@ -435,7 +435,7 @@ def _process(pid: int) -> list[psutil.Process]:
 
 def _children(process: psutil.Process) -> list[psutil.Process]:
     with suppress(psutil.Error):
-        return process.children(recursive=True)
+        return list(process.children(recursive=True))
     return []
 
 

@@ -41,10 +41,9 @@ class Machine:
     def meter(self) -> Meter:
         return Meter(self, clock=lambda: self.now)
 
-    def passes(self, meter: Meter, seconds: float, *, own: float = 0.0, **usage: Usage) -> None:
+    def passes(self, meter: Meter, seconds: float, **usage: Usage) -> None:
         """Let time pass, after which the processes have these times, and look."""
         self.now += seconds
-        self.own += own
         self.processes = {int(name.removeprefix("pid_")): times for name, times in usage.items()}
         meter.look()
 
@@ -92,7 +91,8 @@ def test_the_cpu_time_of_all_processes_is_charged(machine: Machine) -> None:
 
 def test_a_caller_that_waits_for_a_cpu_is_not_charged(machine: Machine) -> None:
     meter = machine.meter()
-    machine.passes(meter, 4.0, own=3.5, pid_5=Usage(0.1))
+    machine.own += 3.5
+    machine.passes(meter, 4.0, pid_5=Usage(0.1))
     assert meter.seconds() == pytest.approx(0.5)
 
 
@@ -177,13 +177,14 @@ def test_limits_of_counted_time_and_of_the_wall_clock(machine: Machine) -> None:
 
 
 def test_looks_have_a_distance_and_return_the_memory(machine: Machine) -> None:
-    meter = machine.meter()
-    assert not meter.due
-    machine.now += 0.06
-    assert meter.due
     machine.memory = 4096
+    meter = machine.meter()
+    due = [meter.due]
+    machine.now += 0.06
+    due.append(meter.due)
     assert meter.look() == 4096
-    assert not meter.due
+    due.append(meter.due)
+    assert due == [False, True, False]
 
 
 # Readings of this machine.
