@@ -41,6 +41,7 @@ def all_checks(folder: Path) -> list[Check]:
         ("GPUs", checks.gpus),
         ("engines", checks.engines),
         ("sandbox", checks.sandbox),
+        ("sandbox", checks.scoring_workers),
         ("optional packages", checks.extras),
         ("self-test", checks.self_test),
     ]

@@ -51,6 +51,7 @@ def test_json_output_contains_the_facts_of_all_checks(
         assert tested["tokens"] == 2 * RESPONSES * TOKENS
         assert tested["differing"] == 0 or not tested["exact"]
     assert ("sandbox", "bubblewrap, python") in by_name
+    assert ("sandbox", "scoring workers") in by_name
     assert by_name["engines", "embedded"]["facts"] == {"found": True}
 
 
@@ -189,6 +190,15 @@ def test_a_broken_sandbox_is_only_a_note(monkeypatch: pytest.MonkeyPatch) -> Non
     for found in doctor_checks.sandbox():
         assert found.status == "note"
         assert found.remedy.startswith("bwrap is not installed (only rewards that run programs")
+
+
+def test_workers_without_a_lock_down_are_only_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "slipstream.rewards.workers.WorkerPool.call", lambda *_: "darwin has no seccomp"
+    )
+    (found,) = doctor_checks.scoring_workers()
+    assert (found.status, found.facts) == ("note", {"locked_down": False})
+    assert found.remedy.startswith("darwin has no seccomp (only math and reasoning-gym rewards")
 
 
 def test_differing_log_probs_are_a_problem_if_row_identity_holds(
