@@ -69,6 +69,11 @@ def _forked() -> None:
         os._exit(0)
 
 
+def _system() -> None:
+    if os.system("true"):
+        raise PermissionError(errno.EPERM, "failed")
+
+
 def _in_thread() -> None:
     seen: list[int] = []
     threads = [threading.Thread(target=seen.append, args=(i,)) for i in range(20)]
@@ -99,7 +104,7 @@ ATTEMPTS: dict[str, Callable[..., Any]] = {
     "spawn": lambda: os.posix_spawn("/bin/true", ["true"], {}),
     "exec": lambda: os.execv("/bin/true", ["true"]),
     "exec of a descriptor": lambda: _call(322, os.open("/bin/true", os.O_RDONLY), 0, 0, 0, 0x1000),
-    "system": lambda: os.waitstatus_to_exitcode(os.system("true")) and _raise(errno.EPERM),
+    "system": _system,
     "subprocess": lambda: subprocess.run(["/bin/true"], check=True),
     "multiprocessing": _multiprocessing,
     "socket": lambda: socket.socket(socket.AF_INET),
@@ -173,10 +178,6 @@ ATTEMPTS: dict[str, Callable[..., Any]] = {
     "signal to itself": lambda: os.kill(os.getpid(), 0),
     "abort": lambda: signal.raise_signal(signal.SIGCHLD),
 }
-
-
-def _raise(number: int) -> None:
-    raise OSError(number, "failed")
 
 
 def _address(path: str) -> int:
