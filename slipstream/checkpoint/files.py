@@ -70,7 +70,7 @@ def read_json(path: Path) -> Any:
     """Return the content of a JSON file. Raises CheckpointError if it is missing or invalid."""
     with reading(path, CheckpointError, "resume from another checkpoint"):
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            return json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
         except FileNotFoundError:
             raise CheckpointError(
                 f"{path} does not exist: the checkpoint is incomplete or was written by another "
@@ -81,6 +81,10 @@ def read_json(path: Path) -> Any:
                 f"{path} is corrupt, it is not JSON ({reason(error)}); resume from another "
                 "checkpoint"
             ) from error
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def files_below(root: Path) -> Iterator[tuple[str, Path]]:

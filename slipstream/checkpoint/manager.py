@@ -35,7 +35,7 @@ from slipstream.checkpoint.files import (
     write_json,
     write_text_atomic,
 )
-from slipstream.checkpoint.state import check_format_version
+from slipstream.checkpoint.state import check_format_version, state_files
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.reading import reading, shown, value_problem
 
@@ -273,6 +273,10 @@ def verify(path: Path) -> None:
             "trainer.resume_from_path"
         )
     problems = []
+    for file in state_files(path):
+        name = file.relative_to(path).as_posix()
+        if name not in manifest["files"]:
+            problems.append(f"{name} is not in {MANIFEST}")
     for name, entry in manifest["files"].items():
         file = path / name
         if not file.is_file():
@@ -323,6 +327,7 @@ def _is_entry(name: str, entry: object) -> bool:
         and value_problem(name) is None
         and isinstance(entry, dict)
         and type(entry.get("size")) is int
+        and entry["size"] >= 0
         and isinstance(entry.get("crc32"), str)
     )
 

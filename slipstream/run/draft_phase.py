@@ -23,7 +23,14 @@ from slipstream.build import draft as build_draft
 from slipstream.build.policy import initial_policy
 from slipstream.checkpoint.files import read_json, write_json
 from slipstream.checkpoint.manager import CheckpointManager
-from slipstream.checkpoint.state import RunState, data_file, draft_folder, optimizer_file
+from slipstream.checkpoint.saved import MOST_PER_STEP, REMEDY, Saved, check_finite, restoring
+from slipstream.checkpoint.state import (
+    RunState,
+    data_file,
+    draft_folder,
+    optimizer_file,
+    state_file,
+)
 from slipstream.checkpoint.tree import load_tree, save_tree
 from slipstream.config.launch import INTERRUPTED
 from slipstream.config.schema import Config
@@ -177,8 +184,11 @@ class _DraftPhase:
                 f"{folder} is a checkpoint of phase {state.phase!r}, not of draft head "
                 "training; set another trainer.default_local_dir"
             )
-        data = read_json(data_file(folder))
-        if data.get("policy") != self._parts.policy_digest:
+        with restoring(data_file(folder)):
+            data = Saved(read_json(data_file(folder))).fields("source", "before", "policy")
+            policy = data["policy"].text()
+            before = {name: value.number() for name, value in data["before"].items()}
+        if policy != self._parts.policy_digest:
             raise CheckpointError(
                 f"{folder} was trained for a policy with other weights than "
                 f"{initial_policy(self._run.config)} has now; start over with "
@@ -194,10 +204,22 @@ class _DraftPhase:
                 "or another draft vocabulary than speculative.eagle says; start over with "
                 "trainer.resume_mode=disable, or restore the options"
             )
+        with restoring(draft_folder(folder)):
+            check_finite(head.named_parameters())
+        with restoring(optimizer_file(folder)):
+            self._trainer.load_state_dict(load_tree(optimizer_file(folder)))
+            self._trainer.check_never_reset()
+            if self._trainer.step != state.step:
+                raise CheckpointError(
+                    f"step is {self._trainer.step}, but in {state_file(folder).name} it is "
+                    f"{state.step}; {REMEDY}"
+                )
+        with restoring(data_file(folder)), restoring("source"):
+            self._parts.source.load_state_dict(data["source"].value)
+            if (drawn := self._parts.source.drawn) is not None:
+                Saved(drawn, "the number of prompts drawn").count((1 + state.step) * MOST_PER_STEP)
         self._trainer.head.load_state_dict(head.state_dict())
-        self._trainer.load_state_dict(load_tree(optimizer_file(folder)))
-        self._parts.source.load_state_dict(data["source"])
-        self._before = data["before"]
+        self._before = before
 
 
 def acceptance_metrics(acceptance: Acceptance) -> Metrics:
