@@ -304,7 +304,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             f"{file} is corrupt: files or step are missing; resume from another checkpoint"
         )
     for key in ("step", "serial"):
-        value = manifest.get(key, 0)
+        value = manifest.get(key)
         if type(value) is not int or not 0 <= value < 1 << 63:
             raise CheckpointError(
                 f"{file} is corrupt: {key}={shown(value)} must be a whole number; resume from "
@@ -326,6 +326,7 @@ def _is_entry(name: str, entry: object) -> bool:
         inside
         and value_problem(name) is None
         and isinstance(entry, dict)
+        and entry.keys() == {"size", "crc32"}
         and type(entry.get("size")) is int
         and entry["size"] >= 0
         and isinstance(entry.get("crc32"), str)

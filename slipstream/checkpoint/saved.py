@@ -12,7 +12,7 @@ import math
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -32,6 +32,9 @@ MOST = 1 << 53
 
 MOST_PER_STEP = 1 << 24
 """No step draws more samples, takes more optimizer updates, or publishes more weights."""
+
+MOST_REPEATS = 1 << 31
+"""No prompt is drawn more often, and no sample is repeated more often."""
 
 
 @contextlib.contextmanager
@@ -155,7 +158,8 @@ class Saved:
         """Return the value as `kind`: a type, a dataclass, or a hint such as `list[int]`.
 
         Supports what JSON can hold, enumerations and `None | ...`. `Any` accepts every value. An
-        `int` may stand for a `float`; numbers are finite.
+        `int` may stand for a `float`; numbers are finite. A dataclass needs all fields that count
+        for equality.
         """
         origin, arguments = typing.get_origin(kind), typing.get_args(kind)
         if kind is Any:
@@ -191,12 +195,9 @@ class Saved:
 
     def _as_dataclass(self, kind: Any) -> Any:
         hints = typing.get_type_hints(kind)
-        optional = tuple(
-            f.name
-            for f in fields(kind)
-            if f.default is not MISSING or f.default_factory is not MISSING
-        )
-        required = [f.name for f in fields(kind) if f.name not in optional]
+        # Fields that do not count for equality are not saved.
+        optional = tuple(f.name for f in fields(kind) if not f.compare)
+        required = [f.name for f in fields(kind) if f.compare]
         found = self.fields(*required, optional=optional)
         values = {name: value.of(hints[name]) for name, value in found.items()}
         with restoring(self.place or kind.__name__):

@@ -134,8 +134,7 @@ class RunState:
             )
         check_format_version(path, raw.get("format_version"), FORMAT_VERSION)
         known = {f.name for f in fields(cls)}
-        required = {"step", "phase", "threads"}
-        if missing := sorted(required - raw.keys()):
+        if missing := sorted(known - raw.keys()):
             raise CheckpointError(
                 f"{path} is corrupt: it lacks {', '.join(missing)}; resume from another checkpoint"
             )

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.checkpoint.saved import MOST, REMEDY, Saved, restoring
+from slipstream.checkpoint.saved import MOST, MOST_REPEATS, REMEDY, Saved, restoring
 from slipstream.data.data_buffer import State, saved_position
 from slipstream.data.datasets import PromptReader
 from slipstream.data.items import as_prompt
@@ -192,7 +192,7 @@ class DatasetSource:
         # Only a sampler may make an epoch longer than the data set.
         length = saved["epoch_length"].count(rows if self._sampler is None else MOST, least=1)
         offset = saved["sample_offset"].count(length)
-        drawn = {uid: times.count(least=1) for uid, times in saved["drawn"].items()}
+        drawn = {uid: times.count(MOST_REPEATS, least=1) for uid, times in saved["drawn"].items()}
         places = {uid: place.count(rows - 1) for uid, place in saved["places"].items()}
         epoch = saved["epoch_id"].count()
         times, sampled = sum(drawn.values()), self._sampler is not None

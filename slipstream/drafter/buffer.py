@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from slipstream.checkpoint.saved import Saved, restoring
+from slipstream.checkpoint.saved import MOST_REPEATS, Saved, restoring
 from slipstream.drafter.sequences import DraftSequence, length_buckets
 from slipstream.errors import ConfigError, check_at_least_one
 from slipstream.types import NoiseKey, PolicyVersion
@@ -214,6 +214,8 @@ def _from_saved(saved: Saved) -> BufferedSequence:
         part["features"].refuse("a tensor of hidden states (tokens, width)")
     key = part["key"].elements(len(fields(NoiseKey)))
     named = {f.name: value.value for f, value in zip(fields(NoiseKey), key, strict=True)}
+    for name in ("epoch", "index", "branch", "attempt"):
+        Saved(named[name], f"{part['key'].place} ({name})").count(MOST_REPEATS)
     with restoring(saved.place or "the response"):
         return BufferedSequence(
             sequence=DraftSequence(
@@ -224,5 +226,5 @@ def _from_saved(saved: Saved) -> BufferedSequence:
             key=Saved(named, part["key"].place).of(NoiseKey),
             step=part["step"].count(),
             version=part["version"].count(),
-            uses=part["uses"].count(),
+            uses=part["uses"].count(MOST_REPEATS),
         )

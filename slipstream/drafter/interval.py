@@ -29,6 +29,9 @@ from slipstream.models.draft.model import DraftModel
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.types import FeatureSink, PolicyVersion, UpdateKind, WeightUpdate
 
+_OF_HEAD = {"used", "version", "trained_to"}
+"""Entries of the state in opportunistic mode, which is only the head in use."""
+
 
 class DraftReceiver(Protocol):
     """What co-training needs from an engine."""
@@ -134,8 +137,7 @@ class IntervalTraining:
 
     async def _load(self, state: Any, checkpoint: Path) -> None:
         run = RunState.load(checkpoint)
-        saved = dict(Saved(state).items())
-        if "trainer" in saved:
+        if dict(Saved(state).items()).keys() != _OF_HEAD:
 
             def load() -> None:
                 self.training.load_state_dict(state)
@@ -143,7 +145,7 @@ class IntervalTraining:
 
             await self._compute.submit(load)
         else:
-            used = Saved(state).fields("used", "version", "trained_to")
+            used = Saved(state).fields(*_OF_HEAD)
             version = used["version"].count((1 + run.step) * MOST_PER_STEP)
             trained_to = version_of(used["trained_to"])
             self._notify(

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Protocol
 
 import anyio
 
-from slipstream.checkpoint.saved import REMEDY, Saved
+from slipstream.checkpoint.saved import MOST_REPEATS, REMEDY, Saved
 from slipstream.errors import (
     ConfigError,
     DataError,
@@ -212,6 +212,11 @@ class AsyncRolloutManager:
         saved = Saved(state, error=DataError).fields("next_group", "carried")
         next_group = saved["next_group"].count()
         carried = [_group_from(group, next_group) for group in saved["carried"].elements()]
+        if self.settings.greedy_baseline and any(group.greedy is None for group in carried):
+            raise DataError(
+                "carried has a group whose greedy is null, but algorithm.adv_estimator needs a "
+                f"greedy response; {REMEDY}, or set the algorithm.adv_estimator of the earlier run"
+            )
         indices = [group.index for group in carried]
         if len(set(indices)) != len(indices):
             raise DataError(f"carried has a group twice, of the indices {indices[:20]}; {REMEDY}")
@@ -432,31 +437,37 @@ def _group_from(saved: Saved, groups: int) -> Group:
         saved.field("index").refuse(f"the number of one of {groups} groups")
     if not group.samples:
         saved.field("samples").refuse("a list with a sample")
-    for sample in group.members:
-        problem = _problem(sample, group)
+    for place, sample in enumerate(group.members):
+        problem = _problem(sample, place, group)
         if problem is not None:
-            raise DataError(f"{saved.place}, sample {sample.index}: {problem}; {REMEDY}")
+            raise DataError(f"{saved.place}, sample {place}: {problem}; {REMEDY}")
     return group
 
 
-def _problem(sample: Sample, group: Group) -> str | None:
+def _problem(sample: Sample, place: int, group: Group) -> str | None:
     """Return why an unfinished sample cannot be continued; None if it can."""
     if sample.group_index != group.index:
         return f"group_index={sample.group_index} is not the index of its group, {group.index}"
-    if min(sample.epoch, sample.index, sample.branch, sample.attempt) < 0:
-        return "epoch, index, branch or attempt is negative"
+    if sample.index != place:
+        return f"index={sample.index} is not its place in the group"
+    for name in ("epoch", "branch", "attempt"):
+        if not 0 <= getattr(sample, name) < MOST_REPEATS:
+            return f"{name}={getattr(sample, name)} is negative or too large"
     if (sample.uid, sample.epoch) != (group.prompt.uid, group.prompt.epoch):
         return f"uid={shown(sample.uid)} or epoch={sample.epoch} is not that of its prompt"
     if not sample.segments or sample.segments[0].ids != group.prompt.ids:
-        return "its first segment is not its prompt"
+        return "ids of its first segment are not those of its prompt"
     for segment in sample.segments:
         if not all(0 <= token < _MOST_TOKENS for token in segment.ids):
-            return "a token id is negative or too large"
+            return "a token of ids is negative or too large"
         if not all(0.0 <= weight <= 1.0 for weight in segment.loss_mask):
             return "an entry of loss_mask is not from 0 to 1"
         if max([*segment.log_probs, *segment.sampling_log_probs], default=0.0) > _ROUNDING:
-            return "a log-prob is above 0"
+            return "an entry of log_probs or sampling_log_probs is above 0"
         for span in segment.spans:
             if not (0 <= span.start <= span.end <= len(segment.ids) and span.version >= 0):
-                return f"the tokens [{span.start}, {span.end}) of a span are not in its segment"
+                return (
+                    f"version={span.version}, start={span.start}, end={span.end} in spans is not a "
+                    f"part of {len(segment.ids)} tokens"
+                )
     return None

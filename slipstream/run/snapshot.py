@@ -267,7 +267,7 @@ def restore_rl(
     corrupt, and DataError if it was made with other data.
     """
     step, state = snapshots.restore(folder, backend, notify, published)
-    _check_complete(folder, state)
+    check_complete(folder, state)
     with restoring(data_file(folder)):
         saved = Saved(state).fields("data_buffer", "rollouts", optional=("kl_in_reward",))
         with restoring("data_buffer"):
@@ -287,7 +287,7 @@ def restore_rl(
     return step
 
 
-def _check_complete(folder: Path, data: Mapping[str, Any]) -> None:
+def check_complete(folder: Path, data: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a part is missing that the settings of the saved run demand."""
     config, problems = from_dict(RunState.load(folder).config)
     if problems:
