@@ -12,12 +12,15 @@ from dataclasses import asdict, astuple, dataclass, fields
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slipstream.checkpoint.saved import MOST_REPEATS, Saved, restoring
 from slipstream.drafter.sequences import DraftSequence, length_buckets
 from slipstream.errors import ConfigError, check_at_least_one
 from slipstream.types import NoiseKey, PolicyVersion
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -210,8 +213,8 @@ def from_tree(tree: Mapping[str, Any]) -> BufferedSequence:
 def _from_saved(saved: Saved) -> BufferedSequence:
     part = saved.fields("tokens", "features", "loss_mask", "key", "step", "version", "uses")
     features = part["features"].value
-    if not (isinstance(features, Tensor) and features.ndim == 2 and features.is_floating_point()):
-        part["features"].refuse("a tensor of hidden states (tokens, width)")
+    if not (isinstance(features, Tensor) and features.ndim == 2 and features.dtype in _DTYPES):
+        part["features"].refuse("a tensor of hidden states (tokens, width) in fp32, bf16 or fp16")
     key = part["key"].elements(len(fields(NoiseKey)))
     named = {f.name: value.value for f, value in zip(fields(NoiseKey), key, strict=True)}
     for name in ("epoch", "index", "branch", "attempt"):

@@ -38,6 +38,7 @@ from slipstream.types import (
     Generation,
     GenerationSink,
     Group,
+    PolicyVersion,
     Prompt,
     Sample,
     SamplingParams,
@@ -226,6 +227,12 @@ class AsyncRolloutManager:
     def started(self) -> int:
         """The number of groups started since the start of the run, one for each prompt."""
         return self._next_group
+
+    @property
+    def newest_version(self) -> PolicyVersion:
+        """The newest policy version that wrote a part of an unfinished response; 0 for none."""
+        samples = (sample for group in self._carried for sample in group.members)
+        return max((version for sample in samples for version in sample.versions), default=0)
 
     def _new_groups(self, count: int) -> list[Group]:
         groups = []

@@ -275,6 +275,8 @@ def restore_rl(
         with restoring("rollouts"):
             rollouts.load_state_dict(saved["rollouts"].value)
             Saved(rollouts.started, "next_group").count(step * MOST_PER_STEP, least=step)
+            newest = Saved(rollouts.newest_version, "the largest version of spans")
+            newest.count(backend.weight_version, least=-1)
         if data.drawn is not None and data.drawn != rollouts.started:
             raise CheckpointError(
                 f"data_buffer is at prompt {data.drawn}, but rollouts.next_group is "

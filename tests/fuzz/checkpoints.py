@@ -492,7 +492,7 @@ def _changed(draw: random.Random, value: Any, special: float) -> tuple[str, tupl
         odd = []  # None is known there
     inner[key] = odd
     if isinstance(old, dict) and isinstance(odd, dict):
-        path = (*path, "unknown")
+        path = (*path, "before" if key == "before" else "unknown")
     name = next((str(part) for part in reversed(path) if isinstance(part, str)), "")
     return f"{_dotted(path)} = {str(odd)[:60]!r}", (name,), changed
 
