@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from slipstream.build.algorithm import critic_budget, critic_updates
 from slipstream.build.policy import device_of, optim_settings, rollout_too_long
 from slipstream.checkpoint.layout import policy_folder
+from slipstream.checkpoint.saved import check_finite, restoring
 from slipstream.checkpoint.state import critic_folder, critic_optimizer_file, huggingface_folder
 from slipstream.checkpoint.tree import load_tree
 from slipstream.config.schema import Config
@@ -58,7 +59,9 @@ def make_critic(
             f"its weights with actor_rollout_ref.model.path={huggingface_folder(resume)}"
         )
     if resume is not None:
-        model = load_critic(critic_folder(resume), device=device)
+        with restoring(critic_folder(resume)):
+            model = load_critic(critic_folder(resume), device=device)
+            check_finite(model.named_parameters())
     elif critic.model.path is not None:
         model = load_critic(policy_folder(Path(critic.model.path)), device=device)
         check_critic(config, model.config, tokenizer, policy.config)
@@ -85,7 +88,8 @@ def make_critic(
         compute=compute,
     )
     if resume is not None:
-        made.load_state_dict(load_tree(critic_optimizer_file(resume)))
+        with restoring(critic_optimizer_file(resume)):
+            made.load_state_dict(load_tree(critic_optimizer_file(resume)))
     return made
 
 

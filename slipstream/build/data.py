@@ -16,6 +16,7 @@ from slipstream.build.dataset import (
     prompt_reader,
 )
 from slipstream.build.policy import device_of
+from slipstream.checkpoint.saved import Saved
 from slipstream.config.schema import Config
 from slipstream.data.data_buffer import DataBuffer, ListSource, MixtureSource, TaskSource
 from slipstream.data.datasets import inspect_prompts
@@ -316,7 +317,11 @@ class TaskDemonstrations:
         self._task = task
         self._tokenizer = tokenizer
         self._max_length = max_length
-        self._index = start
+        self._start = self._index = start
+
+    @property
+    def drawn(self) -> int:
+        return self._index - self._start
 
     def next_sample(self) -> Sample:
         (sample,) = sft_samples(
@@ -329,4 +334,5 @@ class TaskDemonstrations:
         return {"index": self._index}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._index = int(state["index"])
+        saved = Saved(state, error=DataError).fields("index")
+        self._index = saved["index"].count(least=self._start)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import CheckpointError
-from slipstream.reading import reading, reason
+from slipstream.reading import reading, reason, shown_path
 
 _CHUNK = 1 << 20
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -70,7 +71,7 @@ def read_json(path: Path) -> Any:
     """Return the content of a JSON file. Raises CheckpointError if it is missing or invalid."""
     with reading(path, CheckpointError, "resume from another checkpoint"):
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            value = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise CheckpointError(
                 f"{path} does not exist: the checkpoint is incomplete or was written by another "
@@ -81,6 +82,30 @@ def read_json(path: Path) -> Any:
                 f"{path} is corrupt, it is not JSON ({reason(error)}); resume from another "
                 "checkpoint"
             ) from error
+        if (place := _not_finite(value)) is not None:
+            raise CheckpointError(
+                f"{path} is corrupt: {shown_path(place)} is NaN or infinite; resume from another "
+                "checkpoint"
+            )
+        return value
+
+
+def _not_finite(value: Any) -> str | None:
+    """Return the place of a number that is not finite, which Python reads but JSON does not have.
+
+    Without recursion, because the value may be nested deeply.
+    """
+    left: list[tuple[str, Any]] = [("", value)]
+    while left:
+        place, part = left.pop()
+        if isinstance(part, float) and not math.isfinite(part):
+            return place or "its value"
+        if isinstance(part, list):
+            left += [(f"{place}[{index}]", inner) for index, inner in enumerate(part)]
+        elif isinstance(part, dict):
+            dot = f"{place}." if place else ""
+            left += [(f"{dot}{name}", inner) for name, inner in part.items()]
+    return None
 
 
 def files_below(root: Path) -> Iterator[tuple[str, Path]]:

@@ -7,16 +7,8 @@ from pathlib import Path
 
 from slipstream.checkpoint.manager import CheckpointManager, verify
 from slipstream.checkpoint.state import adapter_folder, draft_folder, huggingface_folder
-
-
-def published_file(checkpoint: Path) -> Path:
-    """Return the file of the published weights, written if they may differ from the trainer's."""
-    return checkpoint / "actor" / "published.safetensors"
-
-
-def cotraining_file(checkpoint: Path) -> Path:
-    """Return the file from which co-training resumes."""
-    return checkpoint / "draft" / "cotraining.safetensors"
+from slipstream.checkpoint.state import cotraining_file as cotraining_file
+from slipstream.checkpoint.state import published_file as published_file
 
 
 def policy_folder(checkpoint: Path) -> Path:

@@ -35,7 +35,7 @@ from slipstream.checkpoint.files import (
     write_json,
     write_text_atomic,
 )
-from slipstream.checkpoint.state import check_format_version
+from slipstream.checkpoint.state import check_format_version, state_files
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.reading import reading, shown, value_problem
 
@@ -273,6 +273,10 @@ def verify(path: Path) -> None:
             "trainer.resume_from_path"
         )
     problems = []
+    for file in state_files(path):
+        name = file.relative_to(path).as_posix()
+        if name not in manifest["files"]:
+            problems.append(f"{name} is not in {MANIFEST}")
     for name, entry in manifest["files"].items():
         file = path / name
         if not file.is_file():
@@ -300,7 +304,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             f"{file} is corrupt: files or step are missing; resume from another checkpoint"
         )
     for key in ("step", "serial"):
-        value = manifest.get(key, 0)
+        value = manifest.get(key)
         if type(value) is not int or not 0 <= value < 1 << 63:
             raise CheckpointError(
                 f"{file} is corrupt: {key}={shown(value)} must be a whole number; resume from "
@@ -322,7 +326,9 @@ def _is_entry(name: str, entry: object) -> bool:
         inside
         and value_problem(name) is None
         and isinstance(entry, dict)
+        and entry.keys() == {"size", "crc32"}
         and type(entry.get("size")) is int
+        and entry["size"] >= 0
         and isinstance(entry.get("crc32"), str)
     )
 

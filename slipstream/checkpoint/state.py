@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.checkpoint.files import read_json, write_json
+from slipstream.checkpoint.saved import Saved, restoring
 from slipstream.errors import CheckpointError
 from slipstream.reading import shown
 
@@ -70,6 +71,31 @@ def data_file(checkpoint: Path) -> Path:
     return checkpoint / "data.json"
 
 
+def published_file(checkpoint: Path) -> Path:
+    """Return the file of the published weights, written if they may differ from the trainer's."""
+    return checkpoint / "actor" / "published.safetensors"
+
+
+def cotraining_file(checkpoint: Path) -> Path:
+    """Return the file from which co-training resumes."""
+    return checkpoint / "draft" / "cotraining.safetensors"
+
+
+def state_files(checkpoint: Path) -> list[Path]:
+    """Return the files of weights and states that a checkpoint has."""
+    weights = (huggingface_folder(checkpoint), critic_folder(checkpoint), draft_folder(checkpoint))
+    files = [
+        state_file(checkpoint),
+        data_file(checkpoint),
+        optimizer_file(checkpoint),
+        critic_optimizer_file(checkpoint),
+        published_file(checkpoint),
+        cotraining_file(checkpoint),
+        *(file for folder in weights for file in sorted(folder.glob("model*.safetensors"))),
+    ]
+    return [file for file in files if file.exists()]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
     """State of a run, apart from tensors, that determines order, randomness and comparability.
@@ -108,8 +134,7 @@ class RunState:
             )
         check_format_version(path, raw.get("format_version"), FORMAT_VERSION)
         known = {f.name for f in fields(cls)}
-        required = {"step", "phase", "threads"}
-        if missing := sorted(required - raw.keys()):
+        if missing := sorted(known - raw.keys()):
             raise CheckpointError(
                 f"{path} is corrupt: it lacks {', '.join(missing)}; resume from another checkpoint"
             )
@@ -126,8 +151,25 @@ class RunState:
                     f"{path} is corrupt: {name} is {shown(value)}, not {article}; resume from "
                     "another checkpoint"
                 )
-        return cls(**raw)
+        state = cls(**raw)
+        with restoring(path):
+            Saved(state.step, "step").count()
+            Saved(state.threads, "threads").count(_MOST_THREADS, least=1)
+            Saved(state.policy_version, "policy_version").count()
+            for _, version in Saved(state.versions, "versions").items():
+                version.text()
+        folder = checkpoint.resolve().name
+        if folder.startswith(_FOLDER) and folder != f"{_FOLDER}{state.step}":
+            raise CheckpointError(
+                f"{path} is corrupt: step is {state.step}, but its folder is {folder}; resume from "
+                "another checkpoint"
+            )
+        return state
 
+
+_FOLDER = "global_step_"
+_MOST_THREADS = 1 << 20
+"""No machine has more."""
 
 _TYPES: dict[str, type[int] | type[str] | type[dict[str, Any]]] = {
     "step": int, "phase": str, "threads": int, "config": dict, "policy_version": int,

@@ -277,8 +277,11 @@ def from_dict(tree: Mapping[str, Any]) -> tuple[Config, list[str]]:
     """
     problems: list[str] = []
 
-    def build(section: type, values: Mapping[str, Any], prefix: str) -> Any:
+    def build(section: type, values: Any, prefix: str) -> Any:
         arguments: dict[str, Any] = {}
+        if not isinstance(values, Mapping):
+            problems.append(f"{prefix.rstrip('.')}: expected a section, got {_cut(show(values))}")
+            values = {}
         for field in dataclasses.fields(section):
             if field.name not in values:
                 arguments[field.name] = _default(field)

@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from slipstream.checkpoint.saved import REMEDY, Saved, is_same, restoring
 from slipstream.data.keyed import KeyedDraws
 from slipstream.errors import ConfigError, DataError
+from slipstream.reading import shown
 from slipstream.types import Prompt
 
 State = dict[str, Any]
@@ -114,6 +116,11 @@ class ListSource:
             return order
         return KeyedDraws("epoch-order", self._seed, epoch).shuffled(order)
 
+    @property
+    def drawn(self) -> int:
+        """The number of prompts drawn since the start."""
+        return self.epoch_id * len(self._prompts) + self.sample_offset
+
     def next_prompt(self) -> Prompt:
         if self.sample_offset == len(self._prompts):
             self.epoch_id += 1
@@ -145,13 +152,10 @@ class ListSource:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position. Raises DataError if it belongs to another list."""
-        check_identity(state, self._identity())
-        self.epoch_id = count_in(state, "epoch_id")
-        self.sample_offset = count_in(state, "sample_offset")
-        if self.sample_offset > len(self._prompts):
-            raise DataError(
-                f"data position: sample_offset {self.sample_offset} is past the {len(self)} prompts"
-            )
+        saved = saved_position(state, self._identity(), "epoch_id", "sample_offset")
+        epoch = saved["epoch_id"].count()
+        self.sample_offset = saved["sample_offset"].count(len(self._prompts))
+        self.epoch_id = epoch
         self._order = self._order_of(self.epoch_id)
 
 
@@ -167,7 +171,12 @@ class TaskSource:
     ) -> None:
         self._task = task
         self._split: Literal["train", "held_out"] = split
-        self.index = start
+        self._start = self.index = start
+
+    @property
+    def drawn(self) -> int:
+        """The number of prompts drawn since the start."""
+        return self.index - self._start
 
     def next_prompt(self) -> Prompt:
         prompt = self._task.prompt(self._split, self.index)
@@ -187,8 +196,8 @@ class TaskSource:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position. Raises DataError if it belongs to another task or split."""
-        check_identity(state, self._identity())
-        self.index = count_in(state, "index")
+        saved = saved_position(state, self._identity(), "index")
+        self.index = saved["index"].count(least=self._start)
 
 
 class MixtureSource:
@@ -246,15 +255,18 @@ class MixtureSource:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position in every source. Raises DataError for another mixture."""
-        check_identity(state, self._identity())
-        states = state.get("sources")
-        if not isinstance(states, list) or len(states) != len(self._sources):
+        saved = saved_position(state, self._identity(), "drawn", "sources")
+        drawn = saved["drawn"].count()
+        states = saved["sources"].elements(len(self._sources))
+        for source, part in zip(self._sources, states, strict=True):
+            with restoring(part.place):
+                source.load_state_dict(part.value)
+        parts = [drawn_from(source) for source in self._sources]
+        known = [count for count in parts if count is not None]
+        if sum(known) > drawn or (len(known) == len(parts) and sum(known) != drawn):
             raise DataError(
-                f"data position: expected {len(self._sources)} sources of a mixture, got {states!r}"
+                f"data position: drawn is {drawn}, but the sources are at {parts}; {REMEDY}"
             )
-        drawn = count_in(state, "drawn")
-        for source, source_state in zip(self._sources, states, strict=True):
-            source.load_state_dict(source_state)
         self.drawn = drawn
 
 
@@ -309,6 +321,11 @@ class DataBuffer:
         source = self._source
         return source if isinstance(source, ListeningSource) and source.listens else None
 
+    @property
+    def drawn(self) -> int | None:
+        """The number of prompts drawn since the start of the run; None if it is unknown."""
+        return drawn_from(self._source)
+
     def __bool__(self) -> bool:
         return True
 
@@ -321,19 +338,27 @@ class DataBuffer:
         self._source.load_state_dict(state)
 
 
-def check_identity(state: Mapping[str, Any], expected: State) -> None:
-    """Raise DataError if `state` was saved with other data than `expected`."""
-    for key, value in expected.items():
-        if state.get(key) != value:
+def drawn_from(source: PromptSource) -> int | None:
+    """Return the number of prompts drawn from a source; None if it does not count them."""
+    drawn = getattr(source, "drawn", None)
+    return drawn if type(drawn) is int else None
+
+
+def saved_position(state: Mapping[str, Any], identity: State, *names: str) -> dict[str, Saved]:
+    """Return the entries `names` of a saved position.
+
+    Raises DataError if it was saved with other data than those of `identity`, or if entries are
+    missing or unknown.
+    """
+    position = Saved(state, "data position", DataError)
+    found = dict(position.items())
+    for key, value in identity.items():
+        was = found[key].value if key in found else None
+        if not is_same(was, value):
             raise DataError(
-                f"data position: it was recorded with {key} = {state.get(key)!r}, but now it is "
-                f"{value!r}. Resume with the same data, seed and data.shuffle, or start a new run"
+                f"data position: it was recorded with {key} = {shown(was)}, but now it is "
+                f"{shown(value)}. Resume with the same data, seed and data.shuffle, or start a "
+                "new run"
             )
-
-
-def count_in(state: Mapping[str, Any], key: str) -> int:
-    """Return the count `key` of `state`. Raises DataError if it is not a count."""
-    value = state.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise DataError(f"data position: {key} must be a count, got {value!r}")
-    return value
+    saved = position.fields(*identity, *names)
+    return {name: saved[name] for name in names}

@@ -19,15 +19,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.data.data_buffer import State, check_identity, count_in
+from slipstream.checkpoint.saved import MOST, MOST_REPEATS, REMEDY, Saved, restoring
+from slipstream.data.data_buffer import State, saved_position
 from slipstream.data.datasets import PromptReader
 from slipstream.data.items import as_prompt
 from slipstream.data.keyed import KeyedDraws
+from slipstream.data.samplers import PassRateSampler
 from slipstream.errors import DataError
 from slipstream.types import Prompt
 from slipstream.user_code import called
 
 log = logging.getLogger(__name__)
+
+_POSITION = (
+    "epoch_id", "sample_offset", "epoch_length", "drawn", "places", "sampler_state",
+    "dataset_state",
+)  # fmt: skip
 
 
 class DatasetSource:
@@ -90,6 +97,11 @@ class DatasetSource:
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def drawn(self) -> int | None:
+        """The number of prompts drawn since the start; None if it is unknown."""
+        return None if self._sampler is None else sum(self._drawn.values())
 
     def next_prompt(self) -> Prompt:
         skipped = 0
@@ -174,15 +186,34 @@ class DatasetSource:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position. Raises DataError if it belongs to another data set."""
-        check_identity(state, self._identity)
-        _restore(self._dataset, state.get("dataset_state"))
-        self.epoch_id = count_in(state, "epoch_id")
-        self.sample_offset = count_in(state, "sample_offset")
-        self._length = count_in(state, "epoch_length")
-        self._drawn = {str(k): int(v) for k, v in state["drawn"].items()}
-        self._places = {str(k): int(v) for k, v in state["places"].items()}
-        if state.get("sampler_state") is not None:
-            _restore(self._sampler, state["sampler_state"])
+        saved = saved_position(state, self._identity, *_POSITION)
+        _restore(self._dataset, saved["dataset_state"])
+        rows = called(len, f"{self._name}.__len__", self._dataset)
+        # Only a sampler may make an epoch longer than the data set.
+        length = saved["epoch_length"].count(rows if self._sampler is None else MOST, least=1)
+        offset = saved["sample_offset"].count(length)
+        drawn = {uid: times.count(MOST_REPEATS, least=1) for uid, times in saved["drawn"].items()}
+        places = {uid: place.count(rows - 1) for uid, place in saved["places"].items()}
+        epoch = saved["epoch_id"].count()
+        times, sampled = sum(drawn.values()), self._sampler is not None
+        # Two epochs without any usable item end a run.
+        if drawn.keys() != (places.keys() if sampled else set()) or (
+            sampled and epoch > 2 * (1 + times)
+        ):
+            raise DataError(
+                f"data position: epoch_id={epoch}, {len(drawn)} items in drawn, which were drawn "
+                f"{times} times, and {len(places)} items in places contradict each other; {REMEDY}"
+            )
+        self.epoch_id, self.sample_offset, self._length = epoch, offset, length
+        self._drawn, self._places = drawn, places
+        if (sampler_state := saved["sampler_state"]).value is not None:
+            _restore(self._sampler, sampler_state)
+            draws = self._sampler.drawn if isinstance(self._sampler, PassRateSampler) else times
+            if not times <= draws <= (epoch + 1) * rows:
+                raise DataError(
+                    f"data position: the sampler's drawn={draws} contradicts epoch_id={epoch} and "
+                    f"{times} prompts that were used; {REMEDY}"
+                )
             self._order = None
             return
         if self._sampler is not None:
@@ -291,6 +322,9 @@ def _state(part: Any) -> Any:
     return state
 
 
-def _restore(part: Any, state: Any) -> None:
-    if state is not None:
-        called(part.load_state_dict, f"{type(part).__name__}.load_state_dict", state)
+def _restore(part: Any, state: Saved) -> None:
+    if (state.value is None) != (_state(part) is None):
+        state.refuse(f"a state of {type(part).__name__}")
+    if state.value is not None:
+        with restoring(state.place):
+            called(part.load_state_dict, f"{type(part).__name__}.load_state_dict", state.value)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from slipstream.checkpoint.saved import Saved
 from slipstream.data.datasets import LoadedPrompts, PromptReader, none_left
 from slipstream.data.items import as_item
 from slipstream.data.rows import DataRow, read_rows, subset
@@ -234,6 +235,13 @@ class DynamicGenDataset(RLHFDataset):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the generated rows by those of `state`."""
+        saved = Saved(state, error=DataError).fields("generated", "made", "generator")
+        made = saved["made"].count()
+        generated = [pair.elements(2) for pair in saved["generated"].elements()]
+        numbers = [number.count(made - 1) for number, _ in generated]
+        if sorted(set(numbers)) != numbers:
+            saved["generated"].refuse("a list of rows in the order of their numbers")
+        rows = [{name: value.value for name, value in row.items()} for _, row in generated]
         old = set(map(id, self._generated))
         self.dataframe = [row for row in self.dataframe if id(row) not in old]
         if state["generator"] is not None:
@@ -244,8 +252,8 @@ class DynamicGenDataset(RLHFDataset):
                 "restored",
                 type(self.data_generator).__name__,
             )
-        self._generated, self._made = [], int(state["made"])
-        self._add([self._row(number, values) for number, values in state["generated"]])
+        self._generated, self._made = [], made
+        self._add([self._row(number, row) for number, row in zip(numbers, rows, strict=True)])
 
     def _grow(self) -> None:
         name = f"{type(self.data_generator).__name__}.generate"

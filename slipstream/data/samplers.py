@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from slipstream.checkpoint.saved import Saved
 from slipstream.data.keyed import KeyedDraws
 from slipstream.errors import ConfigError, DataError, did_you_mean
 from slipstream.user_code import called, load_named
@@ -103,6 +104,11 @@ class PassRateSampler(AbstractCurriculumSampler):
         """The running pass rate of each prompt (N,)."""
         return self._rates.copy()
 
+    @property
+    def drawn(self) -> int:
+        """The number of draws since the start."""
+        return self._drawn
+
     def update(self, batch: Any) -> None:
         self._see_growth()
         places = [int(i) for i in batch.non_tensor_batch[DATASET_INDEX]]
@@ -125,17 +131,24 @@ class PassRateSampler(AbstractCurriculumSampler):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state. Raises DataError if it belongs to a larger data set."""
-        rates = np.array(state["rates"], dtype=np.float64)
+        """Restore the state. Raises DataError if it belongs to a larger data set, or has values
+        that no sampler writes."""
+        saved = Saved(state, error=DataError).fields("rates", "asked", "drawn", "taken")
+        rates = [rate.number(0.0, 1.0) for rate in saved["rates"].elements()]
         if len(rates) > len(self._source):
             raise DataError(
                 f"data position: the sampler's state has {len(rates)} prompts, but the data set "
                 f"has {len(self._source)}; resume with the same data"
             )
-        self._rates, self._drawn, self._sums = rates, int(state["drawn"]), None
+        last, drawn = len(rates) - 1, saved["drawn"].count()
+        seen = [place.count(last) for place in saved["asked"].elements()]
+        recent = [place.count(last) for place in saved["taken"].elements()]
+        if len(set(recent)) != len(recent) or len(recent) > drawn:
+            saved["taken"].refuse(f"a list of different prompts, at most drawn={drawn} of them")
+        self._rates, self._drawn, self._sums = np.array(rates), drawn, None
         self._seen = np.zeros(len(rates), dtype=bool)
-        self._seen[state["asked"]] = True
-        self._recent = {int(i) for i in state["taken"]}
+        self._seen[seen] = True
+        self._recent = set(recent)
         self._see_growth()
 
     def _solved(self, batch: Any) -> list[float]:

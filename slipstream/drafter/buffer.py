@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from operator import attrgetter
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from slipstream.checkpoint.saved import MOST_REPEATS, Saved, restoring
 from slipstream.drafter.sequences import DraftSequence, length_buckets
 from slipstream.errors import ConfigError, check_at_least_one
 from slipstream.types import NoiseKey, PolicyVersion
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,6 +93,9 @@ class DraftBuffer:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __iter__(self) -> Iterator[BufferedSequence]:
+        return iter(self._entries)
+
     def add(self, entry: BufferedSequence) -> None:
         """Add a response; evict others if the buffer then exceeds `max_bytes`.
 
@@ -144,9 +153,15 @@ class DraftBuffer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict()`. Evicts responses if the settings' limits are lower now."""
-        self.counts = BufferCounts(**state["counts"])
-        self.newest_used = state["newest_used"]
-        self._replace(sorted(map(from_tree, state["kept"]), key=attrgetter("sort_key")))
+        saved = Saved(state).fields("counts", "newest_used", "kept")
+        counts: BufferCounts = saved["counts"].of(BufferCounts)
+        if min(astuple(counts)) < 0 or counts.too_old + counts.evicted > counts.received:
+            saved["counts"].refuse("counts of received responses, and of those that were dropped")
+        newest = saved["newest_used"]
+        newest_used = None if newest.value is None else newest.count()
+        entries = sorted(map(_from_saved, saved["kept"].elements()), key=attrgetter("sort_key"))
+        self.counts, self.newest_used = counts, newest_used
+        self._replace(entries)
         if self.nbytes > self.settings.max_bytes:
             self._evict()
 
@@ -191,13 +206,28 @@ def to_tree(entry: BufferedSequence) -> dict[str, Any]:
 
 
 def from_tree(tree: Mapping[str, Any]) -> BufferedSequence:
-    """The response of a tree that `to_tree` made."""
-    return BufferedSequence(
-        sequence=DraftSequence(
-            tokens=tree["tokens"], features_TF=tree["features"], loss_mask=tree["loss_mask"]
-        ),
-        key=NoiseKey(*tree["key"]),
-        step=tree["step"],
-        version=tree["version"],
-        uses=tree["uses"],
-    )
+    """The response of a tree that `to_tree` made. Raises CheckpointError for any other tree."""
+    return _from_saved(Saved(tree))
+
+
+def _from_saved(saved: Saved) -> BufferedSequence:
+    part = saved.fields("tokens", "features", "loss_mask", "key", "step", "version", "uses")
+    features = part["features"].value
+    if not (isinstance(features, Tensor) and features.ndim == 2 and features.dtype in _DTYPES):
+        part["features"].refuse("a tensor of hidden states (tokens, width) in fp32, bf16 or fp16")
+    key = part["key"].elements(len(fields(NoiseKey)))
+    named = {f.name: value.value for f, value in zip(fields(NoiseKey), key, strict=True)}
+    for name in ("epoch", "index", "branch", "attempt"):
+        Saved(named[name], f"{part['key'].place} ({name})").count(MOST_REPEATS)
+    with restoring(saved.place or "the response"):
+        return BufferedSequence(
+            sequence=DraftSequence(
+                tokens=part["tokens"].of(list[int]),
+                features_TF=part["features"].tensor(features),
+                loss_mask=part["loss_mask"].of(list[float]),
+            ),
+            key=Saved(named, part["key"].place).of(NoiseKey),
+            step=part["step"].count(),
+            version=part["version"].count(),
+            uses=part["uses"].count(MOST_REPEATS),
+        )

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.checkpoint.saved import Saved, restoring
 from slipstream.drafter.acceptance import HeldOut
 from slipstream.drafter.buffer import BufferedSequence, DraftBuffer, from_tree, to_tree
 from slipstream.drafter.decoded import DecodedFeatures
@@ -166,6 +167,11 @@ class FeatureCollector(RowCollector):
         super().begin_step(step, version, wanted=wanted)
         self.buffer.drop_before(step)
 
+    @property
+    def entries(self) -> list[BufferedSequence]:
+        """All responses: those to train on, and the held-out ones."""
+        return [*self.buffer, *self._held_out]
+
     def keep(self, entry: BufferedSequence) -> None:
         """Add a response to the buffer, or to the held-out set if its prompt is held out."""
         if not self._is_held_out(entry.key):
@@ -183,8 +189,14 @@ class FeatureCollector(RowCollector):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict()`."""
-        self.buffer.load_state_dict(state["buffer"])
-        self._held_out = [from_tree(tree) for tree in state["held_out"]][-self.settings.held_out :]
+        saved = Saved(state).fields("buffer", "held_out")
+        held_out = []
+        for entry in saved["held_out"].elements():
+            with restoring(entry.place):
+                held_out.append(from_tree(entry.value))
+        with restoring("buffer"):
+            self.buffer.load_state_dict(saved["buffer"].value)
+        self._held_out = held_out[-self.settings.held_out :]
 
     def _is_held_out(self, key: NoiseKey) -> bool:
         """Whether this prompt is held out. All samples of a prompt are, because they are alike."""

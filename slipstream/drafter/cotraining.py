@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.swa_utils import PARAM_LIST, AveragedModel
 
+from slipstream.checkpoint.saved import MOST_PER_STEP, REMEDY, Saved, restoring
 from slipstream.drafter.acceptance import Acceptance, HeldOut, Regression, measure_acceptance
 from slipstream.drafter.collector import FeatureCollector
 from slipstream.drafter.sequences import DraftSequence, VocabLayers
@@ -63,6 +64,16 @@ class Slice:
     adopted: bool
     held_back: bool
     failure: str | None = None
+
+
+_COUNTS = ("version", "hold_backs", "failures", "tokens_seen")
+_MOST_TOKENS = 1 << 31
+"""No step of a head's training sees more tokens."""
+
+
+def version_of(saved: Saved) -> PolicyVersion | None:
+    """Return a saved policy version, or None."""
+    return None if saved.value is None else saved.count()
 
 
 class CoTraining:
@@ -182,7 +193,8 @@ class CoTraining:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict()`. Raises CheckpointError if another version of Slipstream wrote
         it."""
-        missing = self.state_dict().keys() - state.keys()
+        saved = dict(Saved(state).items())
+        missing = self.state_dict().keys() - saved.keys()
         if missing:
             raise CheckpointError(
                 f"the state of co-training has no {', '.join(sorted(missing))}, because another "
@@ -190,21 +202,70 @@ class CoTraining:
                 "(trainer.resume_mode=disable and speculative.eagle.spec_model_path), or resume "
                 "with that version"
             )
-        self.trainer.head.load_state_dict(state["head"])
-        self.trainer.load_state_dict(state["trainer"])
-        self.average.load_state_dict(state["average"])
-        self.used.load_state_dict(state["used"])
-        for name in ("version", "hold_backs", "failures", "tokens_seen"):
-            setattr(self, name, int(state[name]))
-        self.trained_to = state["trained_to"]
-        self.regression = Regression(*state["lost"])
-        self.collector.load_state_dict(state["collector"])
+        Saved(state).fields(*self.state_dict())
+        counts = {name: saved[name].count() for name in _COUNTS}
+        trained_to = version_of(saved["trained_to"])
+        share, variance = saved["lost"].elements(2)
+        regression = Regression(share.number(), variance.number(0.0))
+        parts: dict[str, nn.Module] = {
+            "head": self.trainer.head, "average": self.average, "used": self.used,
+        }  # fmt: skip
+        weights = {name: saved[name].tensors(part.state_dict()) for name, part in parts.items()}
+        with restoring("trainer"):
+            self.trainer.load_state_dict(saved["trainer"].value)
+            if not counts["failures"]:
+                self.trainer.check_never_reset()
+            averaged = int(weights["average"]["n_averaged"])
+            Saved(averaged, "the number of averaged weights").count(self.trainer.step)
+        with restoring("collector"):
+            self.collector.load_state_dict(saved["collector"].value)
+        self._check_sequences()
+        for name, part in parts.items():
+            part.load_state_dict(weights[name])
+        for name, count in counts.items():
+            setattr(self, name, count)
+        self.trained_to, self.regression = trained_to, regression
+
+    def check_position(self, step: int, version: PolicyVersion) -> None:
+        """Raise CheckpointError if the restored state is newer than RL step `step` with the policy
+        version `version`, or has more slices, steps or tokens than can be."""
+        entries, buffer = self.collector.entries, self.collector.buffer
+        most, tokens = (1 + step) * MOST_PER_STEP, (1 + self.trainer.step) * _MOST_TOKENS
+        for name, value, limit in (
+            ("trainer.step", self.trainer.step, most),
+            *((name, getattr(self, name), most) for name in _COUNTS if name != "tokens_seen"),
+            ("tokens_seen", self.tokens_seen, tokens),
+            ("trained_to", self.trained_to or 0, version),
+            ("collector.buffer.newest_used", buffer.newest_used or 0, version),
+            ("collector.buffer.counts.received", buffer.counts.received, most),
+            ("the step of a response", max((e.step for e in entries), default=0), step),
+            ("the version of a response", max((e.version for e in entries), default=0), version),
+        ):
+            if value > limit:
+                raise CheckpointError(
+                    f"{name} is {value}, but at step {step}, with policy version {version}, it is "
+                    f"at most {limit}; {REMEDY}"
+                )
+
+    def _check_sequences(self) -> None:
+        """Raise CheckpointError if a restored response is not one of this policy."""
+        config = self.used.config
+        width = config.hidden_size * (1 + len(self.collector.settings.aux_layers))
+        for entry in self.collector.entries:
+            ids = entry.sequence.tokens or [0]
+            least, most, found = min(ids), max(ids), entry.sequence.features_TF.shape[1]
+            if found != width or least < 0 or most >= config.vocab_size:
+                raise CheckpointError(
+                    f"collector: a response of step {entry.step} has {found} features per token "
+                    f"and token ids from {least} to {most}, but the policy has {width} features "
+                    f"and {config.vocab_size} tokens; {REMEDY}"
+                )
 
     def start_from(
         self, weights: Mapping[str, Tensor], version: int, trained_to: PolicyVersion | None
     ) -> None:
         """Start from the weights of a head in use, without optimizer state or buffer."""
-        self.used.load_state_dict(weights)
+        self.used.load_state_dict(Saved(weights, "used").tensors(self.used.state_dict()))
         self._restart()
         self.version, self.trained_to, self.regression = version, trained_to, Regression()
 

@@ -17,17 +17,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from slipstream.checkpoint.layout import cotraining_file
-from slipstream.checkpoint.state import draft_folder
+from slipstream.checkpoint.saved import MOST_PER_STEP, Saved, restoring
+from slipstream.checkpoint.state import RunState, cotraining_file, draft_folder
 from slipstream.checkpoint.tree import load_tree, tree_writer
 from slipstream.deadlines import Deadlines
-from slipstream.drafter.cotraining import CoTraining, Slice
+from slipstream.drafter.cotraining import CoTraining, Slice, version_of
 from slipstream.drafter.decoded import DecodedFeatures
 from slipstream.drafter.sequences import VocabLayers
 from slipstream.models.draft.files import save_draft_head
 from slipstream.models.draft.model import DraftModel
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.types import FeatureSink, PolicyVersion, UpdateKind, WeightUpdate
+
+_OF_HEAD = {"used", "version", "trained_to"}
+"""Entries of the state in opportunistic mode, which is only the head in use."""
 
 
 class DraftReceiver(Protocol):
@@ -127,20 +130,31 @@ class IntervalTraining:
                 "draft head"
             )
             return
-        state = load_tree(file)
-        if "trainer" in state:
-            await self._compute.submit(lambda: self.training.load_state_dict(state))
+        with restoring(file):
+            state = load_tree(file)
+            await self._load(state, checkpoint)
+        await self._publish()
+
+    async def _load(self, state: Any, checkpoint: Path) -> None:
+        run = RunState.load(checkpoint)
+        if dict(Saved(state).items()).keys() != _OF_HEAD:
+
+            def load() -> None:
+                self.training.load_state_dict(state)
+                self.training.check_position(run.step, run.policy_version)
+
+            await self._compute.submit(load)
         else:
+            used = Saved(state).fields(*_OF_HEAD)
+            version = used["version"].count((1 + run.step) * MOST_PER_STEP)
+            trained_to = version_of(used["trained_to"])
             self._notify(
                 f"{checkpoint} has a draft head from speculative.train.mode=opportunistic, which "
                 "saves no optimizer state; its optimizer starts anew"
             )
             await self._compute.submit(
-                lambda: self.training.start_from(
-                    state["used"], int(state["version"]), state["trained_to"]
-                )
+                lambda: self.training.start_from(used["used"].value, version, trained_to)
             )
-        await self._publish()
 
     def snapshot(self) -> Callable[[Path], None]:
         """A function that writes the head in use and the full state of co-training into a

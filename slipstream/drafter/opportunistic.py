@@ -17,11 +17,13 @@ from typing import Any, Protocol
 import anyio
 from torch import Tensor
 
-from slipstream.checkpoint.layout import cotraining_file
+from slipstream.checkpoint.saved import MOST_PER_STEP, Saved, restoring
+from slipstream.checkpoint.state import RunState, cotraining_file
 from slipstream.checkpoint.tree import load_tree
 from slipstream.deadlines import Deadlines, run_in_daemon
 from slipstream.drafter.buffer import BufferedSequence
 from slipstream.drafter.collector import FeatureForwarder
+from slipstream.drafter.cotraining import version_of
 from slipstream.drafter.decoded import DecodedFeatures
 from slipstream.drafter.interval import (
     DraftReceiver,
@@ -194,7 +196,10 @@ class OpportunisticTraining:
                 "draft head"
             )
             return
-        self.training.load_state_dict(load_tree(file))
+        run = RunState.load(checkpoint)
+        with restoring(file):
+            self.training.load_state_dict(load_tree(file))
+            self.training.check_position(run.step, run.policy_version)
         await publish_head(self._engines, self.training.version, self.training.weights)
 
     def snapshot(self) -> Callable[[Path], None]:
@@ -329,8 +334,18 @@ class HeadInUse:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict()` of this class or of `CoTraining`."""
-        self._set(int(state["version"]), state["used"], state["trained_to"])
+        saved = Saved(state)
+        weights = saved.field("used").tensors(self.weights)
+        version, trained_to = saved.field("version").count(), saved.field("trained_to")
+        self._set(version, weights, version_of(trained_to))
         self.fresh = False
+
+    def check_position(self, step: int, version: PolicyVersion) -> None:
+        """Raise CheckpointError if the restored head is newer than RL step `step` with the policy
+        version `version`."""
+        Saved(self.version, "version").count((1 + step) * MOST_PER_STEP)
+        if self.trained_to is not None:
+            Saved(self.trained_to, "trained_to").count(version)
 
     def _set(
         self, version: int, weights: Mapping[str, Tensor], trained_to: PolicyVersion | None

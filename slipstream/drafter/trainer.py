@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.checkpoint.saved import Saved, restoring
 from slipstream.drafter.losses import DraftLoss, DraftSamples, draft_loss
 from slipstream.drafter.sequences import DraftSequence, VocabLayers, collate
-from slipstream.errors import CheckpointError, ConfigError, TrainingError, check_at_least_one
+from slipstream.errors import ConfigError, TrainingError, check_at_least_one
 from slipstream.models.decoder import supports_varlen
 from slipstream.models.draft.model import DraftModel
 from slipstream.training.optim import OptimSettings, PolicyOptimizer
@@ -118,18 +119,19 @@ class DraftTrainer:
 
         Raises CheckpointError if the state belongs to another head.
         """
-        try:
-            step, optimizer = int(state["step"]), state["optimizer"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"the draft head's training state cannot be read ({error!r}); resume from another "
-                "checkpoint"
-            ) from error
-        try:
-            self._optimizer.load_state_dict(optimizer)
-        except CheckpointError as error:
-            raise CheckpointError(f"draft head: {error}") from error
+        with restoring("draft head"):
+            saved = Saved(state).fields("step", "optimizer")
+            step = saved["step"].count()
+            with restoring("optimizer"):
+                self._optimizer.load_state_dict(saved["optimizer"].value)
+                # After `reset_optimizer` it has made fewer steps than the trainer.
+                self._optimizer.check_steps(min(step, self._optimizer.steps()))
         self.step = step
+
+    def check_never_reset(self) -> None:
+        """Raise CheckpointError unless the restored optimizer made all steps of the trainer."""
+        with restoring("optimizer"):
+            self._optimizer.check_steps(self.step)
 
     def _train_on(self, sequences: Sequence[DraftSequence], vocab: VocabLayers) -> Metrics:
         started = time.perf_counter()

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from slipstream.checkpoint.saved import Saved, restoring
 from slipstream.drafter.acceptance import HeldOut
 from slipstream.drafter.sequences import DraftSequence, policy_features
 from slipstream.errors import DataError, EngineError
@@ -39,6 +40,11 @@ Stop = Callable[[], bool]
 class SequenceSource(Protocol):
     """Endless rounds of sequences; the position can be saved and restored."""
 
+    @property
+    def drawn(self) -> int | None:
+        """The number of prompts or records drawn so far; None if it is unknown."""
+        ...
+
     def next_round(self, stop: Stop) -> list[DraftSequence] | None:
         """The sequences of one round; None if `stop` became true. Do not save the position after
         None."""
@@ -51,6 +57,9 @@ class SequenceSource(Protocol):
 
 class PromptFeed(Protocol):
     """Source of prompts (`data.data_buffer.DataBuffer`)."""
+
+    @property
+    def drawn(self) -> int | None: ...
 
     def get_prompts(self, n: int) -> list[Prompt]: ...
 
@@ -138,11 +147,17 @@ class FreshResponses:
             return None
         return usable([answer.sequence for answer in answers], self._max_length)
 
+    @property
+    def drawn(self) -> int | None:
+        return self._prompts.drawn
+
     def state_dict(self) -> State:
         return {"prompts": self._prompts.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._prompts.load_state_dict(state["prompts"])
+        prompts = Saved(state, error=DataError).fields("prompts")["prompts"]
+        with restoring(prompts.place):
+            self._prompts.load_state_dict(prompts.value)
 
 
 class RecordedResponses:
@@ -195,16 +210,21 @@ class RecordedResponses:
             self._max_length,
         )
 
+    @property
+    def drawn(self) -> int:
+        return self._taken
+
     def state_dict(self) -> State:
         return {"taken": self._taken, "count": len(self._records)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["count"] != len(self._records):
+        saved = Saved(state, error=DataError).fields("taken", "count")
+        if saved["count"].count() != len(self._records):
             raise DataError(
                 f"the checkpoint was made with {state['count']} recorded rollouts, now there are "
                 f"{len(self._records)}; resume with the same speculative.draft.rollout_files"
             )
-        self._taken = int(state["taken"])
+        self._taken = saved["taken"].count()
 
     def _record(self, number: int) -> tuple[list[int], list[int]]:
         epoch, place = divmod(number, len(self._records))

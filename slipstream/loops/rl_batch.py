@@ -25,6 +25,7 @@ from slipstream.algorithms import (
     subtract_kl,
 )
 from slipstream.algorithms.full_kl import KLDirection
+from slipstream.checkpoint.saved import Saved
 from slipstream.errors import DataError
 from slipstream.metrics.batch_metrics import summary
 from slipstream.rewards.protocol import REWARD_FAILURE
@@ -149,9 +150,10 @@ class KLInReward:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the coefficient of an adaptive controller."""
+        value = Saved(state).fields("kl_coef")["kl_coef"].number(0.0)
         # The coefficient of a fixed controller comes from this run's configuration.
         if isinstance(self._controller, AdaptiveKLController):
-            self._controller.value = float(state["kl_coef"])
+            self._controller.value = value
 
 
 def mini_batches(

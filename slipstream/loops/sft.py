@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Protocol
 
+from slipstream.checkpoint.saved import REMEDY, Saved, is_same, restoring
 from slipstream.deadlines import Deadlines
 from slipstream.errors import ConfigError, DataError, check_at_least_one
 from slipstream.loops.steps import checkpoint_due
 from slipstream.metrics.loggers import MetricsLogger
+from slipstream.reading import shown
 from slipstream.rollout.train_rows import rows_of
 from slipstream.training.losses import sft_loss
 from slipstream.training.protocol import TrainingBackend
@@ -59,6 +61,11 @@ class SFTTrainingConfig:
 class SampleStream(Protocol):
     """An endless sequence of training samples whose position can be saved and restored."""
 
+    @property
+    def drawn(self) -> int:
+        """The number of samples drawn since the start of the run."""
+        ...
+
     def next_sample(self) -> Sample: ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -85,6 +92,10 @@ class ShuffledSamples:
             digest.update(f"{tokens}\x1f{loss_mask}\x1e".encode())
         self._content = digest.hexdigest()
 
+    @property
+    def drawn(self) -> int:
+        return self._epoch * len(self._samples) + self._offset
+
     def next_sample(self) -> Sample:
         if self._offset == len(self._samples):
             self._epoch, self._offset = self._epoch + 1, 0
@@ -101,17 +112,20 @@ class ShuffledSamples:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["count"] != len(self._samples):
+        saved = Saved(state, error=DataError).fields("epoch", "offset", "count", "content")
+        if saved["count"].count() != len(self._samples):
             raise DataError(
                 f"the checkpoint was made with {state['count']} SFT samples, now there are "
                 f"{len(self._samples)}; resume with the same files"
             )
-        if state["content"] != self._content:
+        if saved["content"].text() != self._content:
             raise DataError(
                 "the checkpoint was made with other SFT samples, or with another tokenizer or chat "
                 "template; resume with the same files"
             )
-        self._epoch, self._offset = int(state["epoch"]), int(state["offset"])
+        epoch = saved["epoch"].count()
+        self._offset = saved["offset"].count(len(self._samples))
+        self._epoch = epoch
         self._order = self._shuffled()
 
     def _shuffled(self) -> list[int]:
@@ -134,6 +148,10 @@ class MixedSamples:
         self._seed = seed
         self._drawn = 0
 
+    @property
+    def drawn(self) -> int:
+        return self._drawn
+
     def next_sample(self) -> Sample:
         draw = random.Random(f"sft-mixture/{self._seed}/{self._drawn}")
         self._drawn += 1
@@ -145,14 +163,20 @@ class MixedSamples:
         return {"drawn": self._drawn, "weights": self._weights, "streams": streams}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.get("weights") != self._weights:
+        if not is_same(state.get("weights"), self._weights):
             raise DataError(
-                f"the checkpoint was made with sft.mixture_weights={state.get('weights')}, now "
-                f"they are {self._weights}; resume with the same mixture"
+                f"the checkpoint was made with sft.mixture_weights={shown(state.get('weights'))}, "
+                f"now they are {self._weights}; resume with the same mixture"
             )
-        for stream, position in zip(self._streams, state["streams"], strict=True):
-            stream.load_state_dict(position)
-        self._drawn = int(state["drawn"])
+        saved = Saved(state, error=DataError).fields("drawn", "weights", "streams")
+        drawn = saved["drawn"].count()
+        streams = saved["streams"].elements(len(self._streams))
+        for stream, position in zip(self._streams, streams, strict=True):
+            with restoring(position.place):
+                stream.load_state_dict(position.value)
+        if (total := sum(stream.drawn for stream in self._streams)) != drawn:
+            raise DataError(f"drawn is {drawn}, but the streams together are at {total}; {REMEDY}")
+        self._drawn = drawn
 
 
 async def run_sft_training(

@@ -42,6 +42,7 @@ def all_checks(folder: Path) -> list[Check]:
         ("engines", checks.engines),
         ("sandbox", checks.sandbox),
         ("sandbox", checks.sandbox_memory),
+        ("sandbox", checks.scoring_workers),
         ("optional packages", checks.extras),
         ("self-test", checks.self_test),
     ]

@@ -458,6 +458,28 @@ def sandbox_memory() -> Iterator[Finding]:
     )
 
 
+def scoring_workers() -> Iterator[Finding]:
+    """Start a worker process for scoring, and ask whether it is locked down."""
+    from slipstream.errors import RewardError
+    from slipstream.rewards.workers import TooMuchWorkError, WorkerPool
+
+    workers = WorkerPool("slipstream.rewards.lock_down:still_allowed", size=1)
+    try:
+        failure = str(workers.call())
+    except (RewardError, TooMuchWorkError, ValueError) as error:
+        failure = str(error)
+    finally:
+        workers.close()
+    yield Finding(
+        section="sandbox",
+        name="scoring workers",
+        status="note" if failure else "ok",
+        value="are not locked down" if failure else "cannot write, start programs or use a network",
+        remedy=f"{failure} (only math and reasoning-gym rewards use them)" if failure else "",
+        facts={"locked_down": not failure},
+    )
+
+
 def extras() -> Iterator[Finding]:
     """Yield the optional packages, installed or not."""
     known = requirements().optional

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, Protocol
 
 import anyio
 
+from slipstream.checkpoint.saved import MOST_REPEATS, REMEDY, Saved
 from slipstream.errors import (
     ConfigError,
     DataError,
@@ -28,6 +29,7 @@ from slipstream.errors import (
     check_at_least_one,
 )
 from slipstream.inference.protocol import InferenceEngine
+from slipstream.reading import shown
 from slipstream.rewards.protocol import GroupRewardManager, RewardManager, apply_score
 from slipstream.rollout.filters import GroupFilter, run_filter
 from slipstream.rollout.occupancy import Occupancy
@@ -36,6 +38,7 @@ from slipstream.types import (
     Generation,
     GenerationSink,
     Group,
+    PolicyVersion,
     Prompt,
     Sample,
     SamplingParams,
@@ -53,6 +56,12 @@ _STATUS = {
     StopReason.ABORT: Status.ABORTED,
     StopReason.ERROR: Status.FAILED,
 }
+
+_MOST_TOKENS = 1 << 31
+"""No vocabulary is larger."""
+
+_ROUNDING = 1e-3
+"""No log-prob is above 0 by more than this."""
 
 SURPLUS = "surplus"
 """Drop reason of groups that over-sampling started and the batch did not need."""
@@ -201,14 +210,29 @@ class AsyncRolloutManager:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict()`. Raises DataError if `state` is not one."""
-        try:
-            self._next_group = int(state["next_group"])
-            self._carried = [_group_from(raw) for raw in state["carried"]]
-        except (KeyError, TypeError, ValueError) as error:
+        saved = Saved(state, error=DataError).fields("next_group", "carried")
+        next_group = saved["next_group"].count()
+        carried = [_group_from(group, next_group) for group in saved["carried"].elements()]
+        if self.settings.greedy_baseline and any(group.greedy is None for group in carried):
             raise DataError(
-                f"the rollouts' state in the checkpoint cannot be read ({error!r}); resume from "
-                "another checkpoint"
-            ) from error
+                "carried has a group whose greedy is null, but algorithm.adv_estimator needs a "
+                f"greedy response; {REMEDY}, or set the algorithm.adv_estimator of the earlier run"
+            )
+        indices = [group.index for group in carried]
+        if len(set(indices)) != len(indices):
+            raise DataError(f"carried has a group twice, of the indices {indices[:20]}; {REMEDY}")
+        self._next_group, self._carried = next_group, carried
+
+    @property
+    def started(self) -> int:
+        """The number of groups started since the start of the run, one for each prompt."""
+        return self._next_group
+
+    @property
+    def newest_version(self) -> PolicyVersion:
+        """The newest policy version that wrote a part of an unfinished response; 0 for none."""
+        samples = (sample for group in self._carried for sample in group.members)
+        return max((version for sample in samples for version in sample.versions), default=0)
 
     def _new_groups(self, count: int) -> list[Group]:
         groups = []
@@ -413,26 +437,44 @@ def _raise_one(errors: BaseExceptionGroup[BaseException]) -> NoReturn:
     raise error if isinstance(error, Exception) else errors
 
 
-def _group_from(raw: Mapping[str, Any]) -> Group:
-    return Group(
-        index=int(raw["index"]),
-        prompt=Prompt(**raw["prompt"]),
-        samples=[_sample_from(sample) for sample in raw["samples"]],
-        greedy=None if raw.get("greedy") is None else _sample_from(raw["greedy"]),
-    )
+def _group_from(saved: Saved, groups: int) -> Group:
+    """Return an unfinished group; `groups` have been started."""
+    group: Group = saved.of(Group)
+    if not 0 <= group.index < groups:
+        saved.field("index").refuse(f"the number of one of {groups} groups")
+    if not group.samples:
+        saved.field("samples").refuse("a list with a sample")
+    for place, sample in enumerate(group.members):
+        problem = _problem(sample, place, group)
+        if problem is not None:
+            raise DataError(f"{saved.place}, sample {place}: {problem}; {REMEDY}")
+    return group
 
 
-def _sample_from(raw: Mapping[str, Any]) -> Sample:
-    segments = [
-        Segment(**{**segment, "spans": [VersionSpan(**span) for span in segment["spans"]]})
-        for segment in raw["segments"]
-    ]
-    reason = raw["stop_reason"]
-    return Sample(
-        **{
-            **raw,
-            "segments": segments,
-            "status": Status(raw["status"]),
-            "stop_reason": None if reason is None else StopReason(reason),
-        }
-    )
+def _problem(sample: Sample, place: int, group: Group) -> str | None:
+    """Return why an unfinished sample cannot be continued; None if it can."""
+    if sample.group_index != group.index:
+        return f"group_index={sample.group_index} is not the index of its group, {group.index}"
+    if sample.index != place:
+        return f"index={sample.index} is not its place in the group"
+    for name in ("epoch", "branch", "attempt"):
+        if not 0 <= getattr(sample, name) < MOST_REPEATS:
+            return f"{name}={getattr(sample, name)} is negative or too large"
+    if (sample.uid, sample.epoch) != (group.prompt.uid, group.prompt.epoch):
+        return f"uid={shown(sample.uid)} or epoch={sample.epoch} is not that of its prompt"
+    if not sample.segments or sample.segments[0].ids != group.prompt.ids:
+        return "ids of its first segment are not those of its prompt"
+    for segment in sample.segments:
+        if not all(0 <= token < _MOST_TOKENS for token in segment.ids):
+            return "a token of ids is negative or too large"
+        if not all(0.0 <= weight <= 1.0 for weight in segment.loss_mask):
+            return "an entry of loss_mask is not from 0 to 1"
+        if max([*segment.log_probs, *segment.sampling_log_probs], default=0.0) > _ROUNDING:
+            return "an entry of log_probs or sampling_log_probs is above 0"
+        for span in segment.spans:
+            if not (0 <= span.start <= span.end <= len(segment.ids) and span.version >= 0):
+                return (
+                    f"version={span.version}, start={span.start}, end={span.end} in spans is not a "
+                    f"part of {len(segment.ids)} tokens"
+                )
+    return None

@@ -25,7 +25,7 @@ from slipstream.build.policy import initial_policy
 from slipstream.build.rollouts import eval_settings
 from slipstream.checkpoint.interrupt import GracefulInterrupt
 from slipstream.checkpoint.manager import CheckpointManager, verify
-from slipstream.checkpoint.state import RunState, huggingface_folder
+from slipstream.checkpoint.state import RunState, huggingface_folder, state_file
 from slipstream.config.load import diff
 from slipstream.config.schema import Config
 from slipstream.config.tree import from_dict, to_dict
@@ -124,6 +124,11 @@ class Run:
             return None
         state = RunState.load(path)
         saved, problems = from_dict(state.config)
+        if problems:
+            self.progress.note(
+                f"{state_file(path)}: the settings of the saved run cannot be read "
+                f"({problems[0]}), so they are not compared with this run's"
+            )
         if phase == "rl" and not problems:
             self._announce_schedule(saved)
         if trainer.resume_mode == "auto":

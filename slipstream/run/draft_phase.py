@@ -23,16 +23,24 @@ from slipstream.build import draft as build_draft
 from slipstream.build.policy import initial_policy
 from slipstream.checkpoint.files import read_json, write_json
 from slipstream.checkpoint.manager import CheckpointManager
-from slipstream.checkpoint.state import RunState, data_file, draft_folder, optimizer_file
+from slipstream.checkpoint.saved import MOST_PER_STEP, REMEDY, Saved, check_finite, restoring
+from slipstream.checkpoint.state import (
+    RunState,
+    data_file,
+    draft_folder,
+    optimizer_file,
+    state_file,
+)
 from slipstream.checkpoint.tree import load_tree, save_tree
 from slipstream.config.launch import INTERRUPTED
 from slipstream.config.schema import Config
 from slipstream.config.tree import to_dict
 from slipstream.deadlines import run_in_daemon
 from slipstream.drafter.acceptance import Acceptance, HeldOut, measure_acceptance
-from slipstream.drafter.trainer import Metrics
+from slipstream.drafter.trainer import DraftTrainer, Metrics
 from slipstream.errors import CheckpointError
 from slipstream.loops.draft import train_draft_head
+from slipstream.loops.draft_data import SequenceSource
 from slipstream.models.draft.files import load_draft_head, save_draft_head
 from slipstream.run.context import Run
 from slipstream.run.event_loop import run_async
@@ -171,33 +179,75 @@ class _DraftPhase:
     def _restore(self, folder: Path) -> None:
         """Resume from a verified checkpoint. Raises CheckpointError if it belongs to another phase
         or another policy."""
-        state = RunState.load(folder)
-        if state.phase != "draft":
-            raise CheckpointError(
-                f"{folder} is a checkpoint of phase {state.phase!r}, not of draft head "
-                "training; set another trainer.default_local_dir"
-            )
-        data = read_json(data_file(folder))
-        if data.get("policy") != self._parts.policy_digest:
-            raise CheckpointError(
-                f"{folder} was trained for a policy with other weights than "
-                f"{initial_policy(self._run.config)} has now; start over with "
-                "trainer.resume_mode=disable, from this head with "
-                f"speculative.eagle.spec_model_path={draft_folder(folder)}"
-            )
+        self._before = restore_draft(
+            folder,
+            self._trainer,
+            self._parts.source,
+            policy=str(initial_policy(self._run.config)),
+            policy_digest=self._parts.policy_digest,
+        )
         self._run.progress.note(f"resuming from {folder}")
-        ours = self._trainer.head
-        head = load_draft_head(draft_folder(folder), ours.config)
-        if not ours.is_like(head):
+
+
+def restore_draft(
+    folder: Path,
+    trainer: DraftTrainer,
+    source: SequenceSource,
+    *,
+    policy: str,
+    policy_digest: str,
+) -> Metrics:
+    """Load a verified checkpoint into `trainer` and `source`. Returns the acceptance at the start.
+
+    `policy` is the folder of the policy, for messages. Raises CheckpointError if the checkpoint is
+    corrupt, or belongs to another phase or another policy.
+    """
+    state = RunState.load(folder)
+    if state.phase != "draft":
+        raise CheckpointError(
+            f"{folder} is a checkpoint of phase {state.phase!r}, not of draft head "
+            "training; set another trainer.default_local_dir"
+        )
+    with restoring(data_file(folder)):
+        data = Saved(read_json(data_file(folder))).fields("source", "before", "policy")
+        digest = data["policy"].text()
+        before = _measured(data["before"])
+    if digest != policy_digest:
+        raise CheckpointError(
+            f"{folder} was trained for a policy with other weights than {policy} has now; start "
+            "over with trainer.resume_mode=disable, from this head with "
+            f"speculative.eagle.spec_model_path={draft_folder(folder)}"
+        )
+    head = load_draft_head(draft_folder(folder), trainer.head.config)
+    if not trainer.head.is_like(head):
+        raise CheckpointError(
+            f"{folder} has a draft head of another algorithm, or with other auxiliary layers "
+            "or another draft vocabulary than speculative.eagle says; start over with "
+            "trainer.resume_mode=disable, or restore the options"
+        )
+    with restoring(draft_folder(folder)):
+        check_finite(head.named_parameters())
+    with restoring(optimizer_file(folder)):
+        trainer.load_state_dict(load_tree(optimizer_file(folder)))
+        trainer.check_never_reset()
+        if trainer.step != state.step:
             raise CheckpointError(
-                f"{folder} has a draft head of another algorithm, or with other auxiliary layers "
-                "or another draft vocabulary than speculative.eagle says; start over with "
-                "trainer.resume_mode=disable, or restore the options"
+                f"step is {trainer.step}, but in {state_file(folder).name} it is {state.step}; "
+                f"{REMEDY}"
             )
-        self._trainer.head.load_state_dict(head.state_dict())
-        self._trainer.load_state_dict(load_tree(optimizer_file(folder)))
-        self._parts.source.load_state_dict(data["source"])
-        self._before = data["before"]
+    with restoring(data_file(folder)), restoring("source"):
+        source.load_state_dict(data["source"].value)
+        if (drawn := source.drawn) is not None:
+            Saved(drawn, "the number of prompts drawn").count((1 + state.step) * MOST_PER_STEP)
+    trainer.head.load_state_dict(head.state_dict())
+    return before
+
+
+def _measured(saved: Saved) -> Metrics:
+    """Return saved `acceptance_metrics`. Raises CheckpointError for others."""
+    depths = range(1, 1 + -(-len(dict(saved.items())) // 2))
+    names = [f"draft/accept_{what}_{k}" for k in depths for what in ("depth", "length")]
+    return {name: value.number(0.0) for name, value in saved.fields(*names).items()}
 
 
 def acceptance_metrics(acceptance: Acceptance) -> Metrics:
@@ -210,8 +260,9 @@ def acceptance_metrics(acceptance: Acceptance) -> Metrics:
 
 def acceptance_table(rows: Mapping[str, Metrics]) -> list[str]:
     """Format measurements of `acceptance_metrics` as lines of text, one row per measurement."""
-    first = next(iter(rows.values()))
-    depths = range(1, 1 + sum(name.startswith("draft/accept_depth_") for name in first))
+    # The run may have been resumed with another speculative.draft.accept_depth.
+    counts = [sum(name.startswith("draft/accept_depth_") for name in row) for row in rows.values()]
+    depths = range(1, 1 + min(counts))
     lines = []
     for title, name, form in (
         (

@@ -58,7 +58,7 @@ from slipstream.run.data_proto_step import proto_of_step
 from slipstream.run.engine_metrics import EngineWatch
 from slipstream.run.folder import forget_after
 from slipstream.run.rollout_dump import dump_groups, dump_tokens
-from slipstream.run.snapshot import LastPublished
+from slipstream.run.snapshot import LastPublished, restore_rl, restore_sft
 from slipstream.training.critic import Critic
 from slipstream.training.optim import OptimSettings
 from slipstream.types import Group
@@ -96,10 +96,9 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
     done = 0
     if resume is not None:
         with run.span("setup"):
-            done, data = run.compute.run(
-                lambda: snapshots.restore(resume, backend, run.progress.note)
+            done = run.compute.run(
+                lambda: restore_sft(snapshots, resume, backend, stream, run.progress.note)
             )
-        stream.load_state_dict(data["stream"])
         if done >= total:
             run.progress.note(f"SFT has already done all {total} steps")
             backend.close()
@@ -319,14 +318,18 @@ class _RLPhase:
         done = 0
         if (resume := self._resume) is not None:
             note = self._run.progress.note
-            done, data = self._run.compute.run(
-                lambda: self._snapshots.restore(resume, self._backend, note, self._published)
+            done = self._run.compute.run(
+                lambda: restore_rl(
+                    self._snapshots,
+                    resume,
+                    self._backend,
+                    self._data,
+                    self._rollouts,
+                    note,
+                    kl=self._kl,
+                    published=self._published,
+                )
             )
-            self._data.load_state_dict(data["data_buffer"])
-            self._rollouts.load_state_dict(data["rollouts"])
-            # Missing if the earlier run had no KL penalty.
-            if self._kl is not None and (saved := data.get("kl_in_reward")) is not None:
-                self._kl.load_state_dict(saved)
             if self._drafter is not None:
                 await self._drafter.restore(resume)
         if self._published is not None and not self._published.tensors:

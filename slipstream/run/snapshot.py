@@ -17,20 +17,29 @@ from torch import Tensor
 
 from slipstream import __version__
 from slipstream.checkpoint.files import read_json
-from slipstream.checkpoint.layout import published_file
 from slipstream.checkpoint.manager import CheckpointManager
+from slipstream.checkpoint.saved import MOST_PER_STEP, REMEDY, Saved, restoring
 from slipstream.checkpoint.state import (
     RunState,
     adapter_folder,
+    cotraining_file,
     critic_folder,
     critic_optimizer_file,
     data_file,
     huggingface_folder,
     optimizer_file,
+    published_file,
+    state_file,
 )
 from slipstream.checkpoint.tree import load_tree, save_tree
+from slipstream.config.tree import from_dict
+from slipstream.data.data_buffer import DataBuffer
 from slipstream.errors import CheckpointError
 from slipstream.kernels import processor
+from slipstream.loops.rl_batch import KLInReward
+from slipstream.loops.sft import SampleStream
+from slipstream.reading import shown
+from slipstream.rollout.manager import AsyncRolloutManager
 from slipstream.training.critic import Critic
 from slipstream.training.protocol import TrainingBackend
 from slipstream.types import WeightUpdate
@@ -62,6 +71,23 @@ class LastPublished:
         # In host memory, because they are rarely used.
         self.version = update.version
         self.tensors = {name: tensor.cpu() for name, tensor in update.tensors()}
+
+    def restore(self, state: Any, backend: TrainingBackend) -> None:
+        """Restore the weights and their version from a tree.
+
+        Raises CheckpointError if they are not those of an earlier version of the backend's policy.
+        """
+        saved = Saved(state).fields("version", "tensors")
+        version = saved["version"].count(backend.weight_version)
+        found = dict(saved["tensors"].items())
+        names = set()
+        for name, like in backend.publish(advance=False).tensors():
+            saved["tensors"].field(name).tensor(like)
+            names.add(name)
+        if more := sorted(found.keys() - names):
+            raise CheckpointError(f"tensors.{more[0]} is not a weight of the policy; {REMEDY}")
+        self.version = version
+        self.tensors = {name: tensor.value for name, tensor in found.items()}
 
     def as_update(self) -> WeightUpdate:
         return WeightUpdate(version=self.version, buckets=[list(self.tensors.items())])
@@ -179,12 +205,107 @@ class Snapshots:
                 "the order of sums differs, so the last bits of numbers may differ"
             )
         # Base weights and adapter cannot be recovered from merged weights bit for bit.
-        if not backend.load_training_state(optimizer_file(folder)):
-            backend.load_policy(huggingface_folder(folder))
+        with restoring(optimizer_file(folder)):
+            has_weights = backend.load_training_state(optimizer_file(folder))
+            if backend.weight_version != state.policy_version:
+                raise CheckpointError(
+                    f"counts.weight_version is {backend.weight_version}, but policy_version in "
+                    f"{state_file(folder).name} is {state.policy_version}; {REMEDY}"
+                )
+            Saved(state.policy_version, "policy_version").count((1 + state.step) * MOST_PER_STEP)
+        if not has_weights:
+            with restoring(huggingface_folder(folder)):
+                backend.load_policy(huggingface_folder(folder))
         if published is not None and published_file(folder).exists():
-            tree = load_tree(published_file(folder))
-            published.version, published.tensors = tree["version"], tree["tensors"]
+            with restoring(published_file(folder)):
+                published.restore(load_tree(published_file(folder)), backend)
         data = read_json(data_file(folder))
         if not isinstance(data, dict):
-            raise CheckpointError(f"{data_file(folder)} is corrupt: not a JSON object")
+            raise CheckpointError(
+                f"{data_file(folder)} is corrupt: it contains {shown(data)}, not an object; "
+                f"{REMEDY}"
+            )
         return state.step, data
+
+
+def restore_sft(
+    snapshots: Snapshots,
+    folder: Path,
+    backend: TrainingBackend,
+    stream: SampleStream,
+    notify: Callable[[str], None],
+) -> int:
+    """Load a verified checkpoint of SFT into `backend` and `stream`, and return its step.
+
+    Raises CheckpointError if it is corrupt, and DataError if it was made with other samples.
+    """
+    step, data = snapshots.restore(folder, backend, notify)
+    with restoring(data_file(folder)):
+        position = Saved(data).fields("stream")["stream"]
+        with restoring(position.place):
+            stream.load_state_dict(position.value)
+            Saved(stream.drawn, "the number of samples drawn").count(
+                step * MOST_PER_STEP, least=step
+            )
+    return step
+
+
+def restore_rl(
+    snapshots: Snapshots,
+    folder: Path,
+    backend: TrainingBackend,
+    data: DataBuffer,
+    rollouts: AsyncRolloutManager,
+    notify: Callable[[str], None],
+    *,
+    kl: KLInReward | None = None,
+    published: LastPublished | None = None,
+) -> int:
+    """Load a verified checkpoint of RL into the parts of a run, and return its step.
+
+    Co-training and the critic restore themselves. Raises CheckpointError if the checkpoint is
+    corrupt, and DataError if it was made with other data.
+    """
+    step, state = snapshots.restore(folder, backend, notify, published)
+    check_complete(folder, state)
+    with restoring(data_file(folder)):
+        saved = Saved(state).fields("data_buffer", "rollouts", optional=("kl_in_reward",))
+        with restoring("data_buffer"):
+            data.load_state_dict(saved["data_buffer"].value)
+        with restoring("rollouts"):
+            rollouts.load_state_dict(saved["rollouts"].value)
+            Saved(rollouts.started, "next_group").count(step * MOST_PER_STEP, least=step)
+            newest = Saved(rollouts.newest_version, "the largest version of spans")
+            newest.count(backend.weight_version, least=-1)
+        if data.drawn is not None and data.drawn != rollouts.started:
+            raise CheckpointError(
+                f"data_buffer is at prompt {data.drawn}, but rollouts.next_group is "
+                f"{rollouts.started}; {REMEDY}"
+            )
+        # Missing if the earlier run had no KL penalty.
+        if "kl_in_reward" in saved and kl is not None:
+            with restoring("kl_in_reward"):
+                kl.load_state_dict(saved["kl_in_reward"].value)
+    return step
+
+
+def check_complete(folder: Path, data: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a part is missing that the settings of the saved run demand."""
+    config, problems = from_dict(RunState.load(folder).config)
+    if problems:
+        return
+    for demands, there, part in (
+        (config.trainer.sync_every > 1, published_file(folder).exists(), published_file(folder)),
+        (
+            config.speculative.train.enable_drafter_training,
+            cotraining_file(folder).exists(),
+            cotraining_file(folder),
+        ),
+        (
+            config.algorithm.use_kl_in_reward,
+            "kl_in_reward" in data,
+            f"{data_file(folder)}: entry 'kl_in_reward'",
+        ),
+    ):
+        if demands and not there:
+            raise CheckpointError(f"{part} is missing; {REMEDY}")

@@ -11,7 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from slipstream.checkpoint.saved import REMEDY, is_finite
+from slipstream.errors import CheckpointError
 from slipstream.models.sharded import full, slice_like, whole_copy
+
+LARGEST_STEP = 1 << 24
+"""Step counts are float32, which has no larger successive integers. They stay at this value."""
 
 
 class AdamW:
@@ -82,18 +87,37 @@ class AdamW:
                 full(value)
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Restore `state_dict()`. Names and shapes must match the parameters."""
-        self._state = {
-            name: {key: self._placed(name, value) for key, value in entries.items()}
+        """Restore `state_dict()`. Names and shapes must match the parameters.
+
+        Raises CheckpointError for values that no update writes.
+        """
+        placed = {
+            name: {key: self._placed(name, key, value) for key, value in entries.items()}
             for name, entries in state.items()
         }
+        self._state = placed
 
-    def _placed(self, name: str, value: Tensor) -> Tensor:
+    def steps(self) -> int:
+        """The largest number of updates of a parameter."""
+        return max((int(state["step"].item()) for state in self._state.values()), default=0)
+
+    def _placed(self, name: str, key: str, value: Tensor) -> Tensor:
         """A copy of one entry on its parameter's device, sharded like it. Step counts are not
         sharded."""
         parameter = self._parameters[name]
         copied = value.to(device=parameter.device, copy=True)
-        return slice_like(copied, parameter) if value.ndim else copied
+        # A parameter may have no dimension, too.
+        result = copied if key == "step" else slice_like(copied, parameter)
+        own = getattr(result, "to_local", lambda: result)()
+        if not is_finite(own):
+            problem = "has NaN or infinite values"
+        elif key != "exp_avg" and bool((own < 0).any()):
+            problem = "has negative values"
+        elif key == "step" and not (float(own).is_integer() and own <= LARGEST_STEP):
+            problem = f"is {float(own):g}, not a whole number up to {LARGEST_STEP}"
+        else:
+            return result
+        raise CheckpointError(f"adamw.{name}.{key} {problem}; {REMEDY}")
 
     def _state_of(self, name: str) -> dict[str, Tensor]:
         state = self._state.get(name)

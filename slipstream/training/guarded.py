@@ -6,17 +6,21 @@ This module knows gradients and an optimizer, not the model. The backends and th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
+from slipstream.checkpoint.saved import REMEDY, Saved, restoring
 from slipstream.errors import CheckpointError, ConfigError, TrainingError
 from slipstream.models.sharded import full
 from slipstream.training.optim import PolicyOptimizer
 from slipstream.training.protocol import StateTree
 
 _COUNTS = ("updates", "optimizer_steps", "skipped_steps", "nonfinite_in_a_row")
+WEIGHT_VERSION = "weight_version"
+"""The count that a backend adds."""
+_OF_BACKENDS = ("lora",)
+"""The entry that a backend adds if it trains an adapter."""
 
 
 class GuardedOptimizer:
@@ -127,19 +131,19 @@ class GuardedOptimizer:
         Raises:
             CheckpointError: the state is incomplete, or belongs to another optimizer or model.
         """
-        optimizer, counts = entry(state, "optimizer"), entry(state, "counts")
-        values = {name: int(entry(counts, name)) for name in _COUNTS}
-        self.optimizer.load_state_dict(optimizer)
+        saved = Saved(state).fields("optimizer", "counts", optional=_OF_BACKENDS)
+        counts = saved["counts"].fields(*_COUNTS, optional=(WEIGHT_VERSION,))
+        values = {name: counts[name].count() for name in _COUNTS}
+        done = values["optimizer_steps"] + values["skipped_steps"]
+        if values["updates"] != done or values["nonfinite_in_a_row"] > values["skipped_steps"]:
+            text = ", ".join(f"{name}={value}" for name, value in values.items())
+            raise CheckpointError(
+                f"the counts {text} contradict each other: updates is the sum of optimizer_steps "
+                f"and skipped_steps, and nonfinite_in_a_row a part of the latter; {REMEDY}"
+            )
+        with restoring("optimizer"):
+            self.optimizer.load_state_dict(saved["optimizer"].value)
+            self.optimizer.check_steps(values["optimizer_steps"])
         for name, value in values.items():
             setattr(self, name, value)
         self.forget_gradients()
-
-
-def entry(state: Mapping[str, Any], name: str) -> Any:
-    """One entry of a training state. Raises CheckpointError if it is missing."""
-    if name not in state:
-        raise CheckpointError(
-            f"training state: entry {name!r} is missing; the checkpoint is incomplete, or another "
-            "version of Slipstream wrote it"
-        )
-    return state[name]

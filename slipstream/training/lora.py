@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.checkpoint.saved import Saved
 from slipstream.errors import CheckpointError
 from slipstream.models.lora import adapter_tensors, lora_layers
 from slipstream.models.sharded import assign
@@ -60,35 +61,33 @@ def check_adapter_state(module: nn.Module, state: dict[str, Any] | None, base: s
             "the checkpoint's run trained all weights, but this run trains a LoRA adapter; resume "
             "with actor_rollout_ref.model.lora_rank=0, or start a new run from its weights"
         )
+    saved = Saved(state, "lora").fields("rank", "alpha", "base", "tensors")
+    rank, alpha = saved["rank"].count(), saved["alpha"].number()
     if not own:
         raise CheckpointError(
-            f"the checkpoint's run trained a LoRA adapter of rank {state['rank']}, but this run "
+            f"the checkpoint's run trained a LoRA adapter of rank {rank}, but this run "
             "trains all weights; resume with the same actor_rollout_ref.model.lora_rank, or start "
             "a new run from its merged weights"
         )
     config = next(iter(lora_layers(module).values())).config
     for name, theirs, ours in (
-        ("lora_rank", state["rank"], config.rank),
-        ("lora_alpha", state["alpha"], config.alpha),
+        ("lora_rank", rank, config.rank),
+        ("lora_alpha", alpha, config.alpha),
     ):
         if theirs != ours:
             raise CheckpointError(
                 f"the checkpoint has actor_rollout_ref.model.{name}={theirs:g}, but this run has "
                 f"{ours:g}; resume with actor_rollout_ref.model.{name}={theirs:g}"
             )
-    tensors: dict[str, Tensor] = state["tensors"]
+    tensors = dict(saved["tensors"].items())
     if odd := sorted(tensors.keys() ^ own.keys()):
         raise CheckpointError(
             f"the checkpoint's LoRA adapter and this run's disagree about {odd[0]}; resume with "
             "the same actor_rollout_ref.model.target_modules and exclude_modules"
         )
     for name, tensor in tensors.items():
-        if tensor.shape != own[name].shape:
-            raise CheckpointError(
-                f"{name} has shape {tuple(tensor.shape)} in the checkpoint, but "
-                f"{tuple(own[name].shape)} in this run: the checkpoint belongs to another model"
-            )
-    if state["base"] != base:
+        tensor.tensor(own[name])
+    if saved["base"].text() != base:
         raise CheckpointError(
             "the checkpoint's LoRA adapter was trained on other base weights than this run's; "
             "resume with the same actor_rollout_ref.model.path (after SFT: with its checkpoint in "

@@ -15,6 +15,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from slipstream.checkpoint.saved import REMEDY, is_finite
+from slipstream.errors import CheckpointError
 from slipstream.models.sharded import full, slice_like
 
 NEWTON_SCHULZ_STEPS = 5
@@ -59,6 +61,11 @@ class BatchedMuon:
             self._stacks.setdefault(shape, []).append(name)
         self._buffers: dict[tuple[int, int], Tensor] = {}
 
+    @property
+    def started(self) -> bool:
+        """Whether there is momentum: whether there was an update."""
+        return bool(self._buffers)
+
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Update all parameters from their gradients.
@@ -89,7 +96,15 @@ class BatchedMuon:
         }
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
-        """Restore `state_dict()`. Names and shapes must match the parameters."""
+        """Restore `state_dict()`. Names and shapes must match the parameters.
+
+        Raises CheckpointError for NaN and infinite values.
+        """
+        for name, entries in state.items():
+            if not is_finite(entries["momentum_buffer"]):
+                raise CheckpointError(
+                    f"muon.{name}.momentum_buffer has NaN or infinite values; {REMEDY}"
+                )
         self._buffers = {}
         if not state:
             return

@@ -8,15 +8,17 @@ names. The backends call it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from slipstream.checkpoint.saved import REMEDY, Saved
 from slipstream.errors import CheckpointError, ConfigError
-from slipstream.training.adamw import AdamW
+from slipstream.reading import shown_path
+from slipstream.training.adamw import LARGEST_STEP, AdamW
 from slipstream.training.muon import BatchedMuon
 
 OptimizerName = Literal["AdamW", "Muon"]
@@ -202,35 +204,61 @@ class PolicyOptimizer:
         """Restore `state_dict()`.
 
         Raises:
-            CheckpointError: the state belongs to another optimizer or another model.
+            CheckpointError: the state belongs to another optimizer or another model, or has values
+                that no optimizer writes.
         """
-        if state["optimizer"] != self.settings.optimizer:
+        saved = Saved(state).fields("optimizer", "adamw", "muon")
+        if saved["optimizer"].text() != self.settings.optimizer:
             raise CheckpointError(
-                f"the checkpoint's optimizer is {state['optimizer']}, but this run's is "
-                f"{self.settings.optimizer}; resume with the same optimizer, or start a new run "
+                f"the checkpoint's optimizer is {shown_path(state['optimizer'])}, but this run's "
+                f"is {self.settings.optimizer}; resume with the same optimizer, or start a new run "
                 "from the saved weights"
             )
-        adamw: dict[str, dict[str, Tensor]] = state["adamw"]
-        _check_state(adamw, self._rest)
-        _check_state(state["muon"], self._matrices)
+        scalar = torch.zeros(())
+        adamw = _entries(
+            saved["adamw"], self._rest, {"step": scalar, "exp_avg": None, "exp_avg_sq": None}
+        )
+        muon = _entries(saved["muon"], self._matrices, {"momentum_buffer": None})
         self._adamw.load_state_dict(adamw)
         if self._muon is not None:
-            self._muon.load_state_dict(state["muon"])
+            self._muon.load_state_dict(muon)
+
+    def steps(self) -> int:
+        """The largest number of updates of a parameter, as far as AdamW counts them."""
+        return self._adamw.steps()
+
+    def check_steps(self, steps: int) -> None:
+        """Raise CheckpointError unless the restored state is that after `steps` updates."""
+        if self._rest and (found := self.steps()) != min(steps, LARGEST_STEP):
+            raise CheckpointError(
+                f"the step counts of adamw are up to {found}, but {steps} updates were made; "
+                f"{REMEDY}"
+            )
+        if self._muon is not None and self._muon.started != (steps > 0):
+            found = "a" if self._muon.started else "no"
+            raise CheckpointError(f"muon has {found} momentum after {steps} updates; {REMEDY}")
 
 
-def _check_state(state: dict[str, dict[str, Tensor]], parameters: dict[str, nn.Parameter]) -> None:
-    """Raise CheckpointError unless `state` is empty or fits the parameters in names and shapes."""
-    if state and set(state) != set(parameters):
-        odd = sorted(set(state) ^ set(parameters))[0]
+def _entries(
+    saved: Saved, parameters: dict[str, nn.Parameter], kinds: Mapping[str, Tensor | None]
+) -> dict[str, dict[str, Tensor]]:
+    """Return the state of each parameter: one tensor per kind, by default in its form.
+
+    The state is empty before the first step. Values are checked where they are placed, because a
+    process needs only its shard of them.
+    """
+    found = dict(saved.items())
+    if found and found.keys() != parameters.keys():
+        odd = sorted(found.keys() ^ parameters.keys())[0]
         raise CheckpointError(
             f"the optimizer state and the model disagree about parameter {odd!r}: the checkpoint "
             "belongs to another model"
         )
-    for name, entries in state.items():
-        for key, value in entries.items():
-            if value.ndim and value.shape != parameters[name].shape:
-                raise CheckpointError(
-                    f"optimizer state {key} of {name!r} has shape {tuple(value.shape)}, but the "
-                    f"parameter has {tuple(parameters[name].shape)}: the checkpoint belongs to "
-                    "another model"
-                )
+    states = {}
+    for name, entry in found.items():
+        entries = entry.fields(*kinds)
+        states[name] = {
+            kind: entries[kind].tensor(parameters[name] if like is None else like, finite=False)
+            for kind, like in kinds.items()
+        }
+    return states

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slipstream.algorithms.full_kl import KLDirection
 from slipstream.algorithms.log_probs import DEFAULT_KEEP_BYTES
+from slipstream.checkpoint.saved import Saved, check_finite
 from slipstream.checkpoint.tree import load_tree
 from slipstream.errors import ConfigError, TrainingError
 from slipstream.models.decoder import Decoder
@@ -41,7 +42,7 @@ from slipstream.models.policy import (
     save_policy,
 )
 from slipstream.training.compute_thread import ComputeThread
-from slipstream.training.guarded import GuardedOptimizer, entry
+from slipstream.training.guarded import WEIGHT_VERSION, GuardedOptimizer
 from slipstream.training.lora import adapter_state, check_adapter_state, load_adapter_state
 from slipstream.training.losses import LossFn, rollout_difference, sft_loss
 from slipstream.training.optim import OptimSettings, PolicyOptimizer
@@ -335,12 +336,14 @@ class SingleProcessBackend:
         Blocks, so do not call it on an event loop.
 
         Raises:
-            CheckpointError: the folder is missing or corrupt, or belongs to another model.
+            CheckpointError: the folder is missing or corrupt, belongs to another model, or has
+                weights that are NaN or infinite.
         """
 
         def load() -> None:
             self._freeze_snapshots()
             load_weights_from(self.decoder, folder)
+            check_finite(self.decoder.named_parameters())
 
         self._compute.run(load)
 
@@ -556,7 +559,7 @@ class SingleProcessBackend:
 
     def _state_dict(self) -> StateTree:
         state = self._guarded.state_dict()
-        state["counts"]["weight_version"] = self._weight_version
+        state["counts"][WEIGHT_VERSION] = self._weight_version
         if self._lora:
             state["lora"] = adapter_state(self.decoder, self._base())
         return state
@@ -568,7 +571,8 @@ class SingleProcessBackend:
         return self._base_digest
 
     def _load_state_dict(self, state: StateTree) -> None:
-        version = int(entry(entry(state, "counts"), "weight_version"))
+        saved = Saved(state).fields("optimizer", "counts", optional=("lora",))
+        version = saved["counts"].field(WEIGHT_VERSION).count()
         lora = state.get("lora")
         check_adapter_state(self.decoder, lora, self._base() if self._lora else "")
         self._guarded.load_state_dict(state)

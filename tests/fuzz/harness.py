@@ -59,11 +59,13 @@ def deadline(seconds: int = DEADLINE_S) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def try_input(result: Result, name: str, attempt: Callable[[], str], *named: str) -> None:
+def try_input(
+    result: Result, name: str, attempt: Callable[[], str], *named: str, never_right: bool = False
+) -> None:
     """Run `attempt`, and record its outcome.
 
     It returns the text of a refusal, or "" if it accepts the input; it may also raise the refusal.
-    The text must have one of `named`.
+    The text must have one of `named`. An input that is `never_right` must not be accepted.
     """
     try:
         with deadline():
@@ -82,6 +84,8 @@ def try_input(result: Result, name: str, attempt: Callable[[], str], *named: str
         return
     if not text:
         result.outcomes["accepted"] += 1
+        if never_right:
+            result.wrong.append(f"{name}: accepted")
     elif named and not any(part in text for part in named):
         result.outcomes["unnamed"] += 1
         result.wrong.append(f"{name}: the text does not name {named}: {text[:300]!a}")

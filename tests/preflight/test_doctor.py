@@ -56,6 +56,7 @@ def test_json_output_contains_the_facts_of_all_checks(
     assert memory["facts"]["cgroups"] == (
         groups.version if (groups := memory_groups().groups) else None
     )
+    assert ("sandbox", "scoring workers") in by_name
     assert by_name["engines", "embedded"]["facts"] == {"found": True}
 
 
@@ -212,6 +213,13 @@ def test_a_memory_limit_without_cgroups_is_a_note(monkeypatch: pytest.MonkeyPatc
     assert (only.status, only.facts) == ("note", {"cgroups": None})
     assert only.remedy.startswith("no cgroup may be written; ")
     assert "systemd-run --user --scope" in only.remedy
+def test_workers_without_a_lock_down_are_only_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "slipstream.rewards.workers.WorkerPool.call", lambda *_: "darwin has no seccomp"
+    )
+    (found,) = doctor_checks.scoring_workers()
+    assert (found.status, found.facts) == ("note", {"locked_down": False})
+    assert found.remedy.startswith("darwin has no seccomp (only math and reasoning-gym rewards")
 
 
 def test_differing_log_probs_are_a_problem_if_row_identity_holds(

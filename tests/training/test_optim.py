@@ -200,5 +200,5 @@ def test_rejects_the_state_of_another_optimizer_or_model() -> None:
     with pytest.raises(CheckpointError, match=r"parameter 'model\.layers\.2"):
         deeper.load_state_dict(state)
     state["adamw"]["model.norm.weight"]["exp_avg"] = torch.zeros(3)
-    with pytest.raises(CheckpointError, match=r"exp_avg of 'model\.norm\.weight' has shape \(3,\)"):
+    with pytest.raises(CheckpointError, match=r"adamw\.model\.norm\.weight\.exp_avg is .*\(3,\)"):
         adamw.load_state_dict(state)

@@ -1,26 +1,53 @@
-"""A seccomp filter of system calls that no solution of a programming task needs.
+"""Seccomp filters of system calls, and the one for programs in the sandbox.
 
-The refused calls allocate memory that the process and file limits do not count, or give a program
-more access to the kernel. The filter is a classic BPF program, as `bwrap --seccomp` reads it. The
-numbers are Linux system call numbers.
+A filter is a classic BPF program, as `bwrap --seccomp` and the kernel read it. `filter_program`
+writes it from rules. The rules of the sandbox refuse calls that no solution of a programming task
+needs. These calls allocate memory that the process and file limits do not count, or give a program
+more access to the kernel. The numbers are Linux system call numbers.
 """
 
 from __future__ import annotations
 
 import platform
 import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from slipstream.errors import RewardError
 
-_LOAD_WORD, _JUMP_EQUAL, _JUMP_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
-_NUMBER_AT, _MACHINE_AT = 0, 4
+_LOAD_WORD, _RETURN = 0x20, 0x06
+_JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT = 0x15, 0x35, 0x45
+_NUMBER_AT, _MACHINE_AT, _ARGUMENTS_AT = 0, 4, 16
 """Byte offsets in `struct seccomp_data`."""
-_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050001, 0x80000000
-"""Return values of the filter; refused calls fail with EPERM."""
+ALLOW, REFUSE, ABSENT, _KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
+"""Return values of a filter. A refused call fails with EPERM. A call that is absent fails with
+ENOSYS, as on a kernel without it; the C library then uses an older call."""
 _X32 = 0x40000000
 """Numbers from here on are those of the x32 ABI, which runs on x86_64."""
 
-_NUMBERS = {
+_Line = tuple[int, int, int, int]
+"""An instruction: code, jumps if true and if false, and value."""
+
+Numbers = tuple[int | None, int | None]
+"""Number of a call on x86_64 and on aarch64; None on a machine without the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallRules:
+    """The calls that a filter does not allow.
+
+    `refused`, and `absent`: by name, the numbers of calls that always fail. `checked`: by name, the
+    numbers and the checks of calls that fail for some arguments. Calls from number `unknown_from`
+    on are absent.
+    """
+
+    refused: Mapping[str, Numbers]
+    checked: Mapping[str, tuple[Numbers, Sequence[Sequence[_Line]]]] = field(default_factory=dict)
+    absent: Mapping[str, Numbers] = field(default_factory=dict)
+    unknown_from: int | None = None
+
+
+SANDBOX_REFUSED: dict[str, Numbers] = {
     # name: x86_64, aarch64
     "shmget": (29, 194),
     "semget": (64, 190),
@@ -64,17 +91,32 @@ _NUMBERS = {
 }
 
 
-def _argument(place: int) -> list[tuple[int, int, int, int]]:
+def argument(place: int) -> list[_Line]:
     """Load the lower half of an argument; the upper half of an `int` does not count."""
-    return [(_LOAD_WORD, 0, 0, 16 + 8 * place)]
+    return [(_LOAD_WORD, 0, 0, _ARGUMENTS_AT + 8 * place)]
 
 
-def _any_of(values: tuple[int, ...], result: int) -> list[tuple[int, int, int, int]]:
+def any_of(values: Sequence[int], result: int) -> list[_Line]:
     """Return `result` if the loaded word is one of `values`."""
     return [line for v in values for line in ((_JUMP_EQUAL, 0, 1, v), (_RETURN, 0, 0, result))]
 
 
-def _otherwise(result: int) -> list[tuple[int, int, int, int]]:
+def any_bit_of(mask: int, result: int) -> list[_Line]:
+    """Return `result` if the loaded word has one of the bits of `mask`."""
+    return [(_JUMP_ANY_BIT, 0, 1, mask), (_RETURN, 0, 0, result)]
+
+
+def unless_null(place: int, result: int) -> list[_Line]:
+    """Return `result` if an argument, a pointer, is not null."""
+    low = _ARGUMENTS_AT + 8 * place
+    halves = ((_LOAD_WORD, 0, 0, low), (_LOAD_WORD, 0, 0, low + 4))
+    return [
+        line for half in halves for line in (half, (_JUMP_EQUAL, 1, 0, 0), (_RETURN, 0, 0, result))
+    ]
+
+
+def otherwise(result: int) -> list[_Line]:
+    """Return `result`."""
     return [(_RETURN, 0, 0, result)]
 
 
@@ -83,46 +125,66 @@ _BUFFER_SIZES = (7, 8, 32, 33)
 """SO_SNDBUF, SO_RCVBUF, and the two that ignore the system's limit."""
 _F_SETPIPE_SZ = 1031
 
-_ONLY_UNIX = (_argument(0), _any_of((_AF_UNIX,), _ALLOW), _otherwise(_REFUSE))
+_ONLY_UNIX = (argument(0), any_of((_AF_UNIX,), ALLOW), otherwise(REFUSE))
 
-_BY_ARGUMENTS = {
-    # name: (x86_64, aarch64), checks. Sockets of other families reach the host (AF_VSOCK), or
-    # hold more memory of the kernel than Unix sockets. Larger buffers hold more, too.
-    "socket": ((41, 198), _ONLY_UNIX),
-    "socketpair": ((53, 199), _ONLY_UNIX),
-    "setsockopt": (
-        (54, 208),
-        (_argument(2), _any_of(_BUFFER_SIZES, _REFUSE), _otherwise(_ALLOW)),
-    ),
-    "fcntl": ((72, 25), (_argument(1), _any_of((_F_SETPIPE_SZ,), _REFUSE), _otherwise(_ALLOW))),
-}
-"""Calls that are refused for some arguments."""
+SANDBOX = CallRules(
+    SANDBOX_REFUSED,
+    {
+        # Sockets of other families reach the host (AF_VSOCK), or hold more memory of the kernel
+        # than Unix sockets. Larger buffers hold more, too.
+        "socket": ((41, 198), _ONLY_UNIX),
+        "socketpair": ((53, 199), _ONLY_UNIX),
+        "setsockopt": (
+            (54, 208),
+            (argument(2), any_of(_BUFFER_SIZES, REFUSE), otherwise(ALLOW)),
+        ),
+        "fcntl": ((72, 25), (argument(1), any_of((_F_SETPIPE_SZ,), REFUSE), otherwise(ALLOW))),
+    },
+)
+"""Rules for programs in the sandbox."""
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Column of `_NUMBERS`, and the kernel's number of the architecture."""
+"""Column of the numbers, and the kernel's number of the architecture."""
+
+
+def has_numbers(machine: str) -> bool:
+    """Return whether the numbers of a machine's system calls are known here."""
+    return machine in _MACHINES
 
 
 def call_filter(machine: str | None = None) -> bytes:
-    """Return the filter for a machine, by default this one. Raises RewardError if it is unknown."""
+    """Return the sandbox's filter for a machine, by default this one.
+
+    Raises RewardError if the machine is unknown.
+    """
     machine = machine or platform.machine()
-    if machine not in _MACHINES:
+    if not has_numbers(machine):
         raise RewardError(
             f"code cannot be isolated on {machine}, because its system calls are not listed here "
             f"(known: {', '.join(_MACHINES)}); set reward_model.sandbox_fusion.url to a service"
         )
+    return filter_program(SANDBOX, machine)
+
+
+def filter_program(rules: CallRules, machine: str) -> bytes:
+    """Return the filter of some rules for a machine whose numbers are known."""
     column, audit = _MACHINES[machine]
-    code = [
+    code: list[_Line] = [
         (_LOAD_WORD, 0, 0, _MACHINE_AT),
         (_JUMP_EQUAL, 1, 0, audit),
         (_RETURN, 0, 0, _KILL),
         (_LOAD_WORD, 0, 0, _NUMBER_AT),
         (_JUMP_AT_LEAST, 0, 1, _X32),
-        (_RETURN, 0, 0, _REFUSE),
+        (_RETURN, 0, 0, REFUSE),
     ]
-    for numbers in _NUMBERS.values():
-        code += [(_JUMP_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _REFUSE)]
-    for calls, checks in _BY_ARGUMENTS.values():
-        body = [line for check in checks for line in check]
-        code += [(_JUMP_EQUAL, 0, len(body), calls[column]), *body]
-    code.append((_RETURN, 0, 0, _ALLOW))
+    if rules.unknown_from is not None:
+        code += [(_JUMP_AT_LEAST, 0, 1, rules.unknown_from), (_RETURN, 0, 0, ABSENT)]
+    for calls, result in ((rules.refused, REFUSE), (rules.absent, ABSENT)):
+        known = [number for numbers in calls.values() if (number := numbers[column]) is not None]
+        code += any_of(known, result)
+    for numbers, checks in rules.checked.values():
+        if (number := numbers[column]) is not None:
+            body = [line for check in checks for line in check]
+            code += [(_JUMP_EQUAL, 0, len(body), number), *body]
+    code += otherwise(ALLOW)
     return b"".join(struct.pack("=HBBI", *line) for line in code)

@@ -27,6 +27,8 @@ def answer(program: bytes, machine: int, number: int, *arguments: int) -> int:
             at += true if value == k else false
         elif code == 0x35:
             at += true if value >= k else false
+        elif code == 0x45:
+            at += true if value & k else false
         else:
             assert code == 0x06
             return int(k)
