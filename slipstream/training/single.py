@@ -162,8 +162,11 @@ class SingleProcessBackend:
         chosen = loss or self._loss
         return self._compute.submit(lambda: self._forward_backward(batch, chosen, sink))
 
-    def optim_step(self) -> TrainFuture[dict[str, float]]:
+    def optim_step(self, schedule_step: int | None = None) -> TrainFuture[dict[str, float]]:
         """Clip the gradients, update the weights, and clear the gradients.
+
+        `schedule_step` is the step of the learning rate schedule, from 0; None for the number of
+        calls so far.
 
         Metrics: `<prefix>/grad_norm` (before clipping; absent if the loss was not finite),
         `<prefix>/lr`, `<prefix>/muon_lr` with Muon, and `training/skipped_steps`, the number of
@@ -172,7 +175,7 @@ class SingleProcessBackend:
         Raises (when awaited):
             TrainingError: there are no gradients, or too many non-finite updates in a row.
         """
-        return self._change(self._optim_step)
+        return self._change(lambda: self._optim_step(schedule_step))
 
     def compute_log_probs(
         self, batch: TrainBatch, *, sink: FeatureSink | None = None
@@ -549,8 +552,8 @@ class SingleProcessBackend:
                     )
         return self._all_tokens(batch, out)
 
-    def _optim_step(self) -> dict[str, float]:
-        metrics = self._guarded.step(self._freeze_snapshots)
+    def _optim_step(self, schedule_step: int | None) -> dict[str, float]:
+        metrics = self._guarded.step(self._freeze_snapshots, schedule_step=schedule_step)
         metrics["training/skipped_steps"] = float(self._guarded.skipped_steps)
         return metrics
 
