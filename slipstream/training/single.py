@@ -21,6 +21,7 @@ from slipstream.algorithms.full_kl import KLDirection
 from slipstream.algorithms.log_probs import DEFAULT_KEEP_BYTES
 from slipstream.checkpoint.tree import load_tree
 from slipstream.errors import ConfigError, TrainingError
+from slipstream.metrics.resident import FreedMemory
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_policy import HFPolicy
 from slipstream.models.lora import (
@@ -139,6 +140,7 @@ class SingleProcessBackend:
         self._owns_compute = compute is None
         self._snapshots: weakref.WeakSet[WeightSnapshot] = weakref.WeakSet()
         self._pending_changes = 0
+        self._freed = FreedMemory()
         self._lock = threading.Lock()
         self._weight_version = 0
 
@@ -554,6 +556,8 @@ class SingleProcessBackend:
 
     def _optim_step(self, schedule_step: int | None) -> dict[str, float]:
         metrics = self._guarded.step(self._freeze_snapshots, schedule_step=schedule_step)
+        # Without this, the heap has more gaps after each step, and the process grows.
+        self._freed.give_back()
         metrics["training/skipped_steps"] = float(self._guarded.skipped_steps)
         return metrics
 
