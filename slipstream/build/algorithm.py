@@ -104,6 +104,8 @@ def rl_config(config: Config, num_steps: int, start_step: int) -> RLTrainingConf
         critic_mini_batch_size=None if critic_mini == batch else critic_mini,
         critic_epochs=critic_epochs,
         critic_warmup=config.trainer.critic_warmup,
+        schedule_by_rl_step=a.optim.lr_schedule_unit == "rl_step",
+        critic_schedule_by_rl_step=config.critic.optim.lr_schedule_unit == "rl_step",
         shuffle=order if a.shuffle else None,
         critic_shuffle=order if shuffles else None,
         sync_every=config.trainer.sync_every,

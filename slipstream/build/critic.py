@@ -95,8 +95,10 @@ def make_critic(
 
 def critic_optim(config: Config, rl_steps: int) -> OptimSettings:
     """The critic's optimizer and schedule for `rl_steps` RL steps. Raises ConfigError."""
-    epochs, mini = critic_updates(config)
-    steps = rl_steps * epochs * (config.data.train_batch_size // mini)
+    steps = rl_steps
+    if config.critic.optim.lr_schedule_unit == "optimizer_step":
+        epochs, mini = critic_updates(config)
+        steps *= epochs * (config.data.train_batch_size // mini)
     return optim_settings(config.critic.optim, steps, key="critic.optim")
 
 

@@ -14,7 +14,7 @@ from slipstream.build.algorithm import full_kl_in_loss, takes_full_kl, wants_cri
 from slipstream.checkpoint.layout import lora_folder, policy_folder
 from slipstream.config.engines import ENGINE_KEY, engine_lacks, engines_with, generates_with
 from slipstream.config.schema import Config
-from slipstream.config.schema_actor import ModelSection, OptimSection
+from slipstream.config.schema_actor import ModelSection, OptimSection, RLOptimSection
 from slipstream.config.validate import no_decay
 from slipstream.data.tokenizer import vocabulary_in
 from slipstream.errors import CheckpointError, ConfigError
@@ -297,8 +297,9 @@ def rollout_too_long(config: Config, limit: ContextLimit) -> str | None:
 
 
 def optim_settings(optim: OptimSection, total_steps: int, *, key: str) -> OptimSettings:
-    """Optimizer and schedule from the section `key`. Warm-up is a number of steps or a share of all
-    steps. Raises ConfigError if no steps are left for the decay."""
+    """Optimizer and schedule from the section `key`. `total_steps` is the length of the run in the
+    schedule's unit. Warm-up is a number of steps or a share of all steps. Raises ConfigError if no
+    steps are left for the decay."""
     steps = optim.total_training_steps if optim.total_training_steps > 0 else total_steps
     warmup = optim.lr_warmup_steps
     if warmup < 0:
@@ -318,12 +319,20 @@ def optim_settings(optim: OptimSection, total_steps: int, *, key: str) -> OptimS
         schedule=optim.lr_scheduler_type,
         min_lr_ratio=optim.min_lr_ratio,
         total_steps=steps,
+        num_cycles=optim.num_cycles,
+        stable_ratio=optim.lr_wsd_stable_steps_ratio,
+        warmup_offset=0 if optim.zero_indexed_step else 1,
+        # VERL counts its decay from step 1 if it does not count from 0.
+        decay_offset=int(isinstance(optim, RLOptimSection) and not optim.zero_indexed_step),
     )
 
 
 def actor_optim(config: Config, rl_steps: int) -> OptimSettings:
-    """The policy's optimizer and schedule for `rl_steps` RL steps, without those in which only the
-    critic learns. Raises ConfigError if no steps are left."""
+    """The policy's optimizer and schedule for `rl_steps` RL steps.
+
+    A schedule of optimizer steps has none in the RL steps in which only the critic learns. A
+    schedule of RL steps covers all of them, as in VERL. Raises ConfigError if no steps are left.
+    """
     actor, batch = config.actor_rollout_ref.actor, config.data.train_batch_size
     warmup = config.trainer.critic_warmup
     if warmup > rl_steps > 0:
@@ -331,8 +340,10 @@ def actor_optim(config: Config, rl_steps: int) -> OptimSettings:
             f"trainer.critic_warmup={warmup} trains the policy only from step {warmup} on, but the "
             f"run has {rl_steps} steps; set trainer.critic_warmup={rl_steps // 2} or more steps"
         )
-    rl_steps -= max(0, warmup - 1)
-    steps = max(0, rl_steps) * actor.ppo_epochs * (batch // (actor.ppo_mini_batch_size or batch))
+    steps = rl_steps
+    if actor.optim.lr_schedule_unit == "optimizer_step":
+        steps = max(0, rl_steps - max(0, warmup - 1))
+        steps *= actor.ppo_epochs * (batch // (actor.ppo_mini_batch_size or batch))
     return optim_settings(actor.optim, steps, key="actor_rollout_ref.actor.optim")
 
 

@@ -54,7 +54,13 @@ def _field_docs(module: str) -> dict[tuple[str, str], str]:
 
 def field_doc(option: Option) -> str:
     """Return the documentation of one key, or "" if it has none (a test forbids that)."""
-    return _field_docs(option.owner.__module__).get((option.owner.__name__, option.name), "")
+    # A section may inherit options from another one.
+    texts = (
+        _field_docs(section.__module__).get((section.__name__, option.name), "")
+        for section in option.owner.__mro__
+        if section is not object
+    )
+    return next(filter(None, texts), "")
 
 
 def describe(path: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from slipstream.config import aliases
 from slipstream.config.hardware import Hardware, detect_hardware
+from slipstream.config.schedules import schedule_notices
 from slipstream.config.schema import Config
 from slipstream.config.sources import (
     Assignment,
@@ -354,6 +355,7 @@ def load_config(
     if not mismatches:
         problems += validate(config, hardware or detect_hardware(), complete=complete)
     raise_problems(problems)
+    _send_notices(schedule_notices(config, tree.assigned), notify)
     return config
 
 

@@ -136,15 +136,34 @@ class OptimSection:
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay; not applied to norms and biases."""
     lr_warmup_steps: CountOrOff = -1
-    """Optimizer steps of linear warm-up; -1: use `lr_warmup_steps_ratio`."""
+    """Steps of linear warm-up; -1: use `lr_warmup_steps_ratio`."""
     lr_warmup_steps_ratio: Fraction = 0.0
-    """Warm-up as a share of all optimizer steps, if `lr_warmup_steps` is -1."""
-    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
-    """Schedule of the learning rate after warm-up."""
+    """Warm-up as a share of all steps, if `lr_warmup_steps` is -1."""
+    lr_scheduler_type: Literal["constant", "cosine", "linear", "wsd"] = "constant"
+    """Schedule of the learning rate after warm-up; `wsd`: constant, then cosine."""
     min_lr_ratio: Fraction = 0.0
-    """Share of the peak learning rate at which `cosine` and `linear` end."""
+    """Share of the peak learning rate at which `cosine`, `linear` and `wsd` end."""
+    num_cycles: NonNegativeFloat = 0.5
+    """Waves of `cosine`; 0.5: one descent."""
+    lr_wsd_stable_steps_ratio: Fraction = 0.9
+    """`wsd`: share of the steps after warm-up before the learning rate falls."""
     total_training_steps: CountOrOff = -1
-    """Optimizer steps that the schedule covers; -1: all optimizer steps of the run."""
+    """Steps that the schedule covers; -1: all steps of the run."""
+    zero_indexed_step: bool = False
+    """true: VERL's warm-up, 0, 1/w, 2/w, ...: the first step does not change the weights. false:
+    1/w, 2/w, ..., 1, for a warm-up of w steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RLOptimSection(OptimSection):
+    """An optimizer and its learning-rate schedule in RL."""
+
+    lr_schedule_unit: Literal["rl_step", "optimizer_step"] = "rl_step"
+    """What warm-up and schedule count: RL steps, as in VERL, or optimizer steps, of which an RL
+    step may have several."""
+    zero_indexed_step: bool = True
+    """true: VERL's warm-up, 0, 1/w, 2/w, ...: the first step does not change the weights. false:
+    1/w, 2/w, ..., 1, for a warm-up of w steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +249,7 @@ class ActorSection:
     log_prob_keep_bytes: NonNegativeInt = 600_000_000
     """Bytes of logits that a forward pass keeps for the backward pass. The backward pass computes
     all other logits again, which is slower. 0: keep none."""
-    optim: OptimSection = field(default_factory=OptimSection)
+    optim: RLOptimSection = field(default_factory=RLOptimSection)
     """The policy's optimizer."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from slipstream.config.fields import PositiveFloat, PositiveInt
-from slipstream.config.schema_actor import LossAggMode, OptimSection
+from slipstream.config.schema_actor import LossAggMode, RLOptimSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class CriticSection:
     """Train a critic; null: if the advantage estimator needs one."""
     model: CriticModelSection = field(default_factory=CriticModelSection)
     """The checkpoint that the critic starts from."""
-    optim: OptimSection = field(default_factory=lambda: OptimSection(lr=1e-5))
+    optim: RLOptimSection = field(default_factory=lambda: RLOptimSection(lr=1e-5))
     """The critic's optimizer."""
     ppo_mini_batch_size: PositiveInt | None = None
     """Prompts per optimizer step; null: `actor_rollout_ref.actor.ppo_mini_batch_size`."""

@@ -265,7 +265,8 @@ def _sft_data(config: Config) -> Iterator[str]:
 
 
 def _optim(section: str, optim: OptimSection, run_steps: int | None) -> Iterator[str]:
-    """Check one optimizer; `run_steps` is the number of its steps in the run, None if unknown."""
+    """Check one optimizer; `run_steps` is the number of steps of its schedule in the run, None if
+    unknown."""
     steps = run_steps if optim.total_training_steps == -1 else optim.total_training_steps
     if steps is not None:
         yield from no_decay(section, optim, steps, max(optim.lr_warmup_steps, 0))
@@ -295,14 +296,14 @@ def _optim(section: str, optim: OptimSection, run_steps: int | None) -> Iterator
 
 
 def no_decay(section: str, optim: OptimSection, steps: int, warmup: int) -> Iterator[str]:
-    """Yield a message if `steps` optimizer steps end before the decay of the learning rate starts.
+    """Yield a message if `steps` steps end before the decay of the learning rate starts.
 
     `warmup` is the number of warm-up steps.
     """
     if optim.lr_scheduler_type != "constant" and steps <= warmup:
         yield (
             f"{section}.lr_scheduler_type={optim.lr_scheduler_type} has no steps for the decay: "
-            f"{steps} optimizer steps, {warmup} of them for warm-up; "
+            f"{steps} steps, {warmup} of them for warm-up; "
             f"set {section}.lr_scheduler_type=constant or more steps"
         )
 
@@ -438,8 +439,9 @@ def _actor(config: Config) -> Iterator[str]:
             f"{_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"
         )
     rounds = config.trainer.total_training_steps or None
-    updates = -(-batch // (mini or batch)) * actor.ppo_epochs
-    yield from _optim(f"{_ACTOR}.optim", actor.optim, rounds and rounds * updates)
+    if actor.optim.lr_schedule_unit == "optimizer_step":
+        rounds = rounds and rounds * -(-batch // (mini or batch)) * actor.ppo_epochs
+    yield from _optim(f"{_ACTOR}.optim", actor.optim, rounds)
 
 
 def _model(config: Config, complete: bool) -> Iterator[str]:

@@ -56,9 +56,9 @@ class TeamBackend(ShardedBackend):
         with self._team.collective(self._part, "forward_backward", batch, loss) as call:
             return call.joined(super().forward_backward(batch, loss, sink=sink))
 
-    def optim_step(self) -> TrainFuture[dict[str, float]]:
-        with self._team.collective(self._part, "optim_step") as call:
-            return call.joined(super().optim_step())
+    def optim_step(self, schedule_step: int | None = None) -> TrainFuture[dict[str, float]]:
+        with self._team.collective(self._part, "optim_step", schedule_step) as call:
+            return call.joined(super().optim_step(schedule_step))
 
     def compute_log_probs(
         self, batch: TrainBatch, *, sink: FeatureSink | None = None

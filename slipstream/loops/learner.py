@@ -66,8 +66,11 @@ class CriticUpdates(Protocol):
         """Predicted values (T,) of the states before each token."""
         ...
 
-    def update(self, batch: TrainBatch) -> TrainFuture[dict[str, float]]:
-        """Run one optimizer step on a mini-batch and return its metrics."""
+    def update(
+        self, batch: TrainBatch, schedule_step: int | None = None
+    ) -> TrainFuture[dict[str, float]]:
+        """Run one optimizer step on a mini-batch and return its metrics. `schedule_step` is the
+        step of the learning rate schedule, from 0; None for the number of calls so far."""
         ...
 
 
@@ -326,13 +329,15 @@ class Learner:
         """
         config, totals = self._config, dict[str, list[float]]()
         order = f"{config.shuffle}/{step}" if config.shuffle is not None else None
+        # The policy's first update is in step `critic_warmup`, or in step 1.
+        scheduled = step - max(1, config.critic_warmup) if config.schedule_by_rl_step else None
         for epoch, mini in _minis(batch, sizes, config.ppo_epochs, config.mini_batch_size, order):
             async with self._deadlines.stage("update", "the trainer's optimizer step"):
                 metrics = await self._prepare(step, epoch, mini)
                 if mini.num_target_tokens:
                     sink = None if epoch else self._sink
                     metrics |= await self._backend.forward_backward(mini, config.loss, sink=sink)
-                    metrics |= await self._backend.optim_step()
+                    metrics |= await self._backend.optim_step(scheduled)
             for name, value in metrics.items():
                 totals.setdefault(name, []).append(value)
         return {name: _combined(name, values) for name, values in totals.items()}
@@ -374,11 +379,12 @@ class Learner:
         assert self._critic is not None
         c, totals = self._config, dict[str, list[float]]()
         order = f"{c.critic_shuffle}/{step}" if c.critic_shuffle is not None else None
+        scheduled = step - 1 if c.critic_schedule_by_rl_step else None
         for _, mini in _minis(batch, sizes, c.critic_epochs, c.critic_mini_batch_size, order):
             if not mini.num_target_tokens:
                 continue
             async with self._deadlines.stage("update", "the critic's optimizer step"):
-                metrics = await self._critic.update(mini)
+                metrics = await self._critic.update(mini, scheduled)
             for name, value in metrics.items():
                 totals.setdefault(name, []).append(value)
         return {name: _combined(name, values) for name, values in totals.items()}

@@ -31,6 +31,8 @@ class RLTrainingConfig:
     - `mini_batch_size`: prompts per optimizer step; None is the whole batch. `ppo_epochs`: passes
       over a batch. `shuffle`: seed for the order of groups in mini-batches; None keeps the order.
       The critic has its own setting of each. Before step `critic_warmup` only the critic learns.
+    - `schedule_by_rl_step`, `critic_schedule_by_rl_step`: the learning rate schedule counts RL
+      steps instead of optimizer steps.
     - `sync_every`: steps between weight updates of the engines.
     - `max_skipped_batches`: a step without samples to train on is skipped; after this many in a row
       the run ends.
@@ -57,6 +59,8 @@ class RLTrainingConfig:
     critic_mini_batch_size: int | None = None
     critic_epochs: int = 1
     critic_warmup: int = 0
+    schedule_by_rl_step: bool = False
+    critic_schedule_by_rl_step: bool = False
     shuffle: str | None = None
     critic_shuffle: str | None = None
     sync_every: int = 1

@@ -33,8 +33,8 @@ from slipstream.config.engines import engine_entry
 from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
 from slipstream.inference.engine.kv_cache import KVStore
-from slipstream.inference.engine.memory import FreedMemory, free_bytes
-from slipstream.metrics.resident import resident_bytes
+from slipstream.inference.engine.memory import free_bytes
+from slipstream.metrics.resident import FreedMemory, resident_bytes
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import load_config

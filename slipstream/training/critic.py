@@ -127,9 +127,12 @@ class Critic:
         """
         return self._compute.submit(lambda: self._values(batch))
 
-    def update(self, batch: TrainBatch) -> TrainFuture[dict[str, float]]:
+    def update(
+        self, batch: TrainBatch, schedule_step: int | None = None
+    ) -> TrainFuture[dict[str, float]]:
         """Take one optimizer step on a mini-batch. It needs `returns`, and `values` from the start
-        of the update.
+        of the update. `schedule_step` is the step of the learning rate schedule, from 0; None for
+        the number of calls so far.
 
         Metrics: `critic/vf_loss`, `critic/vf_clipfrac` and `critic/vpred_mean` of `value_loss`;
         `critic/grad_norm` before clipping; `critic/lr`; and `critic/skipped_steps`, the number of
@@ -139,7 +142,7 @@ class Critic:
             DataError: the batch is invalid or lacks a column.
             TrainingError: too many non-finite updates in a row.
         """
-        return self._compute.submit(lambda: self._update(batch))
+        return self._compute.submit(lambda: self._update(batch, schedule_step))
 
     def state_dict(self) -> StateTree:
         """Optimizer state and counts, after all submitted work. The weights are saved separately.
@@ -203,7 +206,7 @@ class Critic:
                 fill_rows(out, batch, micro, values)
         return out
 
-    def _update(self, batch: TrainBatch) -> dict[str, float]:
+    def _update(self, batch: TrainBatch, schedule_step: int | None) -> dict[str, float]:
         self._check(batch)
         _check_columns(batch)
         normalizers = batch_normalizers(batch)
@@ -234,7 +237,7 @@ class Critic:
         except BaseException:
             self._guarded.forget_gradients()
             raise
-        metrics_of_step = sums.values() | self._guarded.step()
+        metrics_of_step = sums.values() | self._guarded.step(schedule_step=schedule_step)
         metrics_of_step["critic/skipped_steps"] = float(self._guarded.skipped_steps)
         return metrics_of_step
 

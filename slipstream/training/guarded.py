@@ -61,19 +61,26 @@ class GuardedOptimizer:
         self.skipped_steps = 0
         self.nonfinite_in_a_row = 0
 
-    def step(self, before_change: Callable[[], None] = lambda: None) -> dict[str, float]:
+    def step(
+        self,
+        before_change: Callable[[], None] = lambda: None,
+        *,
+        schedule_step: int | None = None,
+    ) -> dict[str, float]:
         """Clip the gradients, update the weights, and clear the gradients. Returns metrics.
 
-        `before_change` is called before the weights change.
+        `before_change` is called before the weights change. `schedule_step` is the step of the
+        learning rate schedule, from 0; None for the number of updates so far.
 
         Raises:
             TrainingError: there are no gradients, or too many non-finite updates in a row.
         """
         if not self.has_gradients:
             raise TrainingError("optim_step() without gradients; call forward_backward() first")
+        scheduled = self.updates if schedule_step is None else schedule_step
         metrics = {
             f"{self._prefix}/{name}": rate
-            for name, rate in self.optimizer.learning_rates(self.updates).items()
+            for name, rate in self.optimizer.learning_rates(scheduled).items()
         }
         gradients = [p.grad for p in self.optimizer.parameters if p.grad is not None]
         if self.finite:
@@ -86,7 +93,7 @@ class GuardedOptimizer:
                 torch.nn.utils.clip_grads_with_norm_(
                     self.optimizer.parameters, self._grad_clip, norm
                 )
-            self.optimizer.step(self.updates)
+            self.optimizer.step(scheduled)
             self.optimizer_steps += 1
             self.nonfinite_in_a_row = 0
         else:

@@ -22,10 +22,10 @@ from slipstream.training.adamw import LARGEST_STEP, AdamW
 from slipstream.training.muon import BatchedMuon
 
 OptimizerName = Literal["AdamW", "Muon"]
-ScheduleName = Literal["constant", "cosine", "linear"]
+ScheduleName = Literal["constant", "cosine", "linear", "wsd"]
 
 LearningRateFactor = Callable[[int], float]
-"""Maps the number of an update, from 0, to a factor of the base learning rate."""
+"""Maps a step of the schedule, from 0, to a factor of the base learning rate."""
 
 _NOT_MUON = ("embed_tokens.weight", "lm_head.weight", "score.weight")
 
@@ -36,8 +36,8 @@ class OptimSettings:
 
     With `Muon`, `muon_lr` (None: `lr`) is the learning rate of the layers' matrices, and `lr` the
     rate of all other parameters. `weight_decay` is decoupled and does not apply to norms and
-    biases. The schedules `cosine` and `linear` reach `min_lr_ratio` times the learning rate at
-    `total_steps`. Raises ConfigError for impossible values.
+    biases. `warmup_steps`, `total_steps` and the fields after them are arguments of `lr_factor`.
+    Raises ConfigError for impossible values.
     """
 
     lr: float
@@ -51,6 +51,10 @@ class OptimSettings:
     schedule: ScheduleName = "constant"
     min_lr_ratio: float = 0.0
     total_steps: int | None = None
+    num_cycles: float = 0.5
+    stable_ratio: float = 0.9
+    warmup_offset: int = 1
+    decay_offset: int = 0
 
     def __post_init__(self) -> None:
         if self.optimizer not in get_args(OptimizerName):
@@ -76,6 +80,10 @@ class OptimSettings:
             raise ConfigError(f"eps={self.eps} must be > 0")
         if not 0 <= self.min_lr_ratio <= 1:
             raise ConfigError(f"min_lr_ratio={self.min_lr_ratio} must be in [0, 1]")
+        if not 0 <= self.stable_ratio <= 1:
+            raise ConfigError(f"stable_ratio={self.stable_ratio} must be in [0, 1]")
+        if not 0 <= self.num_cycles < math.inf:
+            raise ConfigError(f"num_cycles={self.num_cycles} must be a finite number >= 0")
         if self.schedule != "constant" and (self.total_steps or 0) <= self.warmup_steps:
             raise ConfigError(
                 f"schedule={self.schedule} needs total_steps > warmup_steps, got total_steps="
@@ -83,13 +91,17 @@ class OptimSettings:
             )
 
     def factor(self, step: int) -> float:
-        """The factor of the learning rate at update `step` (`lr_factor`)."""
+        """The factor of the learning rate at step `step` of the schedule (`lr_factor`)."""
         return lr_factor(
             step,
             schedule=self.schedule,
             warmup_steps=self.warmup_steps,
             total_steps=self.total_steps,
             min_lr_ratio=self.min_lr_ratio,
+            num_cycles=self.num_cycles,
+            stable_ratio=self.stable_ratio,
+            warmup_offset=self.warmup_offset,
+            decay_offset=self.decay_offset,
         )
 
 
@@ -100,20 +112,39 @@ def lr_factor(
     warmup_steps: int = 0,
     total_steps: int | None = None,
     min_lr_ratio: float = 0.0,
+    num_cycles: float = 0.5,
+    stable_ratio: float = 0.9,
+    warmup_offset: int = 1,
+    decay_offset: int = 0,
 ) -> float:
-    """The factor of the learning rate at update `step`, counted from 0.
+    """The factor of the learning rate at step `step` of the schedule, counted from 0.
 
-    Warm-up over w = `warmup_steps` is linear, 1/w, 2/w, ..., and reaches 1 at update w - 1. Then
-    `constant` stays at 1. `cosine` (Loshchilov and Hutter 2017) and `linear` fall from 1 at update
-    w to `min_lr_ratio` at update `total_steps`, and stay there.
+    Warm-up over w = `warmup_steps` is linear: the factor is (step + `warmup_offset`) / w until it
+    is 1. Then `constant` stays at 1. The other schedules fall from 1 at w = step + `decay_offset`
+    to `min_lr_ratio` at `total_steps`, and stay there: `cosine` (Loshchilov and Hutter 2017) in
+    `num_cycles` waves, of which 0.5 is one descent; `linear`; and `wsd` (Hu et al. 2024) as cosine
+    after a share `stable_ratio` of the steps after warm-up at factor 1.
+
+    The default offsets give 1/w, 2/w, ..., 1 in the first w steps, and 1 again in the next one.
+    With both offsets 0 the factors are those of VERL's schedulers: 0, 1/w, 2/w, ....
     """
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
+    warm = step + warmup_offset
+    if warm <= warmup_steps and warmup_steps:
+        return warm / warmup_steps
     if schedule == "constant":
         return 1.0
     assert total_steps is not None
-    progress = min((step - warmup_steps) / (total_steps - warmup_steps), 1.0)
-    height = (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1 - progress
+    start = warmup_steps
+    if schedule == "wsd":
+        start += int((total_steps - warmup_steps) * stable_ratio)
+    if start == total_steps:
+        # No step is left for the decay.
+        return 1.0 if step + decay_offset < total_steps else min_lr_ratio
+    progress = min(max(step + decay_offset - start, 0) / (total_steps - start), 1.0)
+    if schedule == "linear":
+        height = 1 - progress
+    else:
+        height = max(0.0, (1 + math.cos(2 * math.pi * num_cycles * progress)) / 2)
     return min_lr_ratio + (1 - min_lr_ratio) * height
 
 
@@ -166,7 +197,7 @@ class PolicyOptimizer:
         return list(self._parameters.values())
 
     def learning_rates(self, step: int) -> dict[str, float]:
-        """The learning rates `lr` and, with Muon, `muon_lr` of update `step`, counted from 0."""
+        """The learning rates `lr` and, with Muon, `muon_lr` at step `step` of the schedule."""
         factor = self.schedule(step)
         rates = {"lr": self.settings.lr * factor}
         if self._muon is not None:
@@ -175,7 +206,7 @@ class PolicyOptimizer:
         return rates
 
     def step(self, step: int) -> None:
-        """Update the parameters with the learning rates of update `step`, counted from 0."""
+        """Update the parameters with the learning rates at step `step` of the schedule."""
         rates = self.learning_rates(step)
         self._adamw.step(rates["lr"])
         if self._muon is not None:

@@ -119,9 +119,13 @@ class TrainingBackend(Protocol):
         """
         ...
 
-    def optim_step(self) -> TrainFuture[dict[str, float]]:
+    def optim_step(self, schedule_step: int | None = None) -> TrainFuture[dict[str, float]]:
         """Clip the gradients, update the weights and clear the gradients. Returns gradient norm and
-        learning rate as metrics."""
+        learning rate as metrics.
+
+        `schedule_step` is the step of the learning rate schedule, from 0; None for the number of
+        calls so far.
+        """
         ...
 
     def compute_log_probs(

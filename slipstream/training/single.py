@@ -22,6 +22,7 @@ from slipstream.algorithms.log_probs import DEFAULT_KEEP_BYTES
 from slipstream.checkpoint.saved import Saved, check_finite
 from slipstream.checkpoint.tree import load_tree
 from slipstream.errors import ConfigError, TrainingError
+from slipstream.metrics.resident import FreedMemory
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_policy import HFPolicy
 from slipstream.models.lora import (
@@ -140,6 +141,7 @@ class SingleProcessBackend:
         self._owns_compute = compute is None
         self._snapshots: weakref.WeakSet[WeightSnapshot] = weakref.WeakSet()
         self._pending_changes = 0
+        self._freed = FreedMemory()
         self._lock = threading.Lock()
         self._weight_version = 0
 
@@ -163,8 +165,11 @@ class SingleProcessBackend:
         chosen = loss or self._loss
         return self._compute.submit(lambda: self._forward_backward(batch, chosen, sink))
 
-    def optim_step(self) -> TrainFuture[dict[str, float]]:
+    def optim_step(self, schedule_step: int | None = None) -> TrainFuture[dict[str, float]]:
         """Clip the gradients, update the weights, and clear the gradients.
+
+        `schedule_step` is the step of the learning rate schedule, from 0; None for the number of
+        calls so far.
 
         Metrics: `<prefix>/grad_norm` (before clipping; absent if the loss was not finite),
         `<prefix>/lr`, `<prefix>/muon_lr` with Muon, and `training/skipped_steps`, the number of
@@ -173,7 +178,7 @@ class SingleProcessBackend:
         Raises (when awaited):
             TrainingError: there are no gradients, or too many non-finite updates in a row.
         """
-        return self._change(self._optim_step)
+        return self._change(lambda: self._optim_step(schedule_step))
 
     def compute_log_probs(
         self, batch: TrainBatch, *, sink: FeatureSink | None = None
@@ -552,8 +557,10 @@ class SingleProcessBackend:
                     )
         return self._all_tokens(batch, out)
 
-    def _optim_step(self) -> dict[str, float]:
-        metrics = self._guarded.step(self._freeze_snapshots)
+    def _optim_step(self, schedule_step: int | None) -> dict[str, float]:
+        metrics = self._guarded.step(self._freeze_snapshots, schedule_step=schedule_step)
+        # Without this, the heap has more gaps after each step, and the process grows.
+        self._freed.give_back()
         metrics["training/skipped_steps"] = float(self._guarded.skipped_steps)
         return metrics
 

@@ -104,13 +104,13 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
         ),
         (
             "sft.optim.lr_scheduler_type=linear sft.optim.lr_warmup_steps=2",
-            "2 optimizer steps, 2 of them for warm-up",
+            "2 steps, 2 of them for warm-up",
             "sft.optim.lr_scheduler_type=constant",
         ),
         (
             f"{ACTOR}.optim.lr_scheduler_type=cosine {ACTOR}.optim.lr_warmup_steps=8 "
             f"{ACTOR}.ppo_mini_batch_size=1 {ACTOR}.ppo_epochs=2",
-            "8 optimizer steps, 8 of them for warm-up",
+            "2 steps, 8 of them for warm-up",
             f"{ACTOR}.optim.lr_scheduler_type=constant",
         ),
         (

@@ -276,9 +276,12 @@ def test_make_targets_exist_and_their_commands_parse(
     here: Path, stopped: Stopped, shown: Shown
 ) -> None:
     target, *rest = [word for word in shown.words[1:] if not word.startswith("TORCH_INDEX")]
+    # `make test ARGS=...` passes its own variables on through these.
+    inherited = ("ARGS", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS")
+    env = {name: value for name, value in os.environ.items() if name not in inherited}
     done = subprocess.run(
         ["make", "--dry-run", "--no-print-directory", target, *rest],
-        cwd=ROOT, capture_output=True, text=True, check=False,
+        cwd=ROOT, capture_output=True, text=True, check=False, env=env,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     text = done.stdout.replace("\\\n", " ")

@@ -206,6 +206,34 @@ def test_critic_warmup_trains_only_the_critic() -> None:
     critic.close()
 
 
+@pytest.mark.parametrize("critic_warmup", [0, 2])
+def test_a_schedule_of_rl_steps_has_one_rate_for_all_optimizer_steps_of_a_step(
+    critic_warmup: int,
+) -> None:
+    decoder = tiny_decoder()
+    warmup = {"warmup_steps": 4, "warmup_offset": 0}
+    critic = Critic(ValueModel.of(decoder), optim=OptimSettings(lr=1e-3, **warmup))  # type: ignore[arg-type]
+    history = train(
+        tiny_backend(decoder, optim=OptimSettings(lr=1e-2, **warmup)),  # type: ignore[arg-type]
+        adv_estimator="gae",
+        mini_batch_size=1,
+        critic_warmup=critic_warmup,
+        critic_epochs=2,
+        critic_mini_batch_size=1,
+        schedule_by_rl_step=True,
+        critic_schedule_by_rl_step=True,
+        given={"critic": critic},
+    )
+    steps = range(len(history))
+    assert len(history) >= 2
+    assert [m["critic/lr"] for m in history] == [1e-3 * step / 4 for step in steps]
+    first = max(0, critic_warmup - 1)
+    assert [m.get("actor/lr") for m in history] == [
+        1e-2 * (step - first) / 4 if step >= first else None for step in steps
+    ]
+    critic.close()
+
+
 def test_remax_uses_the_greedy_response_as_baseline_but_does_not_train_on_it() -> None:
     backend = tiny_backend()
     rows = observe(backend, rows_of)

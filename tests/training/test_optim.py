@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.training.muon import BatchedMuon
-from slipstream.training.optim import OptimSettings, PolicyOptimizer, lr_factor
+from slipstream.training.optim import OptimSettings, PolicyOptimizer, ScheduleName, lr_factor
 from tests.training.helpers import tiny_decoder
 
 
@@ -29,9 +30,69 @@ def test_lr_factor_values() -> None:
     assert lr_factor(10**6, schedule="constant", warmup_steps=3) == 1.0
 
 
+VERL_SCHEDULES: dict[str, Callable[[float], float]] = {
+    # Factor by the share of the steps after warm-up, for 2 warm-up steps, 12 steps in total, and
+    # min_lr_ratio=0.1. VERL's cosine is cos(2 pi num_cycles x) * 0.45 + 0.55.
+    "constant": lambda x: 1.0,
+    "cosine": lambda x: math.cos(math.pi * x) * 0.45 + 0.55,
+    # Its wsd with lr_wsd_stable_steps_ratio=0.5: 5 steps at 1, then a cosine over 5 steps.
+    "wsd": lambda x: 1.0 if x < 0.5 else 0.9 * (1 + math.cos(math.pi * (x - 0.5) / 0.5)) / 2 + 0.1,
+}
+
+
+@pytest.mark.parametrize("schedule", VERL_SCHEDULES)
+def test_factors_with_offset_0_equal_a_torch_scheduler_with_the_formulas_of_verl(
+    schedule: ScheduleName,
+) -> None:
+    def verl(step: int) -> float:
+        return step / 2 if step < 2 else VERL_SCHEDULES[schedule]((step - 2) / (12 - 2))
+
+    weight = nn.Parameter(torch.zeros(1))
+    torch_optimizer = torch.optim.SGD([weight], lr=1e-6)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(torch_optimizer, verl)
+    settings = OptimSettings(
+        lr=1e-6,
+        schedule=schedule,
+        warmup_steps=2,
+        total_steps=12,
+        min_lr_ratio=0.1,
+        stable_ratio=0.5,
+        warmup_offset=0,
+    )
+    optimizer = PolicyOptimizer({"a": nn.Parameter(torch.zeros(1))}.items(), settings)
+    for step in range(13):
+        expected = scheduler.get_last_lr()[0]
+        assert optimizer.learning_rates(step)["lr"] == pytest.approx(expected, rel=1e-9, abs=0)
+        torch_optimizer.step()
+        scheduler.step()
+
+
+def test_cosine_starts_one_step_earlier_with_decay_offset_1() -> None:
+    def factor(step: int, **offsets: int) -> float:
+        return lr_factor(step, schedule="cosine", warmup_steps=3, total_steps=9, **offsets)
+
+    shifted = [factor(s, warmup_offset=1, decay_offset=1) for s in range(8)]
+    assert shifted == [factor(s + 1, warmup_offset=0) for s in range(8)]
+    assert shifted[:3] == [1 / 3, 2 / 3, 1.0]
+
+
+def test_cosine_with_one_cycle_returns_to_1() -> None:
+    assert lr_factor(10, schedule="cosine", total_steps=10, num_cycles=1.0) == 1.0
+    assert lr_factor(5, schedule="cosine", total_steps=10, num_cycles=1.0) == 0.0
+
+
+def test_wsd_without_decay_steps_stays_at_1_until_the_end() -> None:
+    def wsd(step: int) -> float:
+        return lr_factor(step, schedule="wsd", total_steps=4, min_lr_ratio=0.2, stable_ratio=1.0)
+
+    assert [wsd(s) for s in range(6)] == [1.0, 1.0, 1.0, 1.0, 0.2, 0.2]
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
+        ({"stable_ratio": 1.5}, "stable_ratio=1.5"),
+        ({"num_cycles": -1.0}, "num_cycles=-1.0"),
         ({"optimizer": "SGD"}, "unknown optimizer 'SGD'; known: AdamW, Muon"),
         ({"schedule": "step"}, "unknown schedule"),
         ({"lr": -1.0}, "lr=-1.0"),

@@ -18,7 +18,6 @@ from slipstream.errors import ConfigError, EngineError, RequestError
 from slipstream.inference.engine.batch_sampling import BatchSampling, sampling_rows
 from slipstream.inference.engine.counters import Counters
 from slipstream.inference.engine.kv_cache import KVStore
-from slipstream.inference.engine.memory import FreedMemory
 from slipstream.inference.engine.prefill import Prefill
 from slipstream.inference.engine.prefix_cache import BLOCK, PrefixCache
 from slipstream.inference.engine.request import Decode, Running
@@ -42,6 +41,7 @@ from slipstream.inference.speculation.selector import (
     StrategySelector,
 )
 from slipstream.kernels.team import single_threaded
+from slipstream.metrics.resident import FreedMemory
 from slipstream.models.decoder import Decoder, HiddenStates
 from slipstream.models.numerics import check_widths
 from slipstream.sampling.accept import accepted_path

@@ -1,4 +1,4 @@
-"""The byte budget of keys and values, the free memory of a device, and release of freed memory.
+"""The byte budget of keys and values, and the free memory of a device.
 
 The free memory of a CPU is the memory that the system can provide without swapping, limited by the
 control groups (containers) of the process. On a GPU it is the number that the driver reports.
@@ -6,10 +6,6 @@ control groups (containers) of the process. On a GPU it is the number that the d
 
 from __future__ import annotations
 
-import ctypes
-import math
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -97,29 +93,3 @@ def _free_in_group(group: Path, limit: str, usage: str, inactive: str) -> list[i
     if most == "max":
         return []
     return [max(0, int(most) - used + int(stat.get(inactive, 0)))]
-
-
-class FreedMemory:
-    """Returns freed memory that the C library (glibc) keeps to the system.
-
-    Rollouts allocate and free blocks of many sizes. Without this, the process grows by a few
-    percent over thousands of rollouts.
-    """
-
-    EVERY_SECONDS = 0.5
-    """The minimum time between two calls that do it, because one takes a few milliseconds."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._last = clock, -math.inf
-        # Only glibc has this function.
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-
-    def give_back(self) -> bool:
-        """Return freed memory to the system, unless that was done less than `EVERY_SECONDS` ago.
-        Returns whether it was done now."""
-        now = self._clock()
-        if self._trim is None or now - self._last < self.EVERY_SECONDS:
-            return False
-        self._last = now
-        self._trim(0)
-        return True

@@ -13,7 +13,7 @@ import torch
 from slipstream.errors import ConfigError
 from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.inference.engine import EngineSettings
-from slipstream.inference.engine.memory import FreedMemory, _group_limits, free_bytes, kv_budget
+from slipstream.inference.engine.memory import _group_limits, free_bytes, kv_budget
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.metrics.resident import resident_bytes
@@ -121,20 +121,3 @@ def test_many_requests_leak_no_memory() -> None:
     assert bytes_after < 1.05 * bytes_before
     # Less than one object per 4 of the 1,400 requests in between.
     assert objects_after - objects_before < 350
-
-
-def test_freed_memory_is_returned_to_the_system_at_intervals() -> None:
-    now = 10.0
-    freed = FreedMemory(lambda: now)
-    pieces = [torch.zeros(1000) for _ in range(20_000)]
-    last = pieces.pop()
-    before = resident_bytes()
-    pieces.clear()
-    assert freed.give_back()
-    # 80 MB were freed below a block that is still in use. The C library would keep them.
-    assert resident_bytes() < before - 60e6
-    assert float(last.sum()) == 0
-    now += FreedMemory.EVERY_SECONDS / 2
-    assert not freed.give_back()
-    now += FreedMemory.EVERY_SECONDS
-    assert freed.give_back()
