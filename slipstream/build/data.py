@@ -276,7 +276,12 @@ def make_demonstrations(
     seed, files = data_seed(config), sft.train_files
 
     def stream(chosen: Sequence[str], place: str) -> SampleStream:
-        samples = load_sft_samples(list(chosen), tokenizer, max_length=sft.max_length)
+        samples = load_sft_samples(
+            list(chosen),
+            tokenizer,
+            max_length=sft.max_length,
+            template_kwargs=config.data.apply_chat_template_kwargs,
+        )
         return ShuffledSamples(samples, seed=f"{seed}{place}")
 
     if sft.mixture_weights is None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream.data.chat_template import ChatTemplateError, apply_chat_template
+from slipstream.data.end_tokens import turn_end
 from slipstream.errors import ConfigError, DataError
 from slipstream.types import Message
 
@@ -27,9 +28,9 @@ class TurnSpan:
 
     `role` is "prompt" for everything before the first assistant turn. Header tokens that the
     template writes before an assistant turn belong to the preceding span, as in a rollout. The loss
-    covers `[start, loss_end)`. In an assistant turn it ends after the end-of-sequence token,
-    because a policy never samples the tokens that a template adds after it. Without loss `loss_end`
-    equals `start`.
+    covers `[start, loss_end)`. In an assistant turn it ends after the token that ends the turn
+    (`end_tokens.turn_end`, else the end-of-sequence token), because a policy never samples the
+    tokens that a template adds after it. Without loss `loss_end` equals `start`.
     """
 
     role: str
@@ -84,6 +85,7 @@ def tokenize_conversation(
     (`error`). Raises DataError that names the turn.
     """
     with_loss = _turns_with_loss(messages)
+    end = turn_end(tokenizer, template_kwargs)
     pieces = _pieces(messages, tokenizer, tools, dict(template_kwargs or {}))
     ids: list[int] = []
     spans: list[TurnSpan] = []
@@ -91,7 +93,7 @@ def tokenize_conversation(
         piece_ids = _encode(tokenizer, piece.text)
         start = len(ids)
         ids.extend(piece_ids)
-        loss = _loss_length(piece_ids, tokenizer) if piece.turn in with_loss else 0
+        loss = _loss_length(piece_ids, tokenizer, end) if piece.turn in with_loss else 0
         spans.append(TurnSpan(role=piece.role, start=start, end=len(ids), loss_end=start + loss))
     if not ignore_input_ids_mismatch:
         _check_against_whole(pieces, spans, ids, tokenizer)
@@ -249,10 +251,14 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
-def _loss_length(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int:
-    for place in range(len(ids) - 1, -1, -1):
-        if ids[place] == tokenizer.eos_token_id:
-            return place + 1
+def _loss_length(
+    ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, turn_end: int | None
+) -> int:
+    """Return the length of an assistant turn up to the last token that ends it."""
+    for end in (turn_end, tokenizer.eos_token_id):
+        for place in range(len(ids) - 1, -1, -1):
+            if end is not None and ids[place] == end:
+                return place + 1
     return len(ids)
 
 

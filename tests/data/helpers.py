@@ -1,12 +1,13 @@
-"""Test helper: a character tokenizer with a chat template that writes headers."""
+"""Test helpers: tokenizers of characters and bytes, and chat templates in the styles of public models."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from tokenizers import Regex, Tokenizer
-from tokenizers.decoders import Fuse
-from tokenizers.models import WordLevel
+from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
+from tokenizers.decoders import ByteLevel, Fuse
+from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
@@ -14,6 +15,51 @@ CHATML = (
     "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}<e>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant:{% endif %}"
 )
+
+
+_LOOP = "{{% for m in messages %}}{}{{% endfor %}}{{% if add_generation_prompt %}}{}{{% endif %}}"
+
+STYLES = {
+    "chatml": _LOOP.format(
+        "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n", "<|im_start|>assistant\n"
+    ),
+    "llama3": "{{ bos_token }}"
+    + _LOOP.format(
+        "<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n{{ m['content'] | trim }}<|eot_id|>",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    "mistral": "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}"
+    "[INST] {{ m['content'] }} [/INST]{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}",
+    "gemma": "{{ bos_token }}"
+    + _LOOP.format(
+        "<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
+        "{{ m['content'] | trim }}<end_of_turn>\n",
+        "<start_of_turn>model\n",
+    ),
+    "phi3": "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}",
+    "zephyr": _LOOP.format(
+        "<|{{ m['role'] }}|>\n{{ m['content'] }}{{ eos_token }}\n", "<|assistant|>\n"
+    ),
+    "deepseek": "{{ bos_token }}"
+    + _LOOP.format(
+        "{% if m['role'] == 'user' %}<｜User｜>{{ m['content'] }}{% else %}"
+        "<｜Assistant｜>{{ m['content'] }}<｜end▁of▁sentence｜>{% endif %}",
+        "<｜Assistant｜>",
+    ),
+    "two_tokens": _LOOP.format(
+        "<|TURN|>{{ m['role'] }}<|TEXT|>{{ m['content'] }}<|END_TEXT|><|END_TURN|>",
+        "<|TURN|>assistant<|TEXT|>",
+    ),
+    "last_differs": "{% for m in messages %}<|start|>{{ m['role'] }}<|message|>{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' and loop.last %}<|return|>{% else %}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+    "needs_system": "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system') }}"
+    "{% endif %}"
+    + _LOOP.format("<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n", "<|im_start|>"),
+    "plain": _LOOP.format("### {{ m['role'] }}:\n{{ m['content'] }}\n\n", "### assistant:\n"),
+}
+"""Chat templates in the styles of public models, by style."""
 
 
 def char_tokenizer(chat_template: str | None = CHATML) -> Any:
@@ -45,3 +91,19 @@ def ids(text: str) -> list[int]:
             out.append(ord(text[place]))
             place += 1
     return out
+
+
+def byte_tokenizer(special: Sequence[str], chat_template: str | None, **options: Any) -> Any:
+    """Return a byte-level tokenizer whose vocabulary is all bytes and the `special` tokens."""
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = ByteLevel()
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, **options
+    )
+    tokenizer.chat_template = chat_template
+    return tokenizer
