@@ -1,4 +1,4 @@
-"""Test helpers: tokenizers of characters and bytes, and chat templates in the styles of public models."""
+"""Test helpers: tokenizers of characters and bytes, and chat templates in many styles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ STYLES = {
     ),
     "llama3": "{{ bos_token }}"
     + _LOOP.format(
-        "<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n{{ m['content'] | trim }}<|eot_id|>",
+        "<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+        "{{ m['content'] | trim }}<|eot_id|>",
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
     ),
     "mistral": "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}"
@@ -43,9 +44,9 @@ STYLES = {
     ),
     "deepseek": "{{ bos_token }}"
     + _LOOP.format(
-        "{% if m['role'] == 'user' %}<｜User｜>{{ m['content'] }}{% else %}"
-        "<｜Assistant｜>{{ m['content'] }}<｜end▁of▁sentence｜>{% endif %}",
-        "<｜Assistant｜>",
+        "{% if m['role'] == 'user' %}<\uff5cUser\uff5c>{{ m['content'] }}{% else %}"
+        "<\uff5cAssistant\uff5c>{{ m['content'] }}<\uff5cend▁of▁sentence\uff5c>{% endif %}",
+        "<\uff5cAssistant\uff5c>",
     ),
     "two_tokens": _LOOP.format(
         "<|TURN|>{{ m['role'] }}<|TEXT|>{{ m['content'] }}<|END_TEXT|><|END_TURN|>",

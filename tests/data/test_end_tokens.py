@@ -17,7 +17,7 @@ TURNS = [
     {"role": "user", "content": "say a"},
     {"role": "assistant", "content": "a"},
 ]
-_TOKEN = re.compile(r"<[|｜][^|｜{}]+[|｜]>|<(?:start|end)_of_turn>|\[/?INST\]")
+_TOKEN = re.compile(r"<[|\uff5c][^|\uff5c{}]+[|\uff5c]>|<(?:start|end)_of_turn>|\[/?INST\]")
 
 
 def tokenizer_of(style: str, eos: str = "<eos>") -> Any:
@@ -33,7 +33,7 @@ ENDS = {
     "gemma": ("<eos>", "<end_of_turn>"),
     "phi3": ("<eos>", "<|end|>"),
     "zephyr": ("</s>", "</s>"),
-    "deepseek": ("<eos>", "<｜end▁of▁sentence｜>"),
+    "deepseek": ("<eos>", "<\uff5cend▁of▁sentence\uff5c>"),
     "two_tokens": ("<eos>", "<|END_TURN|>"),
     "last_differs": ("<eos>", "<|return|>"),
     "needs_system": ("<eos>", "<|im_end|>"),
