@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from slipstream.data.data_buffer import DataBuffer, ListSource, MixtureSource, T
 from slipstream.data.datasets import inspect_prompts
 from slipstream.data.registry import Task, get_task
 from slipstream.data.sft import load_sft_samples, sft_samples
+from slipstream.data.template_date import set_template_date
 from slipstream.data.tokenizer import build_tokenizer, load_tokenizer
 from slipstream.errors import ConfigError, DataError
 from slipstream.loops.sft import MixedSamples, SampleStream, ShuffledSamples
@@ -95,7 +97,20 @@ def make_tokenizer(config: Config, model_folder: Path | None) -> PreTrainedToken
                 "weights has no tokenizer)"
             )
         return build_tokenizer()
-    return load_tokenizer(path, custom_chat_template=model.custom_chat_template)
+    tokenizer = load_tokenizer(path, custom_chat_template=model.custom_chat_template)
+    use_template_date(config, tokenizer)
+    return tokenizer
+
+
+def use_template_date(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let the chat template write `data.chat_template_date`, or today's date if it is null."""
+    set_template_date(tokenizer, template_date(config))
+
+
+def template_date(config: Config) -> date | None:
+    """The date of `data.chat_template_date`."""
+    day = config.data.chat_template_date
+    return None if day is None else date.fromisoformat(day)
 
 
 def decode_with(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
@@ -149,6 +164,7 @@ def make_reward_model(
         device=device,
         batch_size=rewards.micro_batch_size_per_gpu,
         max_length=rewards.max_length,
+        template_date=template_date(config),
     )
 
 

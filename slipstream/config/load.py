@@ -51,6 +51,7 @@ RESUMABLE_KEYS = frozenset(
         "actor_rollout_ref.rollout.max_num_seqs",
         "actor_rollout_ref.rollout.one_thread_below",
         "actor_rollout_ref.rollout.timeout_s",
+        "data.chat_template_date",
         "reward_model.num_workers",
         "trainer.n_gpus_per_node",
         "trainer.nnodes",

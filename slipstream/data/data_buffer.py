@@ -327,7 +327,8 @@ def check_identity(state: Mapping[str, Any], expected: State) -> None:
         if state.get(key) != value:
             raise DataError(
                 f"data position: it was recorded with {key} = {state.get(key)!r}, but now it is "
-                f"{value!r}. Resume with the same data, seed and data.shuffle, or start a new run"
+                f"{value!r}. Resume with the same data, seed, data.shuffle and "
+                "data.chat_template_date, or start a new run"
             )
 
 

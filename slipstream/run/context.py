@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from slipstream.build.data import (
     make_reward_manager,
     make_task,
     make_tokenizer,
+    use_template_date,
     validation_prompts,
 )
 from slipstream.build.policy import initial_policy
@@ -31,6 +32,7 @@ from slipstream.config.schema import Config
 from slipstream.config.tree import from_dict, to_dict
 from slipstream.data.data_buffer import DataBuffer
 from slipstream.data.registry import Task
+from slipstream.data.template_date import reads_date, today
 from slipstream.deadlines import Deadlines
 from slipstream.errors import CheckpointError
 from slipstream.inference.protocol import InferenceEngine
@@ -225,10 +227,18 @@ def open_run(
 ) -> Run:
     """Create a run: tokenizer, task, rewards and held-out prompts.
 
-    `parts` replace objects that the configuration names.
+    If the chat template writes a date and the configuration has none, the run's configuration gets
+    today's date. `parts` replace objects that the configuration names.
     """
     parts = parts or GivenParts()
     tokenizer = parts.tokenizer or make_tokenizer(config, initial_policy(config))
+    if config.data.chat_template_date is None and reads_date(tokenizer):
+        config = with_template_date(config, today().isoformat())
+        progress.note(
+            f"the chat template writes a date: data.chat_template_date="
+            f"{config.data.chat_template_date}, and a resumed run keeps it"
+        )
+    use_template_date(config, tokenizer)
     task = make_task(config, tokenizer)
     held_out = validation_prompts(config, tokenizer, task, parts=parts)
     if held_out:
@@ -251,6 +261,11 @@ def open_run(
         team=team,
         deadlines=deadlines or Deadlines(timeout_s=config.trainer.stage_timeout_s),
     )
+
+
+def with_template_date(config: Config, day: str | None) -> Config:
+    """The configuration with `data.chat_template_date`."""
+    return replace(config, data=replace(config.data, chat_template_date=day))
 
 
 def check_resumable(run: Run, phases: Sequence[str]) -> None:

@@ -58,6 +58,8 @@ STYLES = {
     "needs_system": "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system') }}"
     "{% endif %}"
     + _LOOP.format("<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n", "<|im_start|>"),
+    "dated": "Today: {{ strftime_now('%d %b %Y %H:%M') }}. "
+    + _LOOP.format("{{ m['role'] }}: {{ m['content'] }}<|end|>", "assistant: "),
     "plain": _LOOP.format("### {{ m['role'] }}:\n{{ m['content'] }}\n\n", "### assistant:\n"),
 }
 """Chat templates in the styles of public models, by style."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import shutil
 from pathlib import Path
@@ -16,7 +17,7 @@ from slipstream.cli import main
 from slipstream.config.load import load_config
 from slipstream.data.tokenizer import load_tokenizer
 from tests.data.helpers import STYLES, byte_tokenizer
-from tests.run.helpers import tiny
+from tests.run.helpers import assert_same_result, records_of, result_of, rl_only, tiny
 
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 EOS, END = 256, 258
@@ -82,3 +83,48 @@ def test_an_older_checkpoint_gets_the_end_token_when_it_is_loaded_or_exported(
     assert make_policy(config, tokenizer, old).config.eos_token_ids == (EOS, END)
     assert main(["export", "--checkpoint", str(old), "--output", str(tmp_path / "new")]) == 0
     assert ends_in(tmp_path / "new") == [EOS, END]
+
+
+def test_a_run_that_resumes_on_another_day_keeps_the_date_of_its_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = byte_tokenizer(["<|end|>"], STYLES["dated"], eos_token="<|end|>")
+    tokenizer.save_pretrained(str(tmp_path / "tokenizer"))
+    rows = [{"prompt": chat(f"say {c}"), "data_source": "x"} for c in "ab"]
+    files = write_rows(tmp_path / "rl.jsonl", rows)
+    reward = tmp_path / "reward.py"
+    reward.write_text("def compute_score(solution_str, **_): return float(len(solution_str) % 2)\n")
+
+    def run(folder: str, steps: int, day: int, *overrides: str) -> Path:
+        monkeypatch.setattr(
+            "slipstream.run.context.today", lambda: datetime.date(2026, 1, day), raising=True
+        )
+        line = rl_only(
+            tmp_path / folder,
+            "data.task=null",
+            f"data.tokenizer={tmp_path / 'tokenizer'}",
+            f"data.train_files={files}",
+            "data.max_prompt_length=64",
+            "data.max_response_length=4",
+            f"trainer.total_training_steps={steps}",
+            *overrides,
+            reward=reward,
+        )
+        assert main(line) == 0
+        return tmp_path / folder
+
+    whole = run("whole", 2, 30)
+    run("parts", 1, 30)
+    parts = run("parts", 2, 31)
+    assert_same_result(result_of(parts), result_of(whole))
+    inputs = {row["input"] for rows in records_of(parts / "rollouts").values() for row in rows}
+    assert len(inputs) == 2
+    assert all(text.startswith("Today: 30 Jan 2026 00:00.") for text in inputs)
+    assert load_config(file=parts / "config.yaml").data.chat_template_date == "2026-01-30"
+    resumed = "trainer.resume_mode=resume_path"
+    path = f"trainer.resume_from_path={parts / 'global_step_2'}"
+    other = run("other", 3, 31, resumed, path)
+    assert records_of(other / "rollouts")["3.jsonl"][0]["input"] in inputs
+    again = run("parts", 1, 31, "trainer.resume_mode=disable")
+    inputs = {row["input"] for rows in records_of(again / "rollouts").values() for row in rows}
+    assert all(text.startswith("Today: 31 Jan 2026 00:00.") for text in inputs)
