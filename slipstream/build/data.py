@@ -22,11 +22,13 @@ from slipstream.data.data_buffer import DataBuffer, ListSource, MixtureSource, T
 from slipstream.data.datasets import inspect_prompts
 from slipstream.data.registry import Task, get_task
 from slipstream.data.sft import load_sft_samples, sft_samples
+from slipstream.data.template_check import check_template_renders
 from slipstream.data.template_date import set_template_date
 from slipstream.data.tokenizer import build_tokenizer, load_tokenizer
 from slipstream.errors import ConfigError, DataError
 from slipstream.loops.sft import MixedSamples, SampleStream, ShuffledSamples
 from slipstream.models.numerics import dtype_from_name
+from slipstream.reading import shown_path
 from slipstream.rewards.load import load_reward_manager
 from slipstream.rewards.protocol import RewardManager
 from slipstream.rewards.sandbox.load import load_sandbox
@@ -99,6 +101,9 @@ def make_tokenizer(config: Config, model_folder: Path | None) -> PreTrainedToken
         return build_tokenizer()
     tokenizer = load_tokenizer(path, custom_chat_template=model.custom_chat_template)
     use_template_date(config, tokenizer)
+    if tokenizer.chat_template:
+        source = f"tokenizer {shown_path(path)}"
+        check_template_renders(tokenizer, source, config.data.apply_chat_template_kwargs)
     return tokenizer
 
 

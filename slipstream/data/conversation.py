@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream.data.chat_template import ChatTemplateError, apply_chat_template
 from slipstream.data.end_tokens import turn_end
+from slipstream.data.messages import with_text
+from slipstream.data.template_check import check_conversation_renders
 from slipstream.errors import ConfigError, DataError
 from slipstream.types import Message
 
@@ -85,8 +87,12 @@ def tokenize_conversation(
     (`error`). Raises DataError that names the turn.
     """
     with_loss = _turns_with_loss(messages)
+    messages = [with_text(m, f"conversation turn {turn}") for turn, m in enumerate(messages)]
     end = turn_end(tokenizer, template_kwargs)
     pieces = _pieces(messages, tokenizer, tools, dict(template_kwargs or {}))
+    check_conversation_renders(
+        tokenizer, messages, "conversation", tools=tools, template_kwargs=template_kwargs
+    )
     ids: list[int] = []
     spans: list[TurnSpan] = []
     for piece in pieces:

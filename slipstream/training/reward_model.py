@@ -119,6 +119,9 @@ class RewardModel:
         if isinstance(prompt, str):
             return list(self._own(prompt + response)["input_ids"])
         messages: list[Message] = [*prompt, {"role": "assistant", "content": response}]
+        if prompt[-1]["role"] == "assistant":  # the response continues this message
+            content = prompt[-1]["content"] + response
+            messages = [*prompt[:-1], {**prompt[-1], "content": content}]
         return list(self._own.apply_chat_template(messages, tokenize=True, return_dict=False))
 
 

@@ -128,3 +128,22 @@ def test_a_run_that_resumes_on_another_day_keeps_the_date_of_its_prompts(
     again = run("parts", 1, 31, "trainer.resume_mode=disable")
     inputs = {row["input"] for rows in records_of(again / "rollouts").values() for row in rows}
     assert all(text.startswith("Today: 31 Jan 2026 00:00.") for text in inputs)
+
+
+def test_a_template_that_ignores_the_question_is_refused_before_the_run(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write_rows(tmp_path / "rl.jsonl", [{"prompt": chat("say a"), "data_source": "x"}])
+    template = tmp_path / "mine.jinja"
+    template.write_text("{% for m in messages %}{{ m['role'] }}{% endfor %}")
+    line = rl_only(
+        tmp_path / "run",
+        "data.task=null",
+        f"data.tokenizer={base}",
+        f"data.train_files={rows}",
+        f"data.chat_template={template}",
+    )
+    assert main(line) == 3
+    error = capsys.readouterr().err
+    assert "user message" in error
+    assert "actor_rollout_ref.model.custom_chat_template" in error
