@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -20,7 +20,9 @@ from slipstream.build.policy import device_of
 from slipstream.config.schema import Config
 from slipstream.data.data_buffer import DataBuffer, ListSource, MixtureSource, TaskSource
 from slipstream.data.datasets import inspect_prompts
+from slipstream.data.end_tokens import end_token_ids
 from slipstream.data.registry import Task, get_task
+from slipstream.data.response_text import response_decoder
 from slipstream.data.sft import load_sft_samples, sft_samples
 from slipstream.data.template_check import check_template_renders
 from slipstream.data.template_date import set_template_date
@@ -118,13 +120,19 @@ def template_date(config: Config) -> date | None:
     return None if day is None else date.fromisoformat(day)
 
 
-def decode_with(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """A function that decodes ids to text, without special tokens."""
+def make_decode(
+    config: Config, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int] = ()
+) -> Callable[[list[int]], str]:
+    """A function that turns response ids into text (`response_decoder`).
 
-    def decode(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=True))
-
-    return decode
+    `ends` are the policy's end tokens, if they are known; the tokenizer's are added.
+    """
+    own = end_token_ids(tokenizer, config.data.apply_chat_template_kwargs)
+    return response_decoder(
+        tokenizer,
+        ends={*own, *ends},
+        skip_special_tokens=config.reward_model.skip_special_tokens,
+    )
 
 
 def make_sandbox(config: Config) -> Sandbox:
@@ -199,7 +207,7 @@ def make_reward_manager(
         kwargs.setdefault("max_batch", max(_LEARNED_AT_ONCE, r.micro_batch_size_per_gpu))
     return load_reward_manager(
         name,
-        decode=decode_with(tokenizer),
+        decode=make_decode(config, tokenizer),
         timeout_s=r.timeout_s,
         on_failure=r.on_failure,
         num_workers=r.num_workers,

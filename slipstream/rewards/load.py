@@ -16,9 +16,9 @@ from slipstream.rewards.batched import BatchRewardManager
 from slipstream.rewards.custom import get_custom_reward_fn
 from slipstream.rewards.functions import default_compute_score
 from slipstream.rewards.limited import LimitedRewardManager
-from slipstream.rewards.manager import DAPORewardManager, Decode, NaiveRewardManager
+from slipstream.rewards.manager import DAPORewardManager, NaiveRewardManager
 from slipstream.rewards.prime import PrimeRewardManager
-from slipstream.rewards.protocol import OnFailure, RewardManager
+from slipstream.rewards.protocol import Decode, OnFailure, RewardManager
 from slipstream.rewards.remote import RemoteRewardManager
 from slipstream.rewards.runner import DeadlineRunner
 from slipstream.rewards.sandbox.protocol import Sandbox

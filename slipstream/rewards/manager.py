@@ -22,7 +22,14 @@ from slipstream.rewards.functions import (
     sandbox_of,
     worker_pool_of,
 )
-from slipstream.rewards.protocol import SCORE_PART, OnFailure, Reward, Score
+from slipstream.rewards.protocol import (
+    SCORE_PART,
+    Decode,
+    OnFailure,
+    Reward,
+    Score,
+    response_text,
+)
 from slipstream.rewards.results import CallOutcome, Reader, outcome_of, read_result
 from slipstream.rewards.runner import DeadlineRunner, is_async
 from slipstream.rewards.sandbox.watched import PATIENCE
@@ -30,8 +37,6 @@ from slipstream.rewards.signatures import Signature, VerlSignature, signature_of
 from slipstream.rewards.slots import Slots
 from slipstream.rewards.workers import WorkerPool
 from slipstream.types import Sample
-
-Decode = Callable[[list[int]], str]
 
 __all__ = ["DAPORewardManager", "Decode", "NaiveRewardManager", "compute_reward", "read_result"]
 
@@ -42,7 +47,7 @@ class NaiveRewardManager:
     """Scores each sample independently with one function.
 
     `compute_score` has verl's or TRL's signature (see `rewards.signatures`), or is a `Reward`,
-    which gets the whole sample. `decode` turns response ids into text without special tokens.
+    which gets the whole sample. `decode` turns response ids into text.
     `timeout_s` is the deadline of one call, counted from its start. `num_workers` is the number of
     concurrent calls; None is four, and more while the running calls only wait (`rewards.slots`).
     `failures` and `timeouts` are counts since the start.
@@ -164,7 +169,7 @@ class NaiveRewardManager:
         if self._reward is not None:
             return functools.partial(self._reward.score, samples[0])
         assert self._compute_score is not None
-        responses = [self._decode(sample.response_ids) for sample in samples]
+        responses = [response_text(sample, self._decode) for sample in samples]
         try:
             arguments = self._signature.arguments(samples, responses)
             return functools.partial(self._compute_score, **arguments)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from slipstream.build.data import (
     GivenParts,
     make_data_buffer,
+    make_decode,
     make_reward_manager,
     make_task,
     make_tokenizer,
@@ -41,7 +42,7 @@ from slipstream.loops.evaluate import evaluate as run_evaluation
 from slipstream.metrics.loggers import TeeLogger, build_loggers
 from slipstream.metrics.progress import Progress
 from slipstream.metrics.timeline import Timeline
-from slipstream.rewards.protocol import RewardManager
+from slipstream.rewards.protocol import Decode, RewardManager
 from slipstream.run.console import StepLines, accuracies, sample_texts, shown_samples
 from slipstream.run.rollout_dump import dump_groups, table_row
 from slipstream.run.snapshot import Snapshots
@@ -94,6 +95,11 @@ class Run:
         if self._data is None:
             self._data = make_data_buffer(self.config, self.tokenizer, self.task, self.parts)
         return self._data
+
+    @property
+    def decode(self) -> Decode:
+        """A function from the ids of a response to the text that reward functions get."""
+        return make_decode(self.config, self.tokenizer)
 
     def root(self, phase: str) -> Path:
         """The folder with the checkpoints and the log of a phase."""
@@ -201,7 +207,8 @@ class Run:
         """Record the responses of a validation, and show its result and a few of them on the
         console and in the tables of `logger`."""
         name = f"{step}.jsonl" if phase == "rl" else f"{phase}_{step}.jsonl"
-        dump_groups(self.validation_folder / name, evaluation.groups, self.tokenizer, step)
+        path = self.validation_folder / name
+        dump_groups(path, evaluation.groups, self.tokenizer, step, self.decode)
         count = self.config.trainer.log_val_generations
         when = f"after {phase.upper()} step {step}" if step else f"before {phase.upper()}"
         for text in accuracies(evaluation.metrics):
@@ -210,7 +217,7 @@ class Run:
         for text in sample_texts(shown):
             self.progress.note(text)
         if logger is not None and shown:
-            rows = [table_row(sample, self.tokenizer, step) for _, sample in shown]
+            rows = [table_row(sample, self.tokenizer, step, self.decode) for _, sample in shown]
             logger.log_table(step, GENERATIONS, rows)
 
 

@@ -13,7 +13,13 @@ import anyio
 import torch
 from safetensors import safe_open
 
-from slipstream.build.data import make_reward_manager, make_task, make_tokenizer, validation_prompts
+from slipstream.build.data import (
+    make_decode,
+    make_reward_manager,
+    make_task,
+    make_tokenizer,
+    validation_prompts,
+)
 from slipstream.build.engine import make_engine
 from slipstream.build.policy import make_policy, model_config
 from slipstream.build.process import import_external, set_threads
@@ -82,7 +88,7 @@ def evaluate(config: Config, checkpoint: Path, problems: int | None, output: Pat
     for text in accuracies(result.metrics):
         print(text)
     if output is not None:
-        dump_groups(output, result.groups, tokenizer, step=0)
+        dump_groups(output, result.groups, tokenizer, 0, make_decode(config, tokenizer))
         print(f"responses    {output}")
     return 0
 

@@ -147,3 +147,42 @@ def test_a_template_that_ignores_the_question_is_refused_before_the_run(
     error = capsys.readouterr().err
     assert "user message" in error
     assert "actor_rollout_ref.model.custom_chat_template" in error
+
+
+def test_tags_that_are_special_tokens_reach_the_reward_and_the_record(tmp_path: Path) -> None:
+    tags = ["<answer>", "</answer>"]
+    tokenizer = byte_tokenizer([*CHATML, *tags], STYLES["chatml"], eos_token=CHATML[2])
+    tokenizer.save_pretrained(str(tmp_path / "tokenizer"))
+    rows = write_rows(tmp_path / "rl.jsonl", [{"prompt": chat("say a"), "data_source": "x"}] * 8)
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def compute_score(solution_str, **_):\n"
+        "    return {'score': float(len(solution_str)), 'tags': solution_str.count('answer>')}\n"
+    )
+
+    def run(folder: str, *overrides: str) -> list[dict[str, Any]]:
+        line = rl_only(
+            tmp_path / folder,
+            "data.task=null",
+            f"data.tokenizer={tmp_path / 'tokenizer'}",
+            f"data.train_files={rows}",
+            "data.max_prompt_length=64",
+            "data.train_batch_size=8",
+            "data.max_response_length=64",
+            "trainer.total_training_steps=1",
+            *overrides,
+            reward=reward,
+        )
+        assert main(line) == 0
+        return records_of(tmp_path / folder / "rollouts")["1.jsonl"]
+
+    special = [258, 259, 260, 256, 257]
+    kept, skipped = run("kept"), run("skipped", "reward_model.skip_special_tokens=true")
+    assert [row["response_ids"] for row in kept] == [row["response_ids"] for row in skipped]
+    assert sum(set(row["response_ids"][:-1]) & {259, 260} != set() for row in kept) > 0
+    for full, bare in zip(kept, skipped, strict=True):
+        ids = full["response_ids"]
+        ended = ids[-1] == 258
+        assert full["text"] == tokenizer.decode(ids[:-1] if ended else ids)
+        assert bare["text"] == tokenizer.decode([i for i in ids if i not in special])
+        assert [full["score"], bare["score"]] == [len(full["text"]), len(bare["text"])]
