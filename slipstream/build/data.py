@@ -310,6 +310,7 @@ def make_demonstrations(
             tokenizer,
             max_length=sft.max_length,
             template_kwargs=config.data.apply_chat_template_kwargs,
+            ignore_input_ids_mismatch=sft.ignore_input_ids_mismatch,
         )
         return ShuffledSamples(samples, seed=f"{seed}{place}")
 

@@ -144,6 +144,9 @@ class SftSection:
     """Tokens per optimizer step."""
     max_length: PositiveInt = 2048
     """Longest demonstration in tokens, including the prompt."""
+    ignore_input_ids_mismatch: bool = False
+    """Train on turns that are tokenized one by one if a token crosses the boundary of a turn;
+    false: such a demonstration is an error."""
     max_tokens_per_micro_batch: PositiveInt = 16384
     """Tokens per forward pass. It does not change the update."""
     save_freq: CountOrOff = -1

@@ -126,7 +126,8 @@ def load_sft_samples(
 
     A row has either a column `messages_key` with the whole conversation, or the columns
     `prompt_key` and `response_key` (text). A prompt that is plain text is used without a chat
-    template, and the response ends with the end-of-sequence token. The columns `tools_key` and
+    template, and the response ends with the end-of-sequence token. Assistant messages in a prompt
+    have no loss, unless they have a `loss_mask` of 1. The columns `tools_key` and
     `enable_thinking_key`, if present, are passed to the chat template. At most `max_samples` rows
     (-1: all) are used: the first ones, or with `seed` a random choice. Raises DataError that names
     file, row and setting.
@@ -217,4 +218,7 @@ def _row_messages(
             f"{row.where}: column {response_key!r} must be text, got {type(response).__name__}; "
             f"put whole conversations into a column {messages_key!r}"
         )
-    return [*as_messages(row, prompt_key), {"role": "assistant", "content": response}]
+    prompt = as_messages(row, prompt_key)
+    # As in TRL and verl, only the response has loss.
+    given = [m if m["role"] != "assistant" else {"loss_mask": 0, **m} for m in prompt]
+    return [*given, {"role": "assistant", "content": response}]

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
-from tokenizers.decoders import ByteLevel, Fuse
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
@@ -58,6 +65,10 @@ STYLES = {
     "needs_system": "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system') }}"
     "{% endif %}"
     + _LOOP.format("<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n", "<|im_start|>"),
+    "forgets_thoughts": "{% for m in messages %}{% set last = loop.last %}<|im_start|>"
+    "{{ m['role'] }}\n{% if m['role'] == 'assistant' and last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m['content'].split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     "dated": "Today: {{ strftime_now('%d %b %Y %H:%M') }}. "
     + _LOOP.format("{{ m['role'] }}: {{ m['content'] }}<|end|>", "assistant: "),
     "plain": _LOOP.format("### {{ m['role'] }}:\n{{ m['content'] }}\n\n", "### assistant:\n"),
@@ -70,7 +81,7 @@ def char_tokenizer(chat_template: str | None = CHATML) -> Any:
     vocab = {chr(i): i for i in range(128)} | {"<s>": 128, "<e>": 129}
     backend = Tokenizer(WordLevel(vocab=vocab))
     backend.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
-    backend.decoder = Fuse()
+    backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<e>",
@@ -101,12 +112,54 @@ def byte_tokenizer(special: Sequence[str], chat_template: str | None, **options:
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = ByteLevel()
+    backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in special]
     )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, clean_up_tokenization_spaces=False, **options
+    )
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def metaspace_tokenizer(
+    scheme: str = "first", chat_template: str | None = STYLES["zephyr"], **options: Any
+) -> Any:
+    """Return a tokenizer in the style of Zephyr and TinyLlama, with characters as tokens.
+
+    It writes spaces as `\u2581`, and one before a text: before the first (`first`), before the text
+    after each special token, too (`always`), or with a normalizer (`legacy`).
+    """
+    characters = [chr(i) for i in range(33, 127)]
+    words = ["<unk>", "<s>", "</s>", "<0x0A>", "\u2581", *characters, "\u2581a", "ab"]
+    vocab = {word: number for number, word in enumerate(words)}
+    merges = [("\u2581", "a"), ("a", "b")]
+    backend = Tokenizer(BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>"))
+    if scheme == "legacy":
+        backend.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        )
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", vocab["<s>"])]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+        **options,
     )
     tokenizer.chat_template = chat_template
     return tokenizer
