@@ -101,6 +101,7 @@ def make_policy(
         policy = load_policy(folder, model.implementation)
     else:
         policy = load_sharded(folder, team.ranks.mesh, device=device)
+    check_tokenizer(policy.config, tokenizer, folder)
     add_end_tokens(policy, end_tokens(config, tokenizer))
     return policy
 
@@ -116,6 +117,7 @@ def make_decoder(
     """Like `make_policy`, for the built-in decoder only."""
     if folder is not None:
         loaded = load_checkpoint(folder, device=device_of(config))
+        check_tokenizer(loaded.config, tokenizer, folder)
         add_end_tokens(loaded, end_tokens(config, tokenizer))
         return loaded
     decoder = Decoder(initial_config(config, tokenizer))
@@ -177,7 +179,35 @@ def model_config(
     found = policy_config(folder, config.actor_rollout_ref.model.implementation)
     if isinstance(found, HFPolicyConfig):
         check_hf_policy(config, found, folder)
+    check_tokenizer(found, tokenizer, folder)
     return found.with_end_tokens(end_tokens(config, tokenizer))
+
+
+_MEDIA_TOKENS = ("image_token", "boi_token", "eoi_token", "audio_token", "video_token")
+
+
+def check_tokenizer(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Raise CheckpointError if the tokenizer has tokens without an embedding in `policy`.
+
+    Placeholders of images and sounds do not count, since texts have none: Gemma 3's tokenizer has
+    one that its text-only model lacks.
+    """
+    media = {getattr(tokenizer, name, None) for name in _MEDIA_TOKENS}
+    beyond = {
+        number: token
+        for token, number in tokenizer.get_vocab().items()
+        if number >= policy.vocab_size and token not in media
+    }
+    if beyond:
+        highest = max(beyond)
+        raise CheckpointError(
+            f"the tokenizer has {len(beyond)} tokens without an embedding, up to {highest} -> "
+            f"{beyond[highest]!r}: the model in {folder} has vocab_size={policy.vocab_size}. "
+            f"Resize it once with transformers: model.resize_token_embeddings({highest + 1}, "
+            "pad_to_multiple_of=64) and model.save_pretrained(FOLDER), then set "
+            "actor_rollout_ref.model.path=FOLDER; or set actor_rollout_ref.model.tokenizer_path to "
+            "the model's own tokenizer"
+        )
 
 
 def check_hf_policy(config: Config, policy: HFPolicyConfig, folder: Path) -> None:

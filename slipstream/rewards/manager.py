@@ -8,6 +8,7 @@ advantages. Called by the rollout manager and by evaluation.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
@@ -23,6 +24,7 @@ from slipstream.rewards.functions import (
     worker_pool_of,
 )
 from slipstream.rewards.protocol import (
+    PRIME,
     SCORE_PART,
     Decode,
     OnFailure,
@@ -41,6 +43,12 @@ from slipstream.types import Sample
 __all__ = ["DAPORewardManager", "Decode", "NaiveRewardManager", "compute_reward", "read_result"]
 
 _ON_FAILURE = ("zero", "drop", "stop")
+_NEEDS_MAIN_THREAD = re.compile(r"main thread|threaded environment|event loop in thread", re.I)
+"""Texts of errors that Python and math-verify raise if a function uses signals in a thread."""
+_USE_PRIME = (
+    "the reward function needs the main thread of a process, and its calls run in threads; set "
+    f"{PRIME}"
+)
 
 
 class NaiveRewardManager:
@@ -52,6 +60,9 @@ class NaiveRewardManager:
     concurrent calls; None is four, and more while the running calls only wait (`rewards.slots`).
     `failures` and `timeouts` are counts since the start.
     """
+
+    in_main_thread = False
+    """Whether functions are called in the main thread of a process."""
 
     def __init__(
         self,
@@ -179,6 +190,8 @@ class NaiveRewardManager:
     def _failed(self, sample: Sample, reason: str) -> Score:
         self.failures += 1
         reason = shortened(reason)
+        if not self.in_main_thread and _NEEDS_MAIN_THREAD.search(reason):
+            reason = f"{_USE_PRIME} ({reason})"
         if self._on_failure == "stop":
             raise RewardError(
                 f"the reward function {self._name} failed on sample {sample.uid!r} (data_source "

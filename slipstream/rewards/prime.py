@@ -36,6 +36,8 @@ class PrimeRewardManager(NaiveRewardManager):
     functions, and for functions that cannot be sent to another process.
     """
 
+    in_main_thread = True
+
     def __init__(
         self,
         compute_score: Callable[..., Any] | Reward = default_compute_score,

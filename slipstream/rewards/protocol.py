@@ -17,6 +17,9 @@ OnFailure = Literal["zero", "drop", "stop"]
 """Policy for failed scoring calls: score 0, drop the sample, or stop the run."""
 
 
+PRIME = "reward_model.reward_manager=prime"
+"""The setting that calls reward functions in the main thread of worker processes."""
+
 Decode = Callable[[list[int]], str]
 """From token ids to text."""
 

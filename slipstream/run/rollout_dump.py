@@ -39,13 +39,14 @@ def dump_groups(
 
     `decode` turns responses into the text that is scored (None: `response_decoder`).
 
-    A ground truth that JSON cannot express (a date, a decimal) is written as text. Raises
+    A ground truth that JSON cannot express (a date, a decimal) is written as text; numbers that are
+    not finite become null. Raises
     CheckpointError if the file cannot be written; earlier checkpoints stay.
     """
     samples = [sample for group in groups for sample in group.samples]
     decode = decode or response_decoder(tokenizer)
     records = [record(sample, tokenizer, step, decode) for sample in samples]
-    lines = [json.dumps(one, default=str) for one in records]
+    lines = [_json(one) for one in records]
     _write(path, lines, step)
 
 
@@ -61,7 +62,7 @@ def dump_tokens(
     chosen = min(SHOWN_GROUPS, len(groups))
     shown = [groups[i * len(groups) // chosen].samples[0] for i in range(chosen)]
     records = [token_record(sample, tokenizer) for sample in shown]
-    _write(folder / f"{step}.jsonl", [json.dumps(record) for record in records], step)
+    _write(folder / f"{step}.jsonl", [_json(record) for record in records], step)
     return records
 
 
@@ -120,6 +121,26 @@ def _write(path: Path, lines: Sequence[str], step: int) -> None:
         ) from error
 
 
+def _json(record: dict[str, Any]) -> str:
+    try:
+        return json.dumps(record, default=str, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(record), default=str, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """Return `value` with null for numbers that are not finite, because JSON has none."""
+    if isinstance(value, dict):
+        return {_finite_key(key): _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _finite_key(key: Any) -> Any:
+    return str(key) if isinstance(key, float) and not math.isfinite(key) else key
+
+
 def table_row(
     sample: Sample, tokenizer: PreTrainedTokenizerBase, step: int, decode: Decode
 ) -> dict[str, str | float]:
@@ -141,7 +162,7 @@ def record(
     """A sample as JSON values: `input`, `output`, `gts`, `score`, `step` as in verl.
 
     `text` is the response that reward functions get, `messages` the prompt if it has messages.
-    Log-probs that are not finite become null, because JSON has no such numbers.
+    Log-probs that are not finite become null.
     """
     return {
         "input": tokenizer.decode(sample.prompt_ids),

@@ -16,6 +16,7 @@ from slipstream.checkpoint.state import huggingface_folder
 from slipstream.cli import main
 from slipstream.config.load import load_config
 from slipstream.data.tokenizer import load_tokenizer
+from slipstream.errors import CheckpointError
 from tests.data.helpers import STYLES, byte_tokenizer
 from tests.run.helpers import assert_same_result, records_of, result_of, rl_only, tiny
 
@@ -186,3 +187,27 @@ def test_tags_that_are_special_tokens_reach_the_reward_and_the_record(tmp_path: 
         assert full["text"] == tokenizer.decode(ids[:-1] if ended else ids)
         assert bare["text"] == tokenizer.decode([i for i in ids if i not in special])
         assert [full["score"], bare["score"]] == [len(full["text"]), len(bare["text"])]
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_with_the_new_size(
+    tuned: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(huggingface_folder(tuned / "sft/global_step_1"), model)
+    tokenizer = load_tokenizer(model)
+    width = json.loads((model / "config.json").read_text())["vocab_size"]
+    config = load_config(
+        [f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.model.init=null"],
+        recipe="tiny",
+    )
+    spare = [f"<spare-{i}>" for i in range(width - len(tokenizer))]
+    tokenizer.add_tokens(spare)
+    assert model_config(config, tokenizer, model).vocab_size == len(tokenizer) == width
+    tokenizer.add_tokens(["<more>"])
+    for check in (model_config, make_policy):
+        with pytest.raises(
+            CheckpointError, match=rf"'<more>'.*resize_token_embeddings\({width + 1}, "
+        ):
+            check(config, tokenizer, model)
+    tokenizer.image_token = "<more>"
+    model_config(config, tokenizer, model)
