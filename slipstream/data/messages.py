@@ -24,9 +24,9 @@ def with_text(message: Mapping[str, Any], where: str) -> Message:
     missing or null content is "" if the message calls tools or has only reasoning. Raises
     DataError, naming `where`, for numbers and other values, and for images, audio and videos.
     """
-    content = message.get("content")
-    if hasattr(content, "tolist"):
-        content = content.tolist()  # a column of a data set class may hold arrays
+    content: Any = message.get("content")
+    # A column of a data set class may hold arrays.
+    content = content.tolist() if hasattr(content, "tolist") else content
     if isinstance(content, list | tuple) and content:
         texts = [_part(part, f"{where}, part {number}") for number, part in enumerate(content)]
         return {**message, "content": "".join(texts)}

@@ -203,9 +203,11 @@ def _row_messages(
 ) -> list[Message]:
     if row.values.get(messages_key) is not None:
         return as_messages(row, messages_key)
+    if messages_key in row.values and prompt_key not in row.values:
+        raise missing_column(row, messages_key, "")
     for key in (prompt_key, response_key):
         if row.values.get(key) is None:
-            if key in row.values and messages_key not in row.values:
+            if key in row.values:
                 raise missing_column(row, key, "")
             raise DataError(
                 f"{row.where} has no column {key!r} (columns found: {', '.join(row.values)}): a "

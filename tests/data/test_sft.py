@@ -416,3 +416,19 @@ def test_assistant_messages_of_a_prompt_have_no_loss_unless_they_say_so(tmp_path
         (sample,) = load_sft_samples(path, char_tokenizer())
         found = type("Found", (), {"ids": sample.tokens, "loss_mask": sample.loss_mask})
         assert with_loss(found) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"messages": None}, "messages"),
+        ({"prompt": None, "response": "a"}, "prompt"),
+        ({"prompt": [{"role": "user", "content": "a"}], "response": None}, "response"),
+        ({"messages": None, "prompt": None, "response": "a"}, "prompt"),
+    ],
+)
+def test_a_column_of_null_is_named(row: Any, column: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(row))
+    with pytest.raises(DataError, match=rf"a\.jsonl, row 0: column '{column}' is null"):
+        load_sft_samples(path, char_tokenizer())

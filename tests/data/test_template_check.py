@@ -121,7 +121,7 @@ def test_a_template_that_fails_on_other_texts_is_not_judged() -> None:
 
 def test_public_styles_render_each_message() -> None:
     for style, template in STYLES.items():
-        roles = ("user", "assistant", "user")
+        roles = ["user", "assistant", "user"]
         if style == "needs_system":
-            roles = ("system", *roles)
+            roles.insert(0, "system")
         check_conversation_renders(byte_tokenizer([], template), turns(*roles), style)
