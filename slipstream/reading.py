@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slipstream.errors import SlipstreamError
+from slipstream.errors import ConfigError, SlipstreamError
 
 MOST_SHOWN = 120
 """A message shows at most this many characters of a value."""
@@ -53,6 +53,34 @@ def reading(
         if isinstance(caught, _ENDS) or type(caught).__name__ != "PanicException":
             raise
         raise error(f"{noun}{shown_path(what)}: {reason(caught)}; {remedy}") from caught
+
+
+def jinja_text(value: str, *, key: str) -> str:
+    """Return the Jinja template that a user gave as text, or as the path of a file.
+
+    A text with `{{` or `{%` is a template; everything else is a path. `key` names the setting.
+    Raises ConfigError if there is no such file, or if it has no template.
+    """
+    if _is_template(value):
+        return value
+    path = Path(value.strip()).expanduser()
+    remedy = f"set {key} to a file such as chat_template.jinja, or to a template with {{{{ }}}}"
+    given = f"{key}={shown_path(value, MOST_SHOWN)}"
+    with reading(given, ConfigError, remedy):
+        if path.is_dir():
+            raise ConfigError(f"{given} is a folder; {remedy}")
+        if not path.is_file():
+            raise ConfigError(f"{given} is neither a Jinja template nor an existing file; {remedy}")
+        if path.suffix == ".json":
+            raise ConfigError(f"{given} is a JSON file; write its template alone into a file")
+        text = path.read_text(encoding="utf-8")
+    if not _is_template(text):
+        raise ConfigError(f"{given} has no Jinja template (it has neither {{{{ nor {{%); {remedy}")
+    return text
+
+
+def _is_template(text: str) -> bool:
+    return "{{" in text or "{%" in text
 
 
 def special_file(folder: Path) -> Path | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,17 @@ from slipstream.checkpoint.saved import Saved
 from slipstream.config.schema import Config
 from slipstream.data.data_buffer import DataBuffer, ListSource, MixtureSource, TaskSource
 from slipstream.data.datasets import inspect_prompts
+from slipstream.data.end_tokens import end_token_ids
 from slipstream.data.registry import Task, get_task
+from slipstream.data.response_text import response_decoder
 from slipstream.data.sft import load_sft_samples, sft_samples
+from slipstream.data.template_check import check_template_renders
+from slipstream.data.template_date import set_template_date
 from slipstream.data.tokenizer import build_tokenizer, load_tokenizer
 from slipstream.errors import ConfigError, DataError
 from slipstream.loops.sft import MixedSamples, SampleStream, ShuffledSamples
 from slipstream.models.numerics import dtype_from_name
+from slipstream.reading import shown_path
 from slipstream.rewards.load import load_reward_manager
 from slipstream.rewards.protocol import RewardManager
 from slipstream.rewards.sandbox.load import load_sandbox
@@ -96,16 +102,38 @@ def make_tokenizer(config: Config, model_folder: Path | None) -> PreTrainedToken
                 "weights has no tokenizer)"
             )
         return build_tokenizer()
-    return load_tokenizer(path, custom_chat_template=model.custom_chat_template)
+    tokenizer = load_tokenizer(path, custom_chat_template=model.custom_chat_template)
+    use_template_date(config, tokenizer)
+    if tokenizer.chat_template:
+        source = f"tokenizer {shown_path(path)}"
+        check_template_renders(tokenizer, source, config.data.apply_chat_template_kwargs)
+    return tokenizer
 
 
-def decode_with(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """A function that decodes ids to text, without special tokens."""
+def use_template_date(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let the chat template write `data.chat_template_date`, or today's date if it is null."""
+    set_template_date(tokenizer, template_date(config))
 
-    def decode(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=True))
 
-    return decode
+def template_date(config: Config) -> date | None:
+    """The date of `data.chat_template_date`."""
+    day = config.data.chat_template_date
+    return None if day is None else date.fromisoformat(day)
+
+
+def make_decode(
+    config: Config, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int] = ()
+) -> Callable[[list[int]], str]:
+    """A function that turns response ids into text (`response_decoder`).
+
+    `ends` are the policy's end tokens, if they are known; the tokenizer's are added.
+    """
+    own = end_token_ids(tokenizer, config.data.apply_chat_template_kwargs)
+    return response_decoder(
+        tokenizer,
+        ends={*own, *ends},
+        skip_special_tokens=config.reward_model.skip_special_tokens,
+    )
 
 
 def make_sandbox(config: Config) -> Sandbox:
@@ -150,6 +178,7 @@ def make_reward_model(
         device=device,
         batch_size=rewards.micro_batch_size_per_gpu,
         max_length=rewards.max_length,
+        template_date=template_date(config),
     )
 
 
@@ -179,7 +208,7 @@ def make_reward_manager(
         kwargs.setdefault("max_batch", max(_LEARNED_AT_ONCE, r.micro_batch_size_per_gpu))
     return load_reward_manager(
         name,
-        decode=decode_with(tokenizer),
+        decode=make_decode(config, tokenizer),
         timeout_s=r.timeout_s,
         on_failure=r.on_failure,
         num_workers=r.num_workers,
@@ -277,7 +306,13 @@ def make_demonstrations(
     seed, files = data_seed(config), sft.train_files
 
     def stream(chosen: Sequence[str], place: str) -> SampleStream:
-        samples = load_sft_samples(list(chosen), tokenizer, max_length=sft.max_length)
+        samples = load_sft_samples(
+            list(chosen),
+            tokenizer,
+            max_length=sft.max_length,
+            template_kwargs=config.data.apply_chat_template_kwargs,
+            ignore_input_ids_mismatch=sft.ignore_input_ids_mismatch,
+        )
         return ShuffledSamples(samples, seed=f"{seed}{place}")
 
     if sft.mixture_weights is None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.build.data import decode_with, make_data_buffer, validation_prompts
+from slipstream.build.data import make_data_buffer, make_decode, validation_prompts
 from slipstream.build.engine import check_engine, engine_settings, rollout_dtype
 from slipstream.build.policy import add_adapter, device_of, make_decoder
 from slipstream.build.rollouts import sampling_params
@@ -107,7 +107,7 @@ def make_parts(
         records = read_rollouts(draft.rollout_files, vocab_size=decoder.config.vocab_size)
 
     def answering(aux_layers: tuple[int, ...] = ()) -> Responder:
-        decode = decode_with(tokenizer)
+        decode = make_decode(config, tokenizer, decoder.config.eos_token_ids)
         return Responder(
             engine=Engine(decoder, limits, decode=decode, aux_layers=aux_layers),
             params=sampling_params(config),

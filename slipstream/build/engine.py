@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.build.data import (
-    decode_with,
-)
+from slipstream.build.data import make_decode
 from slipstream.build.policy import (
     device_of,
     max_model_len,
@@ -148,7 +146,7 @@ def make_engine(
         EngineSetup(
             config=config,
             policy=decoder,
-            decode=decode_with(tokenizer),
+            decode=make_decode(config, tokenizer, decoder.config.eos_token_ids),
             compute=compute,
             notify=speculate,
         )

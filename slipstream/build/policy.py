@@ -16,6 +16,7 @@ from slipstream.config.engines import ENGINE_KEY, engine_lacks, engines_with, ge
 from slipstream.config.schema import Config
 from slipstream.config.schema_actor import ModelSection, OptimSection, RLOptimSection
 from slipstream.config.validate import no_decay
+from slipstream.data.end_tokens import end_token_ids
 from slipstream.data.tokenizer import vocabulary_in
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.config import ContextLimit, Family, ModelConfig
@@ -28,6 +29,7 @@ from slipstream.models.numerics import WIDTH_MULTIPLE, dtype_from_name, round_up
 from slipstream.models.policy import (
     Policy,
     PolicyConfig,
+    add_end_tokens,
     load_policy,
     load_sharded,
     policy_config,
@@ -86,17 +88,27 @@ def make_policy(
     """Build a policy or reference: with weights from `folder`, or random weights by `model.init`.
 
     In a distributed run its weights are sharded over the processes at once, unless it gets a LoRA
-    adapter first.
+    adapter first. Its end tokens include those of `end_tokens`.
     """
     if folder is None:
         return make_decoder(config, tokenizer, None)
     model, device = config.actor_rollout_ref.model, device_of(config)
+    policy: Policy
     if team is None:
-        return load_policy(folder, model.implementation, device=device)
-    if model.lora_rank or model.lora_adapter_path is not None:
+        policy = load_policy(folder, model.implementation, device=device)
+    elif model.lora_rank or model.lora_adapter_path is not None:
         # In host memory until it is sharded.
-        return load_policy(folder, model.implementation)
-    return load_sharded(folder, team.ranks.mesh, device=device)
+        policy = load_policy(folder, model.implementation)
+    else:
+        policy = load_sharded(folder, team.ranks.mesh, device=device)
+    check_tokenizer(policy.config, tokenizer, folder)
+    add_end_tokens(policy, end_tokens(config, tokenizer))
+    return policy
+
+
+def end_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokens that end a response of `tokenizer`'s chat template, or a plain text."""
+    return end_token_ids(tokenizer, config.data.apply_chat_template_kwargs)
 
 
 def make_decoder(
@@ -104,7 +116,10 @@ def make_decoder(
 ) -> Decoder:
     """Like `make_policy`, for the built-in decoder only."""
     if folder is not None:
-        return load_checkpoint(folder, device=device_of(config))
+        loaded = load_checkpoint(folder, device=device_of(config))
+        check_tokenizer(loaded.config, tokenizer, folder)
+        add_end_tokens(loaded, end_tokens(config, tokenizer))
+        return loaded
     decoder = Decoder(initial_config(config, tokenizer))
     decoder.init_weights(config.trainer.seed)
     return decoder.to(device_of(config))
@@ -164,7 +179,35 @@ def model_config(
     found = policy_config(folder, config.actor_rollout_ref.model.implementation)
     if isinstance(found, HFPolicyConfig):
         check_hf_policy(config, found, folder)
-    return found
+    check_tokenizer(found, tokenizer, folder)
+    return found.with_end_tokens(end_tokens(config, tokenizer))
+
+
+_MEDIA_TOKENS = ("image_token", "boi_token", "eoi_token", "audio_token", "video_token")
+
+
+def check_tokenizer(policy: PolicyConfig, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Raise CheckpointError if the tokenizer has tokens without an embedding in `policy`.
+
+    Placeholders of images and sounds do not count, since texts have none: Gemma 3's tokenizer has
+    one that its text-only model lacks.
+    """
+    media = {getattr(tokenizer, name, None) for name in _MEDIA_TOKENS}
+    beyond = {
+        number: token
+        for token, number in tokenizer.get_vocab().items()
+        if number >= policy.vocab_size and token not in media
+    }
+    if beyond:
+        highest = max(beyond)
+        raise CheckpointError(
+            f"the tokenizer has {len(beyond)} tokens without an embedding, up to {highest} -> "
+            f"{beyond[highest]!r}: the model in {folder} has vocab_size={policy.vocab_size}. "
+            f"Resize it once with transformers: model.resize_token_embeddings({highest + 1}, "
+            "pad_to_multiple_of=64) and model.save_pretrained(FOLDER), then set "
+            "actor_rollout_ref.model.path=FOLDER; or set actor_rollout_ref.model.tokenizer_path to "
+            "the model's own tokenizer"
+        )
 
 
 def check_hf_policy(config: Config, policy: HFPolicyConfig, folder: Path) -> None:
@@ -253,6 +296,7 @@ def initial_config(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelC
         )
     except ConfigError as error:
         raise ConfigError(f"actor_rollout_ref.model.init: {error}") from error
+    made = made.with_end_tokens(end_tokens(config, tokenizer))
     memory = psutil.virtual_memory().total
     if device_of(config).type == "cpu" and 4 * made.parameters > memory:
         raise ConfigError(

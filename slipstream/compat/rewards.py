@@ -15,10 +15,11 @@ from typing import Any, cast
 import anyio
 import torch
 
-from slipstream.build.data import decode_with, make_reward_manager
+from slipstream.build.data import make_reward_manager
 from slipstream.config.load import load_config
 from slipstream.config.schema import Config
 from slipstream.config.tree import to_dict
+from slipstream.data.response_text import response_decoder
 from slipstream.errors import ConfigError, DataError
 from slipstream.rewards.custom import get_custom_reward_fn as load_custom_reward_fn
 from slipstream.rewards.data_proto import DataProto, DataProtoItem
@@ -153,7 +154,7 @@ def _manager_class(name: str) -> Callable[..., VerlRewardManager]:
             )
         manager = load_manager(
             name,
-            decode=decode_with(tokenizer),
+            decode=response_decoder(tokenizer),
             function=compute_score,
             reward_kwargs=reward_kwargs,
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,14 @@ from slipstream.config.tree import Option, example, from_dict, leaves, options, 
 from slipstream.config.validate import validate
 from slipstream.config.validate_algorithm import NEEDS_CRITIC
 from slipstream.errors import ConfigError
-from slipstream.reading import reading, shown, shown_path, value_problem
+from slipstream.reading import MOST_SHOWN, jinja_text, reading, shown, shown_path, value_problem
 
 CONFIG_FILE = "config.yaml"
 """Name of the file in a run folder that contains the resolved configuration."""
 
+_CHAT_TEMPLATE = "actor_rollout_ref.model.custom_chat_template"
+
+_TEMPLATE_OPTIONS = "apply_chat_template_kwargs"
 _PATHS = re.compile(r"(path|dir|files?|tokenizer|external_lib|python|experiment_name)$")
 """The keys of options whose values become names of files."""
 _INDEX = re.compile(r"[0-9]{1,4}")
@@ -52,6 +56,7 @@ RESUMABLE_KEYS = frozenset(
         "actor_rollout_ref.rollout.max_num_seqs",
         "actor_rollout_ref.rollout.one_thread_below",
         "actor_rollout_ref.rollout.timeout_s",
+        "data.chat_template_date",
         "reward_model.num_workers",
         "trainer.n_gpus_per_node",
         "trainer.nnodes",
@@ -346,17 +351,43 @@ def load_config(
     _send_notices(tree.notices, notify)
     raise_problems(tree.problems)
     values = _resolve(tree.values)
+    unread = _read_chat_template(values)
     config, mismatches = from_dict(values)
     refused = {key: aliases.refused_value(key, _at(values, key)) for key in aliases.REFUSED_VALUES}
     problems = [message for message in refused.values() if message is not None]
     # A refused value also has the wrong type. Only the more helpful message is reported.
     explained = tuple(f"{key}:" for key, message in refused.items() if message is not None)
     problems += [message for message in mismatches if not message.startswith(explained)]
-    if not mismatches:
+    problems += unread
+    if not mismatches and not unread:
         problems += validate(config, hardware or detect_hardware(), complete=complete)
     raise_problems(problems)
     _send_notices(schedule_notices(config, tree.assigned), notify)
     return config
+
+
+def _read_chat_template(values: dict[str, Any]) -> list[str]:
+    """Replace the path of a chat template by the text in the file. Return the problems.
+
+    The text belongs to the run: it is recorded in the run folder, and a changed file is a changed
+    setting.
+    """
+    model, options = values["actor_rollout_ref"]["model"], values["data"][_TEMPLATE_OPTIONS]
+    given = model["custom_chat_template"]
+    if isinstance(options, dict) and "chat_template" in options:
+        given = options.pop("chat_template") if given is None else given
+        if options.pop("chat_template", given) != given:
+            return [
+                f"{_CHAT_TEMPLATE} and data.{_TEMPLATE_OPTIONS}.chat_template have different "
+                f"templates; set only {_CHAT_TEMPLATE}"
+            ]
+        model["custom_chat_template"] = given
+    if isinstance(given, str):
+        try:
+            model["custom_chat_template"] = jinja_text(given, key=_CHAT_TEMPLATE)
+        except ConfigError as error:
+            return [str(error)]
+    return []
 
 
 def _at(values: dict[str, Any], key: str) -> Any:
@@ -405,7 +436,14 @@ def diff(old: Config, new: Config) -> list[str]:
             for name in left:
                 compare(left[name], right[name], f"{key}.{name}" if key else name)
         else:
-            changes.append(f"{key}: {show(left)} -> {show(right)}")
+            changes.append(f"{key}: {_short(left)} -> {_short(right)}")
 
     compare(before, after, "")
     return changes
+
+
+def _short(value: Any) -> str:
+    """Return `value` for a message; of a long text, its length and a checksum."""
+    if isinstance(value, str) and len(value) > MOST_SHOWN:
+        return f"a text of {len(value)} characters ({zlib.crc32(value.encode()):08x})"
+    return show(value)

@@ -119,6 +119,9 @@ class DataSection:
     """Leave out prompts longer than `max_prompt_length` before training starts."""
     apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
     """Variables of the chat template, such as `enable_thinking`."""
+    chat_template_date: str | None = None
+    """Date (`2026-01-31`) that a chat template with a date writes, such as those of Llama 3.1 to
+    3.3; null: the day on which the run starts first. A resumed run keeps the date."""
     custom_cls: CustomClassSection = field(default_factory=CustomClassSection)
     """Your own data set class."""
     sampler: SamplerSection = field(default_factory=SamplerSection)
@@ -141,6 +144,9 @@ class SftSection:
     """Tokens per optimizer step."""
     max_length: PositiveInt = 2048
     """Longest demonstration in tokens, including the prompt."""
+    ignore_input_ids_mismatch: bool = False
+    """Train on turns that are tokenized one by one if a token crosses the boundary of a turn;
+    false: such a demonstration is an error."""
     max_tokens_per_micro_batch: PositiveInt = 16384
     """Tokens per forward pass. It does not change the update."""
     save_freq: CountOrOff = -1

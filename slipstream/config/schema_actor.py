@@ -92,7 +92,8 @@ class ModelSection:
     tokenizer_path: str | None = None
     """Folder of the tokenizer; null: the tokenizer in `path`."""
     custom_chat_template: str | None = None
-    """Jinja chat template that replaces the tokenizer's own."""
+    """Jinja chat template that replaces the tokenizer's own, or the path of a file with one. The
+    run records the template, not the path."""
     external_lib: str | None = None
     """Python module (`my_package.losses`) to import first. It can register your own advantage
     estimators and policy losses. It must be importable with `python -c "import ..."`."""

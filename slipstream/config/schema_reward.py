@@ -83,6 +83,9 @@ class RewardModelSection:
     """Terms that are added to the reward function's score, by name: a weight, or a mapping with
     `weight` and settings. Built in: `think_format`, `repetition`, `overlong`, `cosine_length`,
     `relative_length`. A term with `path` is your own function. `answer` is the reward function."""
+    skip_special_tokens: bool = False
+    """Remove all special tokens from a response before it is scored, as VERL does; false: only the
+    token that ended the response, so that tags that are special tokens of the tokenizer count."""
     on_failure: Literal["zero", "drop", "stop"] = "zero"
     """What happens if scoring a response fails: `zero` gives reward 0, `drop` leaves the response
     out, `stop` ends the run."""

@@ -7,6 +7,7 @@ configuration and the `Hardware` argument, and do not import torch. Called by `l
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import date
 
 from slipstream.config.aliases import REFUSED_VALUES
 from slipstream.config.engines import (
@@ -177,8 +178,20 @@ def _data(config: Config) -> Iterator[str]:
                 f"data.{name}=0 leaves no data; set data.{name} to a positive number, or to -1 for "
                 "all data"
             )
+    if data.chat_template_date is not None and not _is_date(data.chat_template_date):
+        yield (
+            f"data.chat_template_date={show(data.chat_template_date)} is not a date; set "
+            "data.chat_template_date=2026-01-31, or null for the day on which the run starts"
+        )
     yield from _weights("data", data.mixture_weights, data.train_files)
     yield from _data_classes(data)
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 def _data_classes(data: DataSection) -> Iterator[str]:

@@ -1,17 +1,20 @@
 """Converts conversations to token ids, with spans per turn and a loss mask.
 
 Works with any Hugging Face tokenizer whose chat template is prefix-preserving: the text of the
-first turns must be a prefix of the text of the whole conversation. Pure functions; knows nothing of
-files or training. Called by `sft`.
+first turns must be a prefix of the text of the whole conversation. With loss on the last turn
+alone, every template works. Pure functions; knows nothing of files or training. Called by `sft`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream.data.chat_template import ChatTemplateError, apply_chat_template
+from slipstream.data.end_tokens import turn_end
+from slipstream.data.messages import with_text
+from slipstream.data.template_check import check_conversation_renders
 from slipstream.errors import ConfigError, DataError
 from slipstream.types import Message
 
@@ -27,9 +30,9 @@ class TurnSpan:
 
     `role` is "prompt" for everything before the first assistant turn. Header tokens that the
     template writes before an assistant turn belong to the preceding span, as in a rollout. The loss
-    covers `[start, loss_end)`. In an assistant turn it ends after the end-of-sequence token,
-    because a policy never samples the tokens that a template adds after it. Without loss `loss_end`
-    equals `start`.
+    covers `[start, loss_end)`. In an assistant turn it ends after the token that ends the turn
+    (`end_tokens.turn_end`, else the end-of-sequence token), because a policy never samples the
+    tokens that a template adds after it. Without loss `loss_end` equals `start`.
     """
 
     role: str
@@ -78,23 +81,27 @@ def tokenize_conversation(
     """Render and tokenize a conversation. Only assistant turns have loss.
 
     A message may have a key `loss_mask` (0 or 1, as in verl); 0 excludes an assistant turn from the
-    loss. Turns are tokenized one by one, as in a rollout. If the result differs from tokenizing the
-    whole text, it is an error unless `ignore_input_ids_mismatch`. `max_length` is in tokens. For a
+    loss. The ids are those of the whole text. If a token crosses the boundary of a turn, it is an
+    error unless `ignore_input_ids_mismatch`; then turns are tokenized one by one, as in a rollout.
+    `max_length` is in tokens. For a
     longer conversation, `truncation` keeps its end (`left`), keeps its start (`right`), or raises
     (`error`). Raises DataError that names the turn.
     """
     with_loss = _turns_with_loss(messages)
-    pieces = _pieces(messages, tokenizer, tools, dict(template_kwargs or {}))
+    messages = [with_text(m, f"conversation turn {turn}") for turn, m in enumerate(messages)]
+    end = turn_end(tokenizer, template_kwargs)
+    pieces = _pieces(messages, with_loss, tokenizer, tools, dict(template_kwargs or {}), end)
+    check_conversation_renders(
+        tokenizer, messages, "conversation", tools=tools, template_kwargs=template_kwargs
+    )
     ids: list[int] = []
     spans: list[TurnSpan] = []
-    for piece in pieces:
-        piece_ids = _encode(tokenizer, piece.text)
+    encoded = _encode_pieces(pieces, tokenizer, ignore_mismatch=ignore_input_ids_mismatch)
+    for piece, piece_ids in zip(pieces, encoded, strict=True):
         start = len(ids)
         ids.extend(piece_ids)
-        loss = _loss_length(piece_ids, tokenizer) if piece.turn in with_loss else 0
+        loss = _loss_length(piece_ids, tokenizer, end) if piece.turn in with_loss else 0
         spans.append(TurnSpan(role=piece.role, start=start, end=len(ids), loss_end=start + loss))
-    if not ignore_input_ids_mismatch:
-        _check_against_whole(pieces, spans, ids, tokenizer)
     return _finish(ids, spans, max_length, truncation)
 
 
@@ -110,7 +117,9 @@ def tokenize_text_pair(
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no end-of-sequence token: set its eos_token")
     context = [int(i) for i in tokenizer(prompt)["input_ids"]]
-    target = [*_encode(tokenizer, response), int(tokenizer.eos_token_id)]
+    pieces = [_Piece("prompt", prompt, None), _Piece("assistant", response, 1)]
+    _, answer = _encode_pieces(pieces, tokenizer, ignore_mismatch=True)
+    target = [*answer, int(tokenizer.eos_token_id)]
     start, end = len(context), len(context) + len(target)
     spans = [
         TurnSpan(role="prompt", start=0, end=start, loss_end=0),
@@ -177,11 +186,17 @@ def _turns_with_loss(messages: Sequence[Message]) -> set[int]:
 
 def _pieces(
     messages: Sequence[Message],
+    with_loss: Set[int],
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Mapping[str, Any]] | None,
     template_kwargs: dict[str, Any],
+    turn_end: int | None,
 ) -> list[_Piece]:
-    """Return the conversation's text, split wherever an assistant turn begins or ends."""
+    """Return the conversation's text, split wherever an assistant turn begins or ends.
+
+    If the template changes earlier turns, the text is split only where a turn with loss begins or
+    ends, and ends with the last of them.
+    """
     plain = [{k: v for k, v in m.items() if k != "loss_mask"} for m in messages]
 
     def render(count: int, *, generation_prompt: bool) -> str:
@@ -202,22 +217,49 @@ def _pieces(
                 "conversation, or set actor_rollout_ref.model.custom_chat_template"
             ) from error
 
+    turns = [turn for turn, m in enumerate(plain) if m["role"] == "assistant"]
+    try:
+        return _split(plain, turns, render)
+    except _NotPrefixError as error:
+        end = None if turn_end is None else str(tokenizer.convert_ids_to_tokens(turn_end))
+        try:
+            return _split(plain[: max(with_loss) + 1], sorted(with_loss), render, end)
+        except _NotPrefixError:
+            raise error from None
+
+
+class _NotPrefixError(DataError):
+    """The text of the first turns is not a prefix of a longer conversation's text."""
+
+
+def _split(
+    messages: Sequence[Message],
+    turns: Sequence[int],
+    render: Callable[..., str],
+    turn_end: str | None = None,
+) -> list[_Piece]:
+    """Split the text where the assistant's `turns` begin and end.
+
+    Text after `turn_end` in a turn, such as a newline or a token that ends the conversation, is not
+    part of the turn. Raises _NotPrefixError if the template changes text before a turn.
+    """
     pieces: list[_Piece] = []
     text = ""
     since = 0
-    for turn, message in enumerate(plain):
-        if message["role"] != "assistant":
-            continue
+    for turn in turns:
         opened = _extend(text, render(turn, generation_prompt=True), turn, "generation prompt")
         closed = _extend(opened, render(turn + 1, generation_prompt=False), turn, "assistant text")
+        if turn_end is not None and turn < turns[-1]:
+            place = closed.rfind(turn_end, len(opened))
+            closed = closed if place < 0 else closed[: place + len(turn_end)]
         if len(opened) > len(text):
-            pieces.append(_Piece(_author(plain, since, turn), opened[len(text) :], None))
+            pieces.append(_Piece(_author(messages, since, turn), opened[len(text) :], None))
         pieces.append(_Piece("assistant", closed[len(opened) :], turn))
         text, since = closed, turn + 1
-    if since < len(plain):
-        last = len(plain) - 1
-        whole = _extend(text, render(len(plain), generation_prompt=False), last, "text")
-        pieces.append(_Piece(_author(plain, since, len(plain)), whole[len(text) :], None))
+    if since < len(messages):
+        last = len(messages) - 1
+        whole = _extend(text, render(len(messages), generation_prompt=False), last, "text")
+        pieces.append(_Piece(_author(messages, since, len(messages)), whole[len(text) :], None))
     return pieces
 
 
@@ -234,12 +276,13 @@ def _extend(before: str, after: str, turn: int, what: str) -> str:
             (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b),
             min(len(before), len(after)),
         )
-        raise DataError(
+        raise _NotPrefixError(
             f"chat template is not prefix-preserving: with the {what} of turn {turn} the text of "
             f"the earlier turns changes at character {common} ({before[common : common + 30]!r} "
             f"becomes {after[common : common + 30]!r}). Per-turn loss masks need a template that "
-            "only appends: set actor_rollout_ref.model.custom_chat_template (many templates drop "
-            "reasoning from earlier turns), or train on one turn per conversation"
+            "only appends (many templates drop reasoning from earlier turns): set "
+            "actor_rollout_ref.model.custom_chat_template, or train on the last turn alone, with "
+            "loss_mask 0 in the other assistant messages"
         )
     return after
 
@@ -249,33 +292,56 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
-def _loss_length(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int:
-    for place in range(len(ids) - 1, -1, -1):
-        if ids[place] == tokenizer.eos_token_id:
-            return place + 1
+def _loss_length(
+    ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, turn_end: int | None
+) -> int:
+    """Return the length of an assistant turn up to the last token that ends it."""
+    for end in (turn_end, tokenizer.eos_token_id):
+        for place in range(len(ids) - 1, -1, -1):
+            if end is not None and ids[place] == end:
+                return place + 1
     return len(ids)
 
 
-def _check_against_whole(
-    pieces: Sequence[_Piece],
-    spans: Sequence[TurnSpan],
-    ids: list[int],
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def _encode_pieces(
+    pieces: Sequence[_Piece], tokenizer: PreTrainedTokenizerBase, *, ignore_mismatch: bool
+) -> list[list[int]]:
+    """Return the token ids of each piece, as in a rollout.
+
+    They are the ids of the whole text, if no token crosses a boundary of pieces. Raises DataError
+    otherwise, unless `ignore_mismatch`; then each piece is tokenized on its own.
+    """
     whole = _encode(tokenizer, "".join(piece.text for piece in pieces))
-    if whole == ids:
-        return
-    place = next(
-        (i for i, (a, b) in enumerate(zip(ids, whole, strict=False)) if a != b),
-        min(len(ids), len(whole)),
-    )
-    number = next((n for n, span in enumerate(spans) if place < span.end), len(spans) - 1)
+    alone = [_encode(tokenizer, piece.text) for piece in pieces]
+    if [i for ids in alone for i in ids] == whole:
+        return alone
+    # Metaspace tokenizers write a space before the first word of a text, so a piece has other ids
+    # alone than within the text.
+    found: list[list[int]] = []
+    text, done = "", 0
+    for piece in pieces:
+        text += piece.text
+        until = _encode(tokenizer, text)
+        if until != whole[: len(until)]:
+            break
+        found.append(until[done:])
+        done = len(until)
+    if len(found) == len(pieces):
+        return found
+    if ignore_mismatch:
+        return [alone[0], *(_encode_after_text(tokenizer, piece.text) for piece in pieces[1:])]
     raise DataError(
-        f"tokenizing turn by turn differs from tokenizing the whole conversation from token "
-        f"{place} on (in part {number}, role {spans[number].role!r}): a token crosses the boundary "
-        "of a turn. Rollouts use the turn-by-turn ids; set ignore_input_ids_mismatch to train on "
-        "them"
+        f"tokenizing turn by turn differs from tokenizing the whole conversation in part "
+        f"{len(found)} (role {pieces[len(found)].role!r}): a token crosses the boundary between "
+        f"its end and the next part. Rollouts use the turn-by-turn ids; set "
+        "sft.ignore_input_ids_mismatch=true to train on them"
     )
+
+
+def _encode_after_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the ids of a text that does not begin a conversation, if the tokenizer shows them."""
+    before, both = _encode(tokenizer, "\n"), _encode(tokenizer, f"\n{text}")
+    return both[len(before) :] if both[: len(before)] == before else _encode(tokenizer, text)
 
 
 def _truncate(

@@ -357,8 +357,8 @@ def saved_position(state: Mapping[str, Any], identity: State, *names: str) -> di
         if not is_same(was, value):
             raise DataError(
                 f"data position: it was recorded with {key} = {shown(was)}, but now it is "
-                f"{shown(value)}. Resume with the same data, seed and data.shuffle, or start a "
-                "new run"
+                f"{shown(value)}. Resume with the same data, seed, data.shuffle and "
+                "data.chat_template_date, or start a new run"
             )
     saved = position.fields(*identity, *names)
     return {name: saved[name] for name in names}

@@ -29,6 +29,7 @@ from slipstream.data.rows import (
     read_rows,
     subset,
 )
+from slipstream.data.template_check import check_conversation_renders
 from slipstream.errors import ConfigError, DataError
 from slipstream.reading import reading, reason
 from slipstream.types import Message, Prompt
@@ -41,6 +42,16 @@ TRUNCATIONS: tuple[Truncation, ...] = ("error", "left", "right", "middle")
 
 _MEDIA = ("images", "videos")
 _KNOWN_COLUMNS = {"ability", "reward_model", "extra_info", *_MEDIA}
+_FIXED_OPTIONS = {
+    "add_generation_prompt",
+    "continue_final_message",
+    "conversation",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tools",
+}
+"""Options of `apply_chat_template` that are not variables of a template."""
 _NAMED = 5  # how many bad rows an error message lists
 
 log = logging.getLogger(__name__)
@@ -59,7 +70,7 @@ class LoadedPrompts:
     rows: list[Any] = field(default_factory=list)
 
     def warn(self, max_prompt_length: int) -> None:
-        """Log a warning if rows were left out."""
+        """Log a warning if rows were left out, or if responses continue a message."""
         if self.filtered:
             log.warning(
                 "%d prompts longer than data.max_prompt_length %d tokens were left out, %d remain",
@@ -69,6 +80,13 @@ class LoadedPrompts:
             )
         if self.failed:
             log.warning("%s", _failures(self.failed))
+        if continued := sum(continues_message(prompt.messages) for prompt in self.prompts):
+            log.warning(
+                "%d of %d prompts end with an assistant message: responses continue that message, "
+                "and rewards get only the continuation",
+                continued,
+                len(self.prompts),
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +115,11 @@ class PromptReader:
             )
         if self.max_prompt_length < 1:
             raise ConfigError(f"data.max_prompt_length {self.max_prompt_length} must be at least 1")
+        if fixed := sorted(_FIXED_OPTIONS & set(self.template_kwargs)):
+            raise ConfigError(
+                f"data.apply_chat_template_kwargs must not contain {', '.join(fixed)}: the run "
+                "sets these itself; remove them"
+            )
 
     def read(self, rows: Sequence[DataRow]) -> LoadedPrompts:
         """Return the prompts of `rows`, truncated, without those left out. It may be empty."""
@@ -152,7 +175,10 @@ class PromptReader:
         )
 
     def text_ids(self, messages: str | list[Message], where: str) -> list[int]:
-        """Return token ids: of plain text as it is, of messages with the chat template."""
+        """Return token ids: of plain text as it is, of messages with the chat template.
+
+        If the last message is one of the assistant, the response continues it.
+        """
         if isinstance(messages, str):
             with reading(where, DataError, "check the text of the prompt"):
                 return [int(i) for i in self.tokenizer(messages)["input_ids"]]
@@ -162,12 +188,26 @@ class PromptReader:
                 "template: set actor_rollout_ref.model.custom_chat_template, or give the prompts "
                 "as plain text"
             )
+        check_conversation_renders(
+            self.tokenizer,
+            messages,
+            where,
+            tools=self.tools,
+            template_kwargs=self.template_kwargs,
+        )
+        continues = continues_message(messages)
+        if continues and messages[-1].get("tool_calls"):
+            raise DataError(
+                f"{where}: the prompt ends with an assistant message that calls tools, which no "
+                "response can continue; remove the message, or add the tool's answer"
+            )
         ids = apply_chat_template(
             self.tokenizer,
             messages,
             tools=list(self.tools) if self.tools else None,
             tokenize=True,
-            add_generation_prompt=True,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
             return_dict=False,
             **self.template_kwargs,
         )
@@ -178,6 +218,11 @@ class PromptReader:
         known = _KNOWN_COLUMNS | {self.prompt_key, self.reward_fn_key}
         others = {k: v for k, v in row.values.items() if k not in known and v is not None}
         return {**others, **mapping(row, "extra_info")}
+
+
+def continues_message(messages: str | Sequence[Message]) -> bool:
+    """Return whether a response continues the last message, which is one of the assistant."""
+    return not isinstance(messages, str) and messages[-1].get("role") == "assistant"
 
 
 def load_prompts(

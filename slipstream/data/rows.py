@@ -18,6 +18,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from slipstream.data.keyed import KeyedDraws
+from slipstream.data.messages import with_text
 from slipstream.errors import ConfigError, DataError
 from slipstream.reading import reading, shown, shown_path, value_problem
 from slipstream.types import Message
@@ -94,7 +95,9 @@ def subset(rows: list[DataRow], *, max_samples: int, seed: int | None) -> list[D
 
 
 def missing_column(row: DataRow, key: str, setting: str) -> DataError:
-    """Return the error for a row without column `key`; `setting` is the option that names it."""
+    """Return the error for a row without a value in column `key`, which `setting` names."""
+    if key in row.values:
+        return DataError(f"{row.where}: column {key!r} is null; remove the row, or give it a value")
     found = ", ".join(row.values) or "none"
     return DataError(
         f"{row.where} has no column {key!r}; columns found: {found}. Set {setting} to the "
@@ -103,29 +106,25 @@ def missing_column(row: DataRow, key: str, setting: str) -> DataError:
 
 
 def as_messages(row: DataRow, key: str) -> list[Message]:
-    """Return the column `key` as chat messages. Raises DataError if it has another form."""
+    """Return the column `key` as chat messages with texts as contents (`messages.with_text`).
+
+    Raises DataError if it has another form.
+    """
     value = row.values[key]
     if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
         raise DataError(
             f"{row.where}: column {key!r} must be a non-empty list of messages "
             f"({{'role': ..., 'content': ...}}), got {_short(value)}"
         )
+    messages = []
     for turn, message in enumerate(value):
-        if not isinstance(message.get("role"), str) or "content" not in message:
-            raise DataError(
-                f"{row.where}: column {key!r}, message {turn} needs 'role' and 'content', got "
-                f"{_short(message)}"
-            )
-        content = message["content"]
-        parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
-        called = content is None and message.get("tool_calls")
-        if not (isinstance(content, str) or parts or called):
-            raise DataError(
-                f"{row.where}: column {key!r}, message {turn}: 'content' must be text, got "
-                f"{type(content).__name__} {_short(content)}"
-            )
-    # Parquet gives every message the union of all keys; missing keys are read as None.
-    return [{k: v for k, v in m.items() if v is not None or k == "content"} for m in value]
+        where = f"{row.where}: column {key!r}, message {turn}"
+        # Parquet gives every message the union of all keys; missing keys are read as None.
+        given = {k: v for k, v in message.items() if v is not None}
+        if not isinstance(given.get("role"), str) or not ({"content", "tool_calls"} & set(message)):
+            raise DataError(f"{where} needs 'role' and 'content', got {_short(message)}")
+        messages.append(with_text(given, where))
+    return messages
 
 
 def mapping(row: DataRow, key: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from slipstream.data.conversation import (
     tokenize_conversation,
     tokenize_text_pair,
 )
-from slipstream.data.rows import DataRow, as_messages, read_rows, subset
+from slipstream.data.rows import DataRow, as_messages, missing_column, read_rows, subset
 from slipstream.errors import DataError
 from slipstream.reading import reading
 from slipstream.types import Message, Sample, Segment, Status, StopReason
@@ -126,7 +126,8 @@ def load_sft_samples(
 
     A row has either a column `messages_key` with the whole conversation, or the columns
     `prompt_key` and `response_key` (text). A prompt that is plain text is used without a chat
-    template, and the response ends with the end-of-sequence token. The columns `tools_key` and
+    template, and the response ends with the end-of-sequence token. Assistant messages in a prompt
+    have no loss, unless they have a `loss_mask` of 1. The columns `tools_key` and
     `enable_thinking_key`, if present, are passed to the chat template. At most `max_samples` rows
     (-1: all) are used: the first ones, or with `seed` a random choice. Raises DataError that names
     file, row and setting.
@@ -202,8 +203,12 @@ def _row_messages(
 ) -> list[Message]:
     if row.values.get(messages_key) is not None:
         return as_messages(row, messages_key)
+    if messages_key in row.values and prompt_key not in row.values:
+        raise missing_column(row, messages_key, "")
     for key in (prompt_key, response_key):
         if row.values.get(key) is None:
+            if key in row.values:
+                raise missing_column(row, key, "")
             raise DataError(
                 f"{row.where} has no column {key!r} (columns found: {', '.join(row.values)}): a "
                 f"row needs {messages_key!r} with a conversation, or {prompt_key!r} and "
@@ -215,4 +220,7 @@ def _row_messages(
             f"{row.where}: column {response_key!r} must be text, got {type(response).__name__}; "
             f"put whole conversations into a column {messages_key!r}"
         )
-    return [*as_messages(row, prompt_key), {"role": "assistant", "content": response}]
+    prompt = as_messages(row, prompt_key)
+    # As in TRL and verl, only the response has loss.
+    given = [m if m["role"] != "assistant" else {"loss_mask": 0, **m} for m in prompt]
+    return [*given, {"role": "assistant", "content": response}]

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from slipstream.data.chat_template import check_chat_template
 from slipstream.errors import ConfigError, DataError
-from slipstream.reading import reading, shown_path, special_file
+from slipstream.reading import jinja_text, reading, shown_path, special_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,6 +26,7 @@ SYMBOLS = ("+", "-", "=", ",", "off", "answer", ":")
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 VOCAB_MULTIPLE = 16
 
+_CUSTOM_TEMPLATE = "actor_rollout_ref.model.custom_chat_template"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 # The separator is written before a message. So the text of a conversation is a prefix of every
@@ -92,7 +93,8 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a local folder, or by its Hugging Face name.
 
-    `custom_chat_template` replaces the tokenizer's own. Raises DataError if there is no tokenizer,
+    `custom_chat_template` replaces the tokenizer's own; it is a Jinja template, or the path of a
+    file with one. Raises ConfigError if it cannot be read, and DataError if there is no tokenizer,
     or if `require_chat_template` and it has none.
     """
     name = str(path)
@@ -127,7 +129,7 @@ def load_tokenizer(
             "it, or set actor_rollout_ref.model.tokenizer_path to a folder that has them"
         )
     if custom_chat_template is not None:
-        tokenizer.chat_template = custom_chat_template
+        tokenizer.chat_template = jinja_text(custom_chat_template, key=_CUSTOM_TEMPLATE)
     check_chat_template(tokenizer.chat_template, f"tokenizer {shown_path(name)}")
     if require_chat_template and not tokenizer.chat_template:
         raise DataError(

@@ -36,6 +36,7 @@ from slipstream.loops.steps import checkpoint_due
 from slipstream.metrics.batch_metrics import rollout_metrics
 from slipstream.metrics.loggers import MetricsLogger
 from slipstream.metrics.timers import IdleCores, Timers, gen_split, step_split, timing_per_token
+from slipstream.rewards.protocol import PRIME
 from slipstream.rollout.manager import RolloutCounts
 from slipstream.threads import usable_cores
 from slipstream.training.protocol import ReferencePolicy, TrainingBackend
@@ -279,11 +280,18 @@ class FailureWatch:
         """Raise TrainingError if all samples of all steps have failed, after `give_up` steps or at
         the `last` step."""
         if self._scored == 0 and self._last and (last or self._steps >= self._give_up):
+            # `slipstream reward` calls the function in the main thread, where it would not fail.
+            remedy = (
+                ""
+                if PRIME in self._last
+                else (
+                    ". Repair the reward function and try it on the recorded rollouts: slipstream "
+                    f"reward RUN/rollouts/{step}.jsonl --fn FILE:NAME"
+                )
+            )
             raise TrainingError(
                 f"no response of the first {self._steps} steps could be scored, so there is "
-                f"nothing to learn: {self._last}. Repair the reward function and try it "
-                "on the recorded rollouts: slipstream reward RUN/rollouts/"
-                f"{step}.jsonl --fn FILE:NAME"
+                f"nothing to learn: {self._last}{remedy}"
             )
 
 

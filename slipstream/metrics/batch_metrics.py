@@ -124,7 +124,7 @@ def validation_metrics(
     - mean@N and std@N.
     - pass@k, for k = N and the powers of two below N: the exact expectation of the best of k
       responses drawn without replacement. For 0/1 rewards that is the unbiased estimate of Chen et
-      al. (2021).
+      al. (2021). If a reward is outside [0, 1], a response is right if its reward is positive.
     - best@k and worst@k as in verl, drawn with replacement (`resampled`).
     - maj@k of the same draws, if the reward function reports the parsed answers (`pred`).
 
@@ -212,6 +212,8 @@ def _validation_of(
         )
     (n,) = counts
     rows = [[_accuracy(sample) for sample in group.samples] for group in groups]
+    shares = all(0.0 <= value <= 1.0 for row in rows for value in row)
+    right = [[float(value > 0.0) for value in row] for row in rows]
     means = [math.fsum(row) / n for row in rows]
     core, aux = f"val-core/{source}/acc", f"val-aux/{source}"
     metrics = {f"{core}/mean@{n}": math.fsum(means) / len(means)}
@@ -222,7 +224,7 @@ def _validation_of(
     answers = [[_answer(sample) for sample in group.samples] for group in groups]
     has_answers = any(answer for row in answers for answer in row)
     for k in subset_sizes(n):
-        best = [_best_of(row, k) for row in rows]
+        best = [_best_of(row, k) for row in (rows if shares else right)]
         metrics[f"{aux}/acc/pass@{k}"] = math.fsum(best) / len(best)
         drawn = best_and_worst(rows, k) | (majority(rows, answers, k) if has_answers else {})
         for name, value in drawn.items():

@@ -7,7 +7,7 @@ keys of RoPE scaling and of sliding windows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
@@ -204,6 +204,14 @@ class ModelConfig:
         if isinstance(self.eos_token_id, int):
             return (self.eos_token_id,)
         return self.eos_token_id
+
+    def with_end_tokens(self, ids: Sequence[int]) -> ModelConfig:
+        """Return this configuration with `ids` as additional end-of-sequence tokens."""
+        own = self.eos_token_ids
+        ends = own + tuple(i for i in ids if i not in own)
+        if ends == own:
+            return self
+        return replace(self, eos_token_id=ends if len(ends) > 1 else ends[0])
 
     def to_hf(self, *, dtype: str = "float32") -> dict[str, Any]:
         """Return the contents of `config.json`, with RoPE under both key names in use."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,11 @@ class HFPolicyConfig:
     context_limit: ContextLimit
     pad_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    def with_end_tokens(self, ids: Sequence[int]) -> HFPolicyConfig:
+        """Return these facts with `ids` as additional end-of-sequence tokens."""
+        own = self.eos_token_ids
+        return replace(self, eos_token_ids=own + tuple(i for i in ids if i not in own))
 
 
 class HFPolicy(nn.Module):

@@ -6,7 +6,7 @@ and `loops` call it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
@@ -102,6 +102,17 @@ def save_policy(
         save_checkpoint(
             policy, folder, dtype=dtype, generation=generation, save_tokenizer=save_tokenizer
         )
+
+
+def add_end_tokens(policy: Policy, ids: Sequence[int]) -> None:
+    """Let generation with `policy` end at `ids`, too, and store them in its checkpoints."""
+    if not isinstance(policy, HFPolicy):
+        policy.config = policy.config.with_end_tokens(ids)
+        return
+    before, policy.config = policy.config, policy.config.with_end_tokens(ids)
+    if policy.config != before:
+        ends = policy.config.eos_token_ids
+        policy.model.generation_config.eos_token_id = list(ends) if len(ends) > 1 else ends[0]
 
 
 def load_weights(policy: Policy, tensors: Mapping[str, Tensor], *, source: str) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import anyio
 
 from slipstream.errors import ConfigError
-from slipstream.rewards.manager import Decode, NaiveRewardManager
-from slipstream.rewards.protocol import OnFailure, Reward, Score
+from slipstream.rewards.manager import NaiveRewardManager
+from slipstream.rewards.protocol import Decode, OnFailure, Reward, Score
 from slipstream.types import Sample
 
 

@@ -15,6 +15,9 @@ from typing import Any
 END_OF_TEXT = "<eos>"
 """End marker in the task's own vocabulary; text after it is ignored."""
 
+_NO_WORDS = re.compile("<(?:pad|unk)>")
+"""The other special tokens of the task's vocabulary, which are no part of an answer."""
+
 _ANSWER = re.compile(r"(?<![\w<])answer(?![\w>])\s*:?", re.IGNORECASE)
 # ASCII digits only: `\d` would also match digits of other scripts.
 _TOKEN = re.compile(r"\s*([0-9]+|[+-])")
@@ -57,7 +60,7 @@ def verify(numbers: Sequence[int], target: int, response_text: str) -> Verdict:
     number, and equals `target`. All text from the last word "answer" to the end (or to `<eos>`)
     must be the expression. Never raises for any text, and never evaluates text as code.
     """
-    text = response_text.split(END_OF_TEXT, 1)[0]
+    text = _NO_WORDS.sub("", response_text.split(END_OF_TEXT, 1)[0])
     answers = list(_ANSWER.finditer(text))
     if not answers:
         return Verdict(False, "no answer")

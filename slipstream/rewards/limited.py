@@ -9,8 +9,8 @@ from typing import Any
 from slipstream.errors import ConfigError
 from slipstream.rewards.functions import default_compute_score
 from slipstream.rewards.limits import Limits
-from slipstream.rewards.manager import Decode, NaiveRewardManager
-from slipstream.rewards.protocol import OnFailure, Reward
+from slipstream.rewards.manager import NaiveRewardManager
+from slipstream.rewards.protocol import Decode, OnFailure, Reward
 from slipstream.rewards.results import CallOutcome, Reader
 from slipstream.rewards.slots import MAX_AT_ONCE
 

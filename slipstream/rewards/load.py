@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,11 @@ from slipstream.rewards.batched import BatchRewardManager
 from slipstream.rewards.custom import get_custom_reward_fn
 from slipstream.rewards.functions import default_compute_score
 from slipstream.rewards.limited import LimitedRewardManager
-from slipstream.rewards.manager import DAPORewardManager, Decode, NaiveRewardManager
+from slipstream.rewards.manager import DAPORewardManager, NaiveRewardManager
 from slipstream.rewards.prime import PrimeRewardManager
-from slipstream.rewards.protocol import OnFailure, RewardManager
+from slipstream.rewards.protocol import PRIME, Decode, OnFailure, RewardManager
 from slipstream.rewards.remote import RemoteRewardManager
-from slipstream.rewards.runner import DeadlineRunner
+from slipstream.rewards.runner import DeadlineRunner, is_async
 from slipstream.rewards.sandbox.protocol import Sandbox
 from slipstream.rewards.terms import TermsRewardManager, read_terms
 
@@ -33,6 +35,16 @@ _MANAGERS: dict[str, Callable[..., RewardManager]] = {
     "rate_limited": LimitedRewardManager,
     "remote": RemoteRewardManager,
 }
+
+
+_SIGNALS = re.compile(
+    r"^\s*(?:from|import) (?:math_verify|timeout_decorator)\b|\bSIGALRM\b|signal\.alarm|setitimer",
+    re.MULTILINE,
+)
+"""Signs of time limits by signals, such as those of math-verify."""
+_NO_LIMIT = re.compile(r"timeout(?:_seconds)?\s*=\s*(?:None|0)\b")
+"""How a call of math-verify switches its limit off."""
+_log = logging.getLogger(__name__)
 
 
 def register_reward_manager(name: str, factory: Callable[..., RewardManager]) -> None:
@@ -82,6 +94,8 @@ def load_reward_manager(
         compute_score = _built_in(sandbox)
     else:
         compute_score = get_custom_reward_fn(custom_path, custom_name, custom_kwargs)
+        if name in ("naive", "batch", "dapo") and not is_async(compute_score):
+            _warn_of_signals(custom_path)
     options: dict[str, Any] = {
         "decode": decode,
         "timeout_s": timeout_s,
@@ -123,7 +137,7 @@ def load_reward_manager(
         weight,
         parsed,
         {
-            term.name: NaiveRewardManager(
+            term.name: _term_manager(name, term.function)(
                 term.function,
                 decode=decode,
                 timeout_s=timeout_s,
@@ -136,6 +150,29 @@ def load_reward_manager(
         runner=DeadlineRunner(timeout_s=timeout_s, num_workers=num_workers),
         on_failure=on_failure,
     )
+
+
+def _term_manager(name: str, function: Callable[..., Any]) -> type[NaiveRewardManager]:
+    """Return the manager of a term's own function: the run's manager may need processes."""
+    in_processes = name == "prime" and not is_async(function)
+    return PrimeRewardManager if in_processes else NaiveRewardManager
+
+
+def _warn_of_signals(path: str | Path) -> None:
+    """Log a warning if the code in a user's file needs the main thread.
+
+    It would fail in each call. If the function turns errors into a score, all scores are alike and
+    there is no other message.
+    """
+    source = Path(path).expanduser().read_text(encoding="utf-8", errors="replace")
+    if (used := _SIGNALS.search(source)) is not None and not _NO_LIMIT.search(source):
+        _log.warning(
+            "%s uses %s, which works only in the main thread of a process, and reward functions "
+            "run in threads; if its calls fail or all scores are 0, set %s",
+            path,
+            used.group(0).split()[-1],
+            PRIME,
+        )
 
 
 def _built_in(sandbox: Sandbox | None) -> Callable[..., Any]:

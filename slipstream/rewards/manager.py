@@ -8,6 +8,7 @@ advantages. Called by the rollout manager and by evaluation.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
@@ -22,7 +23,15 @@ from slipstream.rewards.functions import (
     sandbox_of,
     worker_pool_of,
 )
-from slipstream.rewards.protocol import SCORE_PART, OnFailure, Reward, Score
+from slipstream.rewards.protocol import (
+    PRIME,
+    SCORE_PART,
+    Decode,
+    OnFailure,
+    Reward,
+    Score,
+    response_text,
+)
 from slipstream.rewards.results import CallOutcome, Reader, outcome_of, read_result
 from slipstream.rewards.runner import DeadlineRunner, is_async
 from slipstream.rewards.sandbox.watched import PATIENCE
@@ -31,22 +40,29 @@ from slipstream.rewards.slots import Slots
 from slipstream.rewards.workers import WorkerPool
 from slipstream.types import Sample
 
-Decode = Callable[[list[int]], str]
-
 __all__ = ["DAPORewardManager", "Decode", "NaiveRewardManager", "compute_reward", "read_result"]
 
 _ON_FAILURE = ("zero", "drop", "stop")
+_NEEDS_MAIN_THREAD = re.compile(r"main thread|threaded environment|event loop in thread", re.I)
+"""Texts of errors that Python and math-verify raise if a function uses signals in a thread."""
+_USE_PRIME = (
+    "the reward function needs the main thread of a process, and its calls run in threads; set "
+    f"{PRIME}"
+)
 
 
 class NaiveRewardManager:
     """Scores each sample independently with one function.
 
     `compute_score` has verl's or TRL's signature (see `rewards.signatures`), or is a `Reward`,
-    which gets the whole sample. `decode` turns response ids into text without special tokens.
+    which gets the whole sample. `decode` turns response ids into text.
     `timeout_s` is the deadline of one call, counted from its start. `num_workers` is the number of
     concurrent calls; None is four, and more while the running calls only wait (`rewards.slots`).
     `failures` and `timeouts` are counts since the start.
     """
+
+    in_main_thread = False
+    """Whether functions are called in the main thread of a process."""
 
     def __init__(
         self,
@@ -164,7 +180,7 @@ class NaiveRewardManager:
         if self._reward is not None:
             return functools.partial(self._reward.score, samples[0])
         assert self._compute_score is not None
-        responses = [self._decode(sample.response_ids) for sample in samples]
+        responses = [response_text(sample, self._decode) for sample in samples]
         try:
             arguments = self._signature.arguments(samples, responses)
             return functools.partial(self._compute_score, **arguments)
@@ -174,6 +190,8 @@ class NaiveRewardManager:
     def _failed(self, sample: Sample, reason: str) -> Score:
         self.failures += 1
         reason = shortened(reason)
+        if not self.in_main_thread and _NEEDS_MAIN_THREAD.search(reason):
+            reason = f"{_USE_PRIME} ({reason})"
         if self._on_failure == "stop":
             raise RewardError(
                 f"the reward function {self._name} failed on sample {sample.uid!r} (data_source "

@@ -21,8 +21,8 @@ from anyio import BrokenWorkerProcess, to_process
 from slipstream.errors import ConfigError, reason_of
 from slipstream.rewards.custom import call_custom, is_custom
 from slipstream.rewards.functions import default_compute_score
-from slipstream.rewards.manager import Decode, NaiveRewardManager
-from slipstream.rewards.protocol import OnFailure, Reward
+from slipstream.rewards.manager import NaiveRewardManager
+from slipstream.rewards.protocol import Decode, OnFailure, Reward
 from slipstream.rewards.results import CallOutcome, Reader, outcome_of
 from slipstream.rewards.runner import is_async
 
@@ -35,6 +35,8 @@ class PrimeRewardManager(NaiveRewardManager):
     A process that does not answer within `timeout_s` is killed. Raises ConfigError for async
     functions, and for functions that cannot be sent to another process.
     """
+
+    in_main_thread = True
 
     def __init__(
         self,

@@ -6,15 +6,22 @@ a function with verl's text signature.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
 from slipstream.errors import shortened
-from slipstream.types import Sample, Status
+from slipstream.types import Sample, Status, StopReason
 
 OnFailure = Literal["zero", "drop", "stop"]
 """Policy for failed scoring calls: score 0, drop the sample, or stop the run."""
+
+
+PRIME = "reward_model.reward_manager=prime"
+"""The setting that calls reward functions in the main thread of worker processes."""
+
+Decode = Callable[[list[int]], str]
+"""From token ids to text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +100,9 @@ def apply_score(sample: Sample, score: Score) -> None:
         sample.failure = failure
     elif failure is not None:
         sample.metadata[REWARD_FAILURE] = failure
+
+
+def response_text(sample: Sample, decode: Decode) -> str:
+    """Return the text of a response, without the token that ended it."""
+    ids = sample.response_ids
+    return decode(ids[:-1] if sample.stop_reason is StopReason.EOS else ids)

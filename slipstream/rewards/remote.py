@@ -24,8 +24,7 @@ import httpx2
 from slipstream.errors import ConfigError, shortened
 from slipstream.rewards.functions import default_compute_score
 from slipstream.rewards.limited import LimitedRewardManager
-from slipstream.rewards.manager import Decode
-from slipstream.rewards.protocol import OnFailure
+from slipstream.rewards.protocol import Decode, OnFailure
 from slipstream.rewards.results import CallOutcome, Reader, outcome_of
 
 _RETRIABLE = frozenset({408, 425, 429})

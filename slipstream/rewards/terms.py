@@ -17,14 +17,15 @@ from typing import Any
 
 from slipstream.errors import ConfigError, RewardError, did_you_mean, reason_of, shortened
 from slipstream.rewards.custom import get_custom_reward_fn
-from slipstream.rewards.manager import Decode
 from slipstream.rewards.protocol import (
     REWARD_FAILURE,
     SCORE_PART,
+    Decode,
     OnFailure,
     RewardManager,
     Score,
     apply_score,
+    response_text,
 )
 from slipstream.rewards.results import MAX_SCORE, Reader, fault_of, outcome_of
 from slipstream.rewards.runner import DeadlineRunner, is_async
@@ -242,7 +243,7 @@ class TermsRewardManager:
         if not term.custom:
             return [float(value) for value in term.function(samples)]
         signature = signature_of(term.function)
-        texts = [self._decode(sample.response_ids) for sample in samples]
+        texts = [response_text(sample, self._decode) for sample in samples]
         reader = Reader(signature, len(samples))
         try:
             call = functools.partial(term.function, **signature.arguments(samples, texts))

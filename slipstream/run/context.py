@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.build.data import (
     GivenParts,
     make_data_buffer,
+    make_decode,
     make_reward_manager,
     make_task,
     make_tokenizer,
+    use_template_date,
     validation_prompts,
 )
 from slipstream.build.policy import initial_policy
@@ -31,6 +33,7 @@ from slipstream.config.schema import Config
 from slipstream.config.tree import from_dict, to_dict
 from slipstream.data.data_buffer import DataBuffer
 from slipstream.data.registry import Task
+from slipstream.data.template_date import reads_date, today
 from slipstream.deadlines import Deadlines
 from slipstream.errors import CheckpointError
 from slipstream.inference.protocol import InferenceEngine
@@ -39,7 +42,7 @@ from slipstream.loops.evaluate import evaluate as run_evaluation
 from slipstream.metrics.loggers import TeeLogger, build_loggers
 from slipstream.metrics.progress import Progress
 from slipstream.metrics.timeline import Timeline
-from slipstream.rewards.protocol import RewardManager
+from slipstream.rewards.protocol import Decode, RewardManager
 from slipstream.run.console import StepLines, accuracies, sample_texts, shown_samples
 from slipstream.run.rollout_dump import dump_groups, table_row
 from slipstream.run.snapshot import Snapshots
@@ -92,6 +95,11 @@ class Run:
         if self._data is None:
             self._data = make_data_buffer(self.config, self.tokenizer, self.task, self.parts)
         return self._data
+
+    @property
+    def decode(self) -> Decode:
+        """A function from the ids of a response to the text that reward functions get."""
+        return make_decode(self.config, self.tokenizer)
 
     def root(self, phase: str) -> Path:
         """The folder with the checkpoints and the log of a phase."""
@@ -204,7 +212,8 @@ class Run:
         """Record the responses of a validation, and show its result and a few of them on the
         console and in the tables of `logger`."""
         name = f"{step}.jsonl" if phase == "rl" else f"{phase}_{step}.jsonl"
-        dump_groups(self.validation_folder / name, evaluation.groups, self.tokenizer, step)
+        path = self.validation_folder / name
+        dump_groups(path, evaluation.groups, self.tokenizer, step, self.decode)
         count = self.config.trainer.log_val_generations
         when = f"after {phase.upper()} step {step}" if step else f"before {phase.upper()}"
         for text in accuracies(evaluation.metrics):
@@ -213,7 +222,7 @@ class Run:
         for text in sample_texts(shown):
             self.progress.note(text)
         if logger is not None and shown:
-            rows = [table_row(sample, self.tokenizer, step) for _, sample in shown]
+            rows = [table_row(sample, self.tokenizer, step, self.decode) for _, sample in shown]
             logger.log_table(step, GENERATIONS, rows)
 
 
@@ -230,10 +239,18 @@ def open_run(
 ) -> Run:
     """Create a run: tokenizer, task, rewards and held-out prompts.
 
-    `parts` replace objects that the configuration names.
+    If the chat template writes a date and the configuration has none, the run's configuration gets
+    today's date. `parts` replace objects that the configuration names.
     """
     parts = parts or GivenParts()
     tokenizer = parts.tokenizer or make_tokenizer(config, initial_policy(config))
+    if config.data.chat_template_date is None and reads_date(tokenizer):
+        config = with_template_date(config, today().isoformat())
+        progress.note(
+            f"the chat template writes a date: data.chat_template_date="
+            f"{config.data.chat_template_date}, and a resumed run keeps it"
+        )
+    use_template_date(config, tokenizer)
     task = make_task(config, tokenizer)
     held_out = validation_prompts(config, tokenizer, task, parts=parts)
     if held_out:
@@ -256,6 +273,11 @@ def open_run(
         team=team,
         deadlines=deadlines or Deadlines(timeout_s=config.trainer.stage_timeout_s),
     )
+
+
+def with_template_date(config: Config, day: str | None) -> Config:
+    """The configuration with `data.chat_template_date`."""
+    return replace(config, data=replace(config.data, chat_template_date=day))
 
 
 def check_resumable(run: Run, phases: Sequence[str]) -> None:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from slipstream.data.samplers import DATASET_INDEX
 from slipstream.rewards.data_proto import DataProto, proto_of
+from slipstream.rewards.protocol import Decode, response_text
 from slipstream.types import Group, Status
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def proto_of_step(
     groups: Sequence[Group],
     rejected: Sequence[Group],
-    tokenizer: PreTrainedTokenizerBase,
+    decode: Decode,
     place_of: Callable[[str], int],
 ) -> DataProto:
     """The samples of a step with their rewards, from groups that were trained on and from groups
@@ -36,7 +33,7 @@ def proto_of_step(
         if sample.status is not Status.FAILED
     ]
     samples = [sample for sample, _ in marked]
-    texts = [tokenizer.decode(s.response_ids, skip_special_tokens=True) for s in samples]
+    texts = [response_text(sample, decode) for sample in samples]
     batch = proto_of(samples, texts)
     scores = torch.zeros_like(batch.batch["responses"], dtype=torch.float32)
     for row, sample in enumerate(samples):

@@ -13,7 +13,13 @@ import anyio
 import torch
 from safetensors import safe_open
 
-from slipstream.build.data import make_reward_manager, make_task, make_tokenizer, validation_prompts
+from slipstream.build.data import (
+    make_decode,
+    make_reward_manager,
+    make_task,
+    make_tokenizer,
+    validation_prompts,
+)
 from slipstream.build.engine import make_engine
 from slipstream.build.policy import make_policy, model_config
 from slipstream.build.process import import_external, set_threads
@@ -22,6 +28,7 @@ from slipstream.checkpoint.layout import head_folder, policy_folder
 from slipstream.checkpoint.state import RunState, huggingface_folder, state_file
 from slipstream.config.schema import Config
 from slipstream.config.tree import from_dict
+from slipstream.data.end_tokens import end_token_ids
 from slipstream.data.tokenizer import load_tokenizer
 from slipstream.deadlines import Deadlines, close_parts
 from slipstream.errors import CheckpointError, ConfigError
@@ -31,7 +38,7 @@ from slipstream.loops.evaluate import evaluate as run_evaluation
 from slipstream.models.draft.files import is_draft_head, load_draft_head
 from slipstream.models.draft.layouts import LAYOUTS, export_draft_head
 from slipstream.models.hf_io import read_json
-from slipstream.models.policy import Implementation, load_policy, save_policy
+from slipstream.models.policy import Implementation, add_end_tokens, load_policy, save_policy
 from slipstream.reading import reading
 from slipstream.run.console import accuracies
 from slipstream.run.rollout_dump import dump_groups
@@ -81,7 +88,7 @@ def evaluate(config: Config, checkpoint: Path, problems: int | None, output: Pat
     for text in accuracies(result.metrics):
         print(text)
     if output is not None:
-        dump_groups(output, result.groups, tokenizer, step=0)
+        dump_groups(output, result.groups, tokenizer, 0, make_decode(config, tokenizer))
         print(f"responses    {output}")
     return 0
 
@@ -100,7 +107,10 @@ def export(checkpoint: Path, output: Path, dtype: str, draft: str | None = None)
     policy = load_policy(source, _implementation(source))
     save_tokenizer: Any = None
     if _has_tokenizer(source):
-        save_tokenizer = load_tokenizer(source).save_pretrained
+        tokenizer = load_tokenizer(source)
+        # A checkpoint of an earlier version may lack the token that its template ends turns with.
+        add_end_tokens(policy, end_token_ids(tokenizer))
+        save_tokenizer = tokenizer.save_pretrained
     kind = stored_dtype(source) if dtype == "auto" else _DTYPES[dtype]
     with _aside(output) as folder:
         save_policy(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from slipstream.checkpoint.files import write_text_atomic
 from slipstream.checkpoint.manager import TRACKER, CheckpointManager
+from slipstream.checkpoint.state import RunState, state_file
 from slipstream.config.load import CONFIG_FILE, diff, load_config, to_yaml
 from slipstream.config.schema import Config
 from slipstream.errors import CheckpointError, ConfigError
@@ -81,7 +82,6 @@ def claim_folder(
     Raises CheckpointError, with the differences, if the folder holds checkpoints of a run with
     other settings.
     """
-    path = folder / CONFIG_FILE
     if config.trainer.resume_mode == "disable":
         with reading(folder, CheckpointError, _ANOTHER, noun="run folder "):
             moved = set_aside(folder)
@@ -89,6 +89,12 @@ def claim_folder(
             notify(f"starting over; the earlier run in {folder} is now in {moved}")
     else:
         check_same_run(folder, config)
+    write_settings(folder, config)
+
+
+def write_settings(folder: Path, config: Config) -> None:
+    """Write the configuration of the run. Raises CheckpointError if that fails."""
+    path = folder / CONFIG_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_text_atomic(path, to_yaml(config))
@@ -112,6 +118,23 @@ def check_same_run(folder: Path, config: Config) -> None:
             + "\nset another trainer.default_local_dir, undo the changes, or start over "
             "with trainer.resume_mode=disable"
         )
+
+
+def recorded_template_date(folder: Path, config: Config) -> str | None:
+    """The date of chat templates in the checkpoint that `config` resumes from; None if none."""
+    trainer = config.trainer
+    checkpoint = None
+    if trainer.resume_mode == "auto":
+        roots = (folder, folder / "sft")
+        found = (CheckpointManager(root, keep=None).latest() for root in roots)
+        checkpoint = next((path for path in found if path is not None), None)
+    elif trainer.resume_mode == "resume_path" and trainer.resume_from_path is not None:
+        checkpoint = Path(trainer.resume_from_path)
+    if checkpoint is None or not state_file(checkpoint).is_file():
+        return None  # a path that is no checkpoint is refused later, with a reason
+    section = RunState.load(checkpoint).config.get("data")
+    day = section.get("chat_template_date") if isinstance(section, dict) else None
+    return day if isinstance(day, str) else None
 
 
 def has_checkpoint(folder: Path) -> bool:

@@ -349,13 +349,13 @@ class _RLPhase:
         self._saves.check()
         with timers.span("dump_rollout_generations"):
             path = self._rollout_folder / f"{step}.jsonl"
-            dump_groups(path, groups, run.tokenizer, step)
+            dump_groups(path, groups, run.tokenizer, step, run.decode)
             shown = dump_tokens(path.parent / TOKENS_FOLDER, groups, run.tokenizer, step)
         for sample in shown[:1]:
             label = f"reward {short(sample['score'])}:"
             run.progress.sample(label, sample["pieces"], sample["drafted"])
         if (source := self._data.listener) is not None:
-            batch = proto_of_step(groups, self._rollouts.rejected, run.tokenizer, source.place_of)
+            batch = proto_of_step(groups, self._rollouts.rejected, run.decode, source.place_of)
             source.on_batch_end(batch)
         metrics |= self._watch.metrics()
         if run.held_out and _due(step, run.config.trainer.test_freq, self._total):

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.checkpoint.files import is_disk_full, write_text_atomic
+from slipstream.data.response_text import response_decoder
 from slipstream.errors import CheckpointError
+from slipstream.rewards.protocol import Decode, response_text
 from slipstream.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -27,15 +29,24 @@ MOST_PIECES_OF_A_CHARACTER = 4
 
 
 def dump_groups(
-    path: Path, groups: Sequence[Group], tokenizer: PreTrainedTokenizerBase, step: int
+    path: Path,
+    groups: Sequence[Group],
+    tokenizer: PreTrainedTokenizerBase,
+    step: int,
+    decode: Decode | None = None,
 ) -> None:
     """Write all samples of `groups` to `path`, and replace an existing file atomically.
 
-    A ground truth that JSON cannot express (a date, a decimal) is written as text. Raises
+    `decode` turns responses into the text that is scored (None: `response_decoder`).
+
+    A ground truth that JSON cannot express (a date, a decimal) is written as text; numbers that are
+    not finite become null. Raises
     CheckpointError if the file cannot be written; earlier checkpoints stay.
     """
     samples = [sample for group in groups for sample in group.samples]
-    lines = [json.dumps(record(sample, tokenizer, step), default=str) for sample in samples]
+    decode = decode or response_decoder(tokenizer)
+    records = [record(sample, tokenizer, step, decode) for sample in samples]
+    lines = [_json(one) for one in records]
     _write(path, lines, step)
 
 
@@ -51,7 +62,7 @@ def dump_tokens(
     chosen = min(SHOWN_GROUPS, len(groups))
     shown = [groups[i * len(groups) // chosen].samples[0] for i in range(chosen)]
     records = [token_record(sample, tokenizer) for sample in shown]
-    _write(folder / f"{step}.jsonl", [json.dumps(record) for record in records], step)
+    _write(folder / f"{step}.jsonl", [_json(record) for record in records], step)
     return records
 
 
@@ -110,11 +121,31 @@ def _write(path: Path, lines: Sequence[str], step: int) -> None:
         ) from error
 
 
+def _json(record: dict[str, Any]) -> str:
+    try:
+        return json.dumps(record, default=str, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(record), default=str, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """Return `value` with null for numbers that are not finite, because JSON has none."""
+    if isinstance(value, dict):
+        return {_finite_key(key): _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _finite_key(key: Any) -> Any:
+    return str(key) if isinstance(key, float) and not math.isfinite(key) else key
+
+
 def table_row(
-    sample: Sample, tokenizer: PreTrainedTokenizerBase, step: int
+    sample: Sample, tokenizer: PreTrainedTokenizerBase, step: int, decode: Decode
 ) -> dict[str, str | float]:
     """A row for a logger's table of generations."""
-    entry = record(sample, tokenizer, step)
+    entry = record(sample, tokenizer, step, decode)
     return {
         "step": step,
         "data_source": sample.data_source,
@@ -125,17 +156,19 @@ def table_row(
     }
 
 
-def record(sample: Sample, tokenizer: PreTrainedTokenizerBase, step: int) -> dict[str, Any]:
+def record(
+    sample: Sample, tokenizer: PreTrainedTokenizerBase, step: int, decode: Decode
+) -> dict[str, Any]:
     """A sample as JSON values: `input`, `output`, `gts`, `score`, `step` as in verl.
 
     `text` is the response that reward functions get, `messages` the prompt if it has messages.
-    Log-probs that are not finite become null, because JSON has no such numbers.
+    Log-probs that are not finite become null.
     """
     return {
         "input": tokenizer.decode(sample.prompt_ids),
         "messages": sample.prompt if isinstance(sample.prompt, list) else None,
         "output": tokenizer.decode(sample.response_ids),
-        "text": tokenizer.decode(sample.response_ids, skip_special_tokens=True),
+        "text": response_text(sample, decode),
         "gts": sample.ground_truth,
         "data_source": sample.data_source,
         "extra_info": sample.extra_info,

@@ -46,10 +46,16 @@ from slipstream.models.hf_policy import HFPolicyConfig
 from slipstream.models.numerics import dtype_from_name, rows_are_exact
 from slipstream.models.policy import PolicyConfig
 from slipstream.report.page import REPORT_FILE, write_report
-from slipstream.run.context import Run, check_resumable, open_run
+from slipstream.run.context import Run, check_resumable, open_run, with_template_date
 from slipstream.run.eval_export import evaluate, export
 from slipstream.run.event_loop import run_async
-from slipstream.run.folder import PICTURE, claim_folder, locked
+from slipstream.run.folder import (
+    PICTURE,
+    claim_folder,
+    locked,
+    recorded_template_date,
+    write_settings,
+)
 from slipstream.run.phases import (
     check_rl,
     result_of_sft,
@@ -133,6 +139,7 @@ def opened(
     frozen_after = max(FROZEN_SECONDS, config.trainer.stage_timeout_s + deadlines.grace_s)
     try:
         with locked(folder), frozen_interpreter_ends(frozen_after), progress, interrupt:
+            config = with_recorded_date(config, folder)
             claim_folder(folder, config, progress.note)
             try:
                 with (
@@ -144,6 +151,8 @@ def opened(
                             *(config, folder, progress, interrupt, compute, deadlines),
                             *(parts, timeline, team),
                         )
+                        if run.config != config:
+                            write_settings(folder, run.config)
                         _tell_of_compiling(run)
                         _settle_threads(run)
                     # Otherwise a full garbage collection would scan all modules, which takes
@@ -155,6 +164,13 @@ def opened(
                 close_parts(deadlines, compute)
     finally:
         forced.cancel()
+
+
+def with_recorded_date(config: Config, folder: Path) -> Config:
+    """The configuration with the chat template's date of the run that is resumed, if it has one."""
+    if config.data.chat_template_date is not None:
+        return config
+    return with_template_date(config, recorded_template_date(folder, config))
 
 
 @contextlib.contextmanager

@@ -7,11 +7,13 @@ format; `build` connects the two.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slipstream.data.template_date import set_template_date
 from slipstream.errors import CheckpointError
 from slipstream.rewards.data_proto import DataProto
 from slipstream.rewards.protocol import Score
@@ -30,7 +32,8 @@ class RewardModel:
     tokenizer, it gets the tokens of the rollout. Otherwise its own tokenizer renders and tokenizes
     prompt and response. With `batch_size` above 1 the last bits of a score can depend on the other
     responses of the batch. A response fails if its conversation is longer than `max_length` tokens
-    (None: the model's maximum). Raises CheckpointError if the checkpoint cannot be used.
+    (None: the model's maximum). `template_date` is the date that its own chat template writes
+    (None: today's). Raises CheckpointError if the checkpoint cannot be used.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class RewardModel:
         device: torch.device | None = None,
         batch_size: int = 1,
         max_length: int | None = None,
+        template_date: date | None = None,
     ) -> None:
         folder = Path(path).expanduser()
         self._compute, self._batch_size = compute, batch_size
@@ -55,6 +59,8 @@ class RewardModel:
             )
         self._max_length = max_length or positions
         self._own = _own_tokenizer(folder, tokenizer)
+        if self._own is not None:
+            set_template_date(self._own, template_date)
         words = len(tokenizer) if self._own is None else 0
         if words > self._model.config.vocab_size:
             raise CheckpointError(
@@ -113,6 +119,9 @@ class RewardModel:
         if isinstance(prompt, str):
             return list(self._own(prompt + response)["input_ids"])
         messages: list[Message] = [*prompt, {"role": "assistant", "content": response}]
+        if prompt[-1]["role"] == "assistant":  # the response continues this message
+            content = prompt[-1]["content"] + response
+            messages = [*prompt[:-1], {**prompt[-1], "content": content}]
         return list(self._own.apply_chat_template(messages, tokenize=True, return_dict=False))
 
 

@@ -58,7 +58,11 @@ def load(*overrides: str) -> tuple[Config, list[str]]:
             "algorithm.rollout_correction.loss_type",
             "ppo_clip",
         ),
-        ("data.chat_template=x", "actor_rollout_ref.model.custom_chat_template", "x"),
+        (
+            "data.chat_template='{{messages}}'",
+            "actor_rollout_ref.model.custom_chat_template",
+            "{{messages}}",
+        ),
     ],
 )
 def test_an_alias_sets_our_key_with_a_notice(override: str, path: str, value: object) -> None:

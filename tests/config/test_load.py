@@ -541,3 +541,84 @@ def test_an_empty_mapping_for_a_section_sets_nothing() -> None:
 
 def test_a_file_name_that_is_too_long_is_an_error() -> None:
     assert "does not exist; check --config" in error_of(recipe=None, file=Path("a" * 5000))
+
+
+TEMPLATE = (
+    "{% for m in messages %}\t{{ m['content'] }}  \n${a} é \\n 'x' \"y\" # z\n{% endfor %}   \n"
+)
+TEMPLATE_KEY = "actor_rollout_ref.model.custom_chat_template"
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        f"{TEMPLATE_KEY}=PATH",
+        "data.chat_template=PATH",
+        "+data.apply_chat_template_kwargs.chat_template=PATH",
+        "data.apply_chat_template_kwargs={chat_template: PATH}",
+    ],
+)
+@pytest.mark.parametrize("name", ["t.jinja", "t.jinja2", "t.j2", "t.txt", "no suffix"])
+def test_a_chat_template_may_be_a_file_whose_text_is_recorded(
+    tmp_path: Path, form: str, name: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(TEMPLATE, encoding="utf-8")
+    quoted = f"'{path}'" if " " in name else str(path)
+    override = form.replace("PATH", quoted)
+    config = load_config([override], recipe="tiny", hardware=CPU, notify=lambda notice: None)
+    assert config.actor_rollout_ref.model.custom_chat_template == TEMPLATE
+    assert dict(config.data.apply_chat_template_kwargs) == {}
+    (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    path.unlink()
+    again = load_config(file=tmp_path / "config.yaml")
+    assert again.actor_rollout_ref.model.custom_chat_template == TEMPLATE
+    assert diff(config, again) == []
+
+
+def test_paths_of_chat_templates_may_be_relative_or_begin_at_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t.jinja").write_text(TEMPLATE, encoding="utf-8")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for path in ("'~/t.jinja'", "t.jinja", "./t.jinja"):
+        found = load(f"{TEMPLATE_KEY}={path}").actor_rollout_ref.model.custom_chat_template
+        assert found == TEMPLATE
+
+
+def test_a_changed_template_is_a_changed_setting_and_is_shown_short(tmp_path: Path) -> None:
+    first = load(f"{TEMPLATE_KEY}='{{{{ messages }}}}'")
+    (tmp_path / "t.jinja").write_text("{{ messages }}" + "x" * 9999)
+    (change,) = diff(first, load(f"{TEMPLATE_KEY}={tmp_path / 't.jinja'}"))
+    assert change.startswith(f"{TEMPLATE_KEY}: ")
+    assert "a text of 10013 characters" in change
+    assert len(change) < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("absent.jinja", None),
+        ("", None),
+        ("a" * 999, None),
+        ("empty.jinja", b""),
+        ("prose.txt", b"### user"),
+        ("latin.jinja", b"\xff{{ messages }}"),
+        ("tokenizer_config.json", b'{"chat_template": "{{ messages }}"}'),
+    ],
+)
+def test_files_without_a_chat_template_are_errors(
+    tmp_path: Path, name: str, content: bytes | None
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"{TEMPLATE_KEY}="):
+        load(f"{TEMPLATE_KEY}={path}")
+
+
+def test_two_different_chat_templates_are_an_error() -> None:
+    options = "data.apply_chat_template_kwargs={chat_template: '{{ messages }} '}"
+    with pytest.raises(ConfigError, match=f"set only {TEMPLATE_KEY}"):
+        load(options, f"{TEMPLATE_KEY}='{{{{ messages }}}}'")

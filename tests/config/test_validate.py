@@ -542,6 +542,14 @@ def test_train_max_samples_of_0_is_an_error() -> None:
         load(f"data.train_files=a data.train_max_samples=0 {MODEL}.path=m", recipe=None)
 
 
+@pytest.mark.parametrize("day", ["2026-02-30", "20260131", "today"])
+def test_a_date_of_chat_templates_is_a_date(day: str) -> None:
+    key = "data.chat_template_date"
+    assert load(f"{key}=2026-01-31").data.chat_template_date == "2026-01-31"
+    with pytest.raises(ConfigError, match=rf"{key}=.*{day}.*set {key}=2026-01-31, or null"):
+        load(f"{key}='{day}'")
+
+
 def test_one_mixture_weight_per_file_is_valid() -> None:
     config = load(f"data.train_files=[a,b] data.mixture_weights=[1,3] {MODEL}.path=m", recipe=None)
     assert config.data.mixture_weights == (1.0, 3.0)

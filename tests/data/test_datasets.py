@@ -126,7 +126,8 @@ def test_overlong_prompts_are_filtered_or_truncated(
 def test_rows_whose_template_fails_are_counted_and_listed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    strict = "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('no bad') }}{% endif %}ok"
+    strict = "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('no bad') }}{% endif %}"
+    strict += "{{ messages[0]['content'] }}"
     path = write(tmp_path / "a.jsonl", [row(i, "bad" if i % 2 else "good") for i in range(14)])
     with caplog.at_level(logging.WARNING):
         prompts = load_prompts(path, char_tokenizer(strict), max_prompt_length=9)
@@ -144,7 +145,7 @@ def test_rows_whose_template_fails_are_counted_and_listed(
 
 
 def test_template_options_and_tools_reach_the_template(tmp_path: Path) -> None:
-    template = "{{ tools | length if tools else 0 }}{{ mode }}"
+    template = "{{ tools | length if tools else 0 }}{{ mode }}{{ messages[0]['content'] }}"
     path = write(tmp_path / "a.jsonl", [row(0)])
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     (prompt,) = load_prompts(
@@ -154,7 +155,11 @@ def test_template_options_and_tools_reach_the_template(tmp_path: Path) -> None:
         tools=[tool],
         template_kwargs={"mode": "z"},
     )
-    assert prompt.ids == ids("1z")
+    assert prompt.ids == ids("1z1+1?")
+    with pytest.raises(ConfigError, match=r"data\.apply_chat_template_kwargs.*tokenize"):
+        PromptReader(
+            tokenizer=char_tokenizer(), max_prompt_length=9, template_kwargs={"tokenize": False}
+        )
 
 
 @pytest.mark.parametrize("column", ["images", "videos"])
@@ -189,6 +194,7 @@ def test_missing_prompt_column_names_file_columns_and_setting(tmp_path: Path) ->
         ({"prompt": [{"role": "user"}]}, "message 0 needs 'role' and 'content'"),
         ({"prompt": [{"role": "user", "content": "x"}], "extra_info": 3}, "'extra_info' must be"),
         ({"prompt": ""}, "the prompt has no tokens"),
+        ({"prompt": None}, "row 0: column 'prompt' is null"),
         (["prompt"], "line 1: a row must be a JSON object"),
     ],
 )

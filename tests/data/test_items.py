@@ -126,8 +126,14 @@ def test_the_column_ground_truth_is_used() -> None:
     assert read(both).extra_info["ground_truth"] == "7"
 
 
-@pytest.mark.parametrize("content", [5, {"a": 1}, [1, 2], None])
+@pytest.mark.parametrize("content", [5, {"a": 1}, [], None])
 def test_contents_other_than_text_are_refused(content: Any) -> None:
     message = "column 'prompt', message 0: 'content' must be text, got "
     with pytest.raises(DataError, match=re.escape(f"Mine[3]: {message}{type(content).__name__}")):
         read({"prompt": [{"role": "user", "content": content}]})
+
+
+@pytest.mark.parametrize("column", ["prompt", "raw_prompt"])
+def test_a_prompt_of_null_is_named(column: str) -> None:
+    with pytest.raises(DataError, match=re.escape(f"Mine[3]: column '{column}' is null")):
+        read({column: None})

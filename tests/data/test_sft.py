@@ -21,7 +21,14 @@ from slipstream.data.sft import (
 from slipstream.data.tokenizer import build_tokenizer
 from slipstream.errors import ConfigError, DataError
 from slipstream.types import Message, Status
-from tests.data.helpers import CHATML, char_tokenizer, ids
+from tests.data.helpers import (
+    CHATML,
+    STYLES,
+    byte_tokenizer,
+    char_tokenizer,
+    ids,
+    metaspace_tokenizer,
+)
 
 CHAT: list[Message] = [
     {"role": "system", "content": "S"},
@@ -209,7 +216,7 @@ class MergingTokenizer:
 
 def test_a_token_across_turns_is_refused_unless_allowed() -> None:
     tokenizer: Any = MergingTokenizer()
-    with pytest.raises(DataError, match=r"part 0, role 'prompt'.*ignore_input_ids_mismatch"):
+    with pytest.raises(DataError, match=r"part 0 .*'prompt'.*sft\.ignore_input_ids_mismatch"):
         tokenize_conversation(CHAT, tokenizer)
     allowed = tokenize_conversation(CHAT, tokenizer, ignore_input_ids_mismatch=True)
     assert allowed.ids == ids(TEXT)
@@ -292,3 +299,136 @@ def test_text_pairs_need_an_end_token() -> None:
     tokenizer.eos_token = None
     with pytest.raises(DataError, match="no end-of-sequence token"):
         tokenize_text_pair("a", "b", tokenizer)
+
+
+def learnt(conversation: Any, tokenizer: Any) -> list[str]:
+    """Return the texts of the runs of tokens with loss."""
+    runs: list[list[int]] = []
+    before = 0.0
+    for token, mask in zip(conversation.ids, conversation.loss_mask, strict=True):
+        if mask and not before:
+            runs.append([])
+        if mask:
+            runs[-1].append(token)
+        before = mask
+    return ["".join(tokenizer.convert_ids_to_tokens(run)) for run in runs]
+
+
+def chat(*contents: str) -> list[Message]:
+    """Return turns of user and assistant, in turn."""
+    roles = itertools.cycle(["user", "assistant"])
+    return [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "legacy"])
+@pytest.mark.parametrize("style", ["zephyr", "mistral"])
+def test_metaspace_tokenizers_have_the_ids_of_the_whole_text(scheme: str, style: str) -> None:
+    tokenizer = metaspace_tokenizer(scheme, STYLES[style])
+    turns = chat("say ab", "ab", "and a b", "a b")
+    found = tokenize_conversation(turns, tokenizer)
+    expected = tokenizer.apply_chat_template(turns, return_dict=False)
+    assert found.ids == expected
+    space = "\u2581" if style == "mistral" else ""  # the template's own space
+    assert learnt(found, tokenizer) == [f"{space}ab</s>", f"{space}a\u2581b</s>"]
+    prompt = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_dict=False)
+    assert found.ids[: len(prompt)] == prompt
+    assert found.loss_mask[len(prompt)] == 1.0
+    assert sum(i == tokenizer.eos_token_id for i in found.ids) == (4 if style == "zephyr" else 2)
+
+
+def test_the_first_word_of_a_turn_has_no_space_of_its_own() -> None:
+    """By hand: the newline of the header is the byte token, and the turn's text follows it."""
+    tokenizer = metaspace_tokenizer()
+    found = tokenize_conversation(chat("ab", "ab"), tokenizer)
+    header = "\u2581<|user|>"
+    tokens = [*header, "<0x0A>", "ab", "</s>", "<0x0A>", *"<|assistant|>", "<0x0A>"]
+    assert tokenizer.convert_ids_to_tokens(found.ids) == [*tokens, "ab", "</s>", "<0x0A>"]
+    assert learnt(found, tokenizer) == ["ab</s>"]
+
+
+def test_text_pairs_of_metaspace_tokenizers_have_the_ids_of_the_joined_text() -> None:
+    tokenizer = metaspace_tokenizer()
+    found = tokenize_text_pair("Q:", "ab", tokenizer)
+    assert found.ids == [*tokenizer("Q:ab")["input_ids"], tokenizer.eos_token_id]
+    assert learnt(found, tokenizer) == ["ab</s>"]
+    # With a space in between, which the tokenizer joins to the next word.
+    assert learnt(tokenize_text_pair("Q:", " ab", tokenizer), tokenizer) == ["\u2581ab</s>"]
+    # Here a token crosses the boundary: a rollout would have tokenized the prompt alone.
+    crossed = tokenize_text_pair("Qa", "b", tokenizer)
+    assert tokenizer.convert_ids_to_tokens(crossed.ids) == ["<s>", *"\u2581Qab", "</s>"]
+
+
+THINKING = byte_tokenizer(
+    ["<|im_start|>", "<|im_end|>"], STYLES["forgets_thoughts"], eos_token="<|im_end|>"
+)
+LAST = "<think>\n\n</think>\n\nd<|im_end|>"
+
+
+def decoded(conversation: Any) -> str:
+    return str(THINKING.decode(conversation.ids))
+
+
+@pytest.mark.parametrize("contents", [("a", "b", "c", "d"), ("a", "<think>x</think>b", "c", "d")])
+def test_the_last_turn_alone_is_learnt_with_a_template_that_changes_earlier_turns(
+    contents: tuple[str, ...], tmp_path: Path
+) -> None:
+    turns = chat(*contents)
+    with pytest.raises(DataError, match=r"not prefix-preserving.*loss_mask 0"):
+        tokenize_conversation(turns, THINKING)
+    turns[1]["loss_mask"] = 0
+    found = tokenize_conversation(turns, THINKING)
+    plain = [{"role": m["role"], "content": m["content"]} for m in turns]
+    assert found.ids == THINKING.apply_chat_template(plain, return_dict=False)
+    kept = [i for i, m in zip(found.ids, found.loss_mask, strict=True) if m]
+    assert THINKING.decode(kept) == LAST
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt": plain[:3], "response": "d"}))
+    (sample,) = load_sft_samples(path, THINKING)
+    assert (sample.tokens, sample.loss_mask) == (found.ids, found.loss_mask)
+    assert sample.prompt_ids == THINKING.apply_chat_template(
+        plain[:3], add_generation_prompt=True, return_dict=False
+    )
+
+
+def test_what_follows_the_only_turn_with_loss_is_left_out_if_it_changes_that_turn() -> None:
+    turns = chat("a", "b", "c", "d")
+    turns[3]["loss_mask"] = 0
+    found = tokenize_conversation(turns, THINKING)
+    assert found.ids == THINKING.apply_chat_template(chat("a", "b"), return_dict=False)
+
+
+def test_a_token_that_ends_only_the_conversation_is_not_part_of_a_turn() -> None:
+    """As in Phi-3's template, which writes it after the last turn."""
+    special = ["<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"]
+    tokenizer = byte_tokenizer(special, STYLES["phi3"], eos_token="<|endoftext|>")
+    turns = chat("a", "b", "c", "d")
+    found = tokenize_conversation(turns, tokenizer)
+    assert found.ids == tokenizer.apply_chat_template(turns, return_dict=False)
+    assert learnt(found, tokenizer) == ["b<|end|>", "d<|end|>"]
+
+
+def test_assistant_messages_of_a_prompt_have_no_loss_unless_they_say_so(tmp_path: Path) -> None:
+    prompt = chat("a", "b", "c")
+    path = tmp_path / "a.jsonl"
+    for mask, expected in ((None, "|d<e>"), (0, "|d<e>"), (1, "|b<e>|d<e>")):
+        prompt[1]["loss_mask"] = mask
+        path.write_text(json.dumps({"prompt": prompt, "response": "d"}))
+        (sample,) = load_sft_samples(path, char_tokenizer())
+        found = type("Found", (), {"ids": sample.tokens, "loss_mask": sample.loss_mask})
+        assert with_loss(found) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"messages": None}, "messages"),
+        ({"prompt": None, "response": "a"}, "prompt"),
+        ({"prompt": [{"role": "user", "content": "a"}], "response": None}, "response"),
+        ({"messages": None, "prompt": None, "response": "a"}, "prompt"),
+    ],
+)
+def test_a_column_of_null_is_named(row: Any, column: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(row))
+    with pytest.raises(DataError, match=rf"a\.jsonl, row 0: column '{column}' is null"):
+        load_sft_samples(path, char_tokenizer())

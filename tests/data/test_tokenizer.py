@@ -76,6 +76,11 @@ def test_custom_chat_template_replaces_the_default(tmp_path: Path) -> None:
     loaded = load_tokenizer(tmp_path, custom_chat_template="{{ messages[0]['content'] }} !")
     messages = [{"role": "user", "content": "1"}]
     assert loaded.apply_chat_template(messages, tokenize=False) == "1 !"
+    (tmp_path / "mine.j2").write_text("{{ messages[0]['content'] }} ?\n")
+    loaded = load_tokenizer(tmp_path, custom_chat_template=str(tmp_path / "mine.j2"))
+    assert loaded.apply_chat_template(messages, tokenize=False) == "1 ?"
+    with pytest.raises(ConfigError, match=r"custom_chat_template=.*absent\.jinja"):
+        load_tokenizer(tmp_path, custom_chat_template=str(tmp_path / "absent.jinja"))
 
 
 def test_invalid_tokenizers_are_refused_with_a_remedy(tmp_path: Path) -> None:

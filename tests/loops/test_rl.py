@@ -17,10 +17,16 @@ from slipstream.data.data_buffer import DataBuffer
 from slipstream.deadlines import Deadlines
 from slipstream.errors import ConfigError, RewardError, StageTimeoutError, TrainingError
 from slipstream.inference.fake import FakeEngine, ScriptedCore
-from slipstream.loops.rl import FlatRewardWatch, RLTrainingConfig, publish, run_rl_training
+from slipstream.loops.rl import (
+    FailureWatch,
+    FlatRewardWatch,
+    RLTrainingConfig,
+    publish,
+    run_rl_training,
+)
 from slipstream.metrics.names import check_names
 from slipstream.metrics.timers import STEP_PARTS, Timers
-from slipstream.rewards.protocol import Score
+from slipstream.rewards.protocol import PRIME, Score
 from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings
 from slipstream.training.protocol import TrainFuture
 from slipstream.training.single import SingleProcessBackend
@@ -30,6 +36,7 @@ from slipstream.types import (
     Prompt,
     Sample,
     SamplingParams,
+    Status,
     TrainBatch,
     WeightUpdate,
 )
@@ -425,3 +432,19 @@ def test_equal_rewards_cause_one_warning_with_the_likely_reason(
         assert len(messages) == int(step >= 6)
     assert messages[0].startswith("warning: step 6: ")
     assert cause in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [("KeyError: 'a'", "slipstream reward RUN/rollouts/1.jsonl"), (f"set {PRIME}", PRIME)],
+)
+def test_a_run_without_scores_ends_with_a_remedy_that_helps(reason: str, remedy: str) -> None:
+    """`slipstream reward` runs in the main thread, so it does not show failures of threads."""
+    sample = Sample(uid="a", status=Status.FAILED, failure=reason)
+    group = Group(index=0, prompt=Prompt(uid="a", ids=[1]), samples=[sample])
+    watch = FailureWatch(lambda text: None)
+    watch.see(1, [group])
+    with pytest.raises(TrainingError) as caught:
+        watch.check(1, last=True)
+    assert remedy in str(caught.value)
+    assert ("slipstream reward" in str(caught.value)) == (remedy != PRIME)

@@ -188,6 +188,16 @@ def test_validation_metrics_with_one_response_per_prompt() -> None:
     }
 
 
+def test_pass_at_k_of_rewards_below_0_counts_right_responses() -> None:
+    rewards = [[-1.0, -1.0, -1.0, 1.0], [-1.0] * 4]
+    metrics = validation_metrics(
+        [group(i, *(sample(1, r) for r in row)) for i, row in enumerate(rewards)]
+    )
+    assert metrics["val-aux/countdown/acc/pass@2"] == pytest.approx((3 / 6 + 0) / 2)
+    assert metrics["val-aux/countdown/acc/pass@4"] == pytest.approx(1 / 2)
+    assert metrics["val-core/countdown/acc/mean@4"] == pytest.approx(-6 / 8)
+
+
 def test_pass_at_k_is_the_mean_of_best_over_all_subsets() -> None:
     rewards = [[1.0, 0.0, 0.0, 0.0, 0.0], [0.0] * 5, [1.0, 1.0, 0.0, 1.0, 0.0]]
     groups = [group(i, *(sample(1, r) for r in row)) for i, row in enumerate(rewards)]

@@ -14,6 +14,7 @@ from slipstream.errors import CheckpointError
 from slipstream.models.hf_policy import HFPolicy, hf_policy_config, load_hf_policy
 from slipstream.models.lora import value_of
 from slipstream.models.policy import (
+    add_end_tokens,
     load_policy,
     load_weights,
     load_weights_from,
@@ -106,6 +107,17 @@ def test_saved_policies_load_with_the_same_weights(kind: str, tmp_path: Path) ->
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
     # Saving in bf16 converts a copy.
     assert next(model.parameters()).dtype == torch.float32
+
+
+def test_added_end_tokens_are_saved(tmp_path: Path) -> None:
+    model = load_policy(save_hf_policy("gpt2", tmp_path / "first"))
+    assert model.config.eos_token_ids == (2,)
+    add_end_tokens(model, [2, 5])
+    for name, dtype in (("second", torch.float32), ("half", torch.bfloat16)):
+        save_policy(model, tmp_path / name, dtype=dtype)
+        assert policy_config(tmp_path / name).eos_token_ids == (2, 5)
+        kept = json.loads((tmp_path / name / "generation_config.json").read_text())
+        assert kept["eos_token_id"] == [2, 5]
 
 
 def test_weights_are_checked_before_any_is_changed(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ WORDS = ["answer", "+", "-", "1", "2", "<eos>", "=", ","]
         "6 + 15 = 21 , 10 + 15 = 25 ! answer 10 + 15",
         "answer 15 + 10 <eos>",
         "answer 15 + 10 <eos> answer 1 + 1",
+        "answer 15 + <unk> 10 <pad> <eos>",
         "answer 8 + 8 answer 10+15",
         "Answer: 15 + 10\n",
         "answer 15 + 8 + 8 answer 15 + 10",

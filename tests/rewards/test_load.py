@@ -92,3 +92,76 @@ def test_load_reward_manager_creates_the_configured_manager(
 def test_invalid_settings_are_refused(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_reward_manager(name, decode=decode, **options)
+
+
+SIGNALS = """
+import signal
+
+def ten(solution_str, **_):
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    return 10.0
+
+def each(solution_strs, **_):
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    return [10.0 for _ in solution_strs]
+"""
+
+
+@pytest.mark.parametrize(("name", "function"), [("naive", "ten"), ("batch", "each")])
+def test_functions_that_use_signals_fail_in_threads_and_the_remedy_works(
+    tmp_path: Path, name: str, function: str
+) -> None:
+    file = tmp_path / "signals.py"
+    file.write_text(SIGNALS)
+
+    def score(manager: str) -> Score:
+        made = load_reward_manager(
+            manager, decode=decode, custom_path=file, custom_name=function, timeout_s=20.0
+        )
+        found: Score = anyio.run(made.score_sample, sample(1))
+        return found
+
+    failure = score(name).failure
+    assert failure is not None
+    assert "reward_model.reward_manager=prime" in failure
+    assert "signal only works in main thread" in failure
+    assert score("prime") == Score(10.0)
+
+
+def test_functions_of_terms_run_in_processes_with_the_manager_prime(tmp_path: Path) -> None:
+    file = tmp_path / "signals.py"
+    file.write_text(SIGNALS)
+    made = load_reward_manager(
+        "prime",
+        decode=decode,
+        terms={"mine": {"weight": 2, "path": str(file), "name": "ten"}},
+        timeout_s=20.0,
+    )
+    found = anyio.run(made.score_sample, sample(1))
+    assert (found.failure, found.parts["mine"]) == (None, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("code", "manager", "warns"),
+    [
+        ("from math_verify import parse", "naive", True),
+        ("import math_verify", "batch", True),
+        ("import signal\nsignal.alarm", "dapo", True),
+        ("from math_verify import parse", "prime", False),
+        ("from math_verify import parse\nx = dict(parsing_timeout=None)", "naive", False),
+        ("# from math_verify import parse", "naive", False),
+        ("from slipstream.rewards import functions as math_verify", "naive", False),
+    ],
+)
+def test_files_that_use_signals_are_named_before_a_call_fails(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, code: str, manager: str, warns: bool
+) -> None:
+    file = tmp_path / "mine.py"
+    arguments = "data_sources, solution_strs, ground_truths, extra_infos"
+    if manager != "batch":
+        arguments = "data_source, solution_str, ground_truth, extra_info"
+    file.write_text(f"def compute_score({arguments}):\n    return 1\n\ndef unused():\n")
+    with file.open("a") as opened:
+        opened.writelines(f"    {line}\n" for line in [*code.splitlines(), "pass"])
+    load_reward_manager(manager, decode=decode, custom_path=file)
+    assert ("reward_model.reward_manager=prime" in caplog.text) == warns

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from slipstream.data.tokenizer import build_tokenizer
 from slipstream.rollout.manager import extend_sample
-from slipstream.run.rollout_dump import dump_tokens, pieces, token_record
+from slipstream.run.rollout_dump import dump_groups, dump_tokens, pieces, token_record
 from slipstream.types import (
     Generation,
     Group,
@@ -113,3 +113,24 @@ def test_pieces_of_invalid_bytes_decode_only_a_few_tokens_at_a_time() -> None:
     assert set("".join(found)) == {"\N{REPLACEMENT CHARACTER}"}
     # No text is decoded from its beginning for each token.
     assert longest <= 8
+
+
+def test_dumps_are_json_without_numbers_that_are_not_finite(tmp_path: Path) -> None:
+    sample = Sample(
+        uid="u",
+        ground_truth=float("nan"),
+        extra_info={"a": [1.5, float("inf"), {"b": float("-inf")}], "c": "NaN"},
+        reward=float("nan"),
+    )
+    group = Group(index=0, prompt=Prompt(uid="p", ids=[1]), samples=[sample])
+    dump_groups(tmp_path / "1.jsonl", [group], build_tokenizer(), 1)
+    dump_tokens(tmp_path / "tokens", [group], build_tokenizer(), 1)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    row = json.loads((tmp_path / "1.jsonl").read_text(), parse_constant=refuse)
+    assert (row["gts"], row["score"]) == (None, None)
+    assert row["extra_info"] == {"a": [1.5, None, {"b": None}], "c": "NaN"}
+    tokens = json.loads((tmp_path / "tokens" / "1.jsonl").read_text(), parse_constant=refuse)
+    assert tokens["score"] is None
