@@ -25,7 +25,7 @@ from slipstream.rewards.scorers import (
     reasoning_gym,
     search_qa,
 )
-from slipstream.rewards.scorers.truth import text_of
+from slipstream.rewards.scorers.truth import accepted, text_of
 from slipstream.rewards.workers import WorkerPool
 
 _SEARCHED = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
@@ -55,11 +55,12 @@ def exact_match(
 ) -> float:
     """Return 1.0 if the response equals the ground truth, or one entry of a list, else 0.0.
 
-    Leading and trailing white space is ignored. Raises ValueError if there is no ground truth.
+    Leading and trailing white space is ignored. The ground truth 5.0, a number, is both `5` and
+    `5.0`. Raises ValueError if there is no ground truth.
     """
-    several = isinstance(ground_truth, list | tuple) and len(ground_truth) > 0
-    accepted = ground_truth if several else [ground_truth]
-    texts = {text_of(one, "exact_match", data_source, empty=True) for one in accepted}
+    answers = accepted(ground_truth) or [ground_truth]
+    texts = {text_of(one, "exact_match", data_source, empty=True) for one in answers}
+    texts |= {str(one) for one in answers if isinstance(one, float)}
     return 1.0 if solution_str.strip() in texts else 0.0
 
 
