@@ -68,7 +68,10 @@ def same(one: str, other: str) -> bool:
     Numbers are compared as in `number.equal`: a decimal may equal a fraction, but not two different
     fractions.
     """
-    return normalised(one) == normalised(other) or number.same(one, other)
+    a, b = number.read(one), number.read(other)
+    if a is not None and b is not None:
+        return number.equal(a, b)
+    return normalised(one) == normalised(other)
 
 
 def _braced_fractions(text: str) -> str:

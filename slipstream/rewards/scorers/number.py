@@ -63,18 +63,26 @@ _UNITS = {
         *("ml milliliter milliliters millilitre millilitres", "l liter liters litre litres"),
         *("gallon gallons", "s sec second seconds", "min minute minutes", "h hr hour hours"),
         *("day days", "week weeks", "month months", "year years", "mph", "km/h kph"),
-        *("degree degrees ° \\degree", "rad radian radians", "unit units", "square"),
-        *("point points", "way ways", "people", "student students", "digit digits"),
+        *("degree degrees ° \\degree", "rad radian radians"),
     )
     for alias in names.split()
 }
 """Units that may follow a number without markup, and the name by which they are compared. Units of
 one letter need markup, because `5 m` may also be a product."""
 
+_COUNTED = (
+    *("unit", "units", "point", "points", "way", "ways", "people", "student", "students", "digit"),
+    *("digits", "square units", "cubic units", "integers", "multiples", "meals", "edges"),
+)
+"""Words that may also follow a number. They are not compared."""
+
+_SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+"""Words for powers of ten, and their exponents."""
+
 _NOT_UNITS = frozenset(
     (
         *("or", "and", "to", "not", "less", "more", "than", "least", "most", "about", "if", "is"),
-        *("hundred", "thousand", "million", "billion", "trillion", "dozen", "times", "of"),
+        *("hundred", "dozen", "times", "of", *_SCALES),
         *("pi", "squared", "cubed"),
     )
 )
@@ -87,25 +95,31 @@ _WHOLE = (
     r"|[1-9][0-9]?(?:,[0-9]{2})+,[0-9]{3}(?![0-9])|[0-9]+)"
 )
 _EXPONENT = (
-    rf"(?:[eE](?P<e1>[+-]?[0-9]{{1,4}})|{_S}(?:\\times|\\cdot|[\u00d7\u00b7\u22c5*x]){_S}10{_S}\^{_S}"
-    rf"(?:\{{{_S}(?P<e2>[+-]?{_S}[0-9]{{1,4}}){_S}\}}|(?P<e3>[+-]?[0-9]{{1,4}})))"
+    rf"(?:[eE](?P<e1>[+-]?[0-9]{{1,4}})"
+    rf"|{_S}(?:\\times|\\cdot|[\u00d7\u00b7\u22c5*x]){_S}10{_S}\^{_S}(?:\{{{_S}(?P<e2>[+-]?{_S}[0-9]{{1,4}}){_S}\}}|(?P<e3>[+-]?[0-9]{{1,4}})))"
 )
 _DECIMAL = rf"(?:(?P<whole>{_WHOLE})(?P<part>\.[0-9]*)?|(?P<bare>\.[0-9]+)){_EXPONENT}?"
 _QUOTIENT = (
-    rf"(?:(?P<n1>[0-9]+){_S}/{_S}(?P<d1>[0-9]+)"
-    rf"|\\[dtc]?frac{_S}(?:\{{{_S}(?P<n2>[+-]?{_S}[0-9]+){_S}\}}|(?P<n3>[0-9])){_S}"
+    rf"(?:(?:(?P<m1>[0-9]+)[ ~])?(?P<n1>[0-9]+){_S}/{_S}(?P<d1>[0-9]+)"
+    rf"|(?:(?P<m2>[0-9]+){_S})?\\[dtc]?frac{_S}"
+    rf"(?:\{{{_S}(?P<n2>[+-]?{_S}[0-9]+){_S}\}}|(?P<n3>[0-9])){_S}"
     rf"(?:\{{{_S}(?P<d2>[+-]?{_S}[0-9]+){_S}\}}|(?P<d3>[0-9])))"
 )
 _SIGNED = rf"(?P<s1>[+-]?){_S}(?P<c1>{_CURRENCY}?){_S}(?P<s2>[+-]?){_S}"
+_SCALE = (
+    rf"(?:\\text\s*\{{\s*(?P<w1>{'|'.join(_SCALES)})\s*\}}|(?P<w2>{'|'.join(_SCALES)})(?![A-Za-z]))"
+)
 _PERCENT = r"(?:\\?%|\\text\s*\{\s*(?:\\?%|percent)\s*\}|percent|per cent)"
-_PLAIN_UNIT = "|".join(sorted((re.escape(unit) for unit in _UNITS if len(unit) > 1), key=len)[::-1])
+_PLAIN_UNIT = "|".join(
+    sorted((re.escape(name) for name in (*_UNITS, *_COUNTED) if len(name) > 1), key=len)[::-1]
+)
 _UNIT = (
     rf"(?:\\(?:text|textrm|textbf|mathrm|mbox)\s*\{{(?P<u1>[^{{}}]*)\}}"
     rf"|(?P<u2>{_CURRENCY}|{_PLAIN_UNIT}|°)(?![A-Za-z])|(?P<u3>\^{_S}\{{?{_S}\\circ{_S}\}}?))"
     rf"(?:\^{_S}\{{?[23]\}}?)?"
 )
 _NUMBER = re.compile(
-    rf"{_SIGNED}(?:{_QUOTIENT}|{_DECIMAL}){_S}(?P<percent>{_PERCENT}?){_S}(?:{_UNIT})?",
+    rf"{_SIGNED}(?:{_QUOTIENT}|{_DECIMAL}){_S}{_SCALE}?{_S}(?P<percent>{_PERCENT}?){_S}(?:{_UNIT})?",
     re.IGNORECASE,
 )
 _LEADING = re.compile(rf"{_SIGNED}(?:{_QUOTIENT}|{_DECIMAL})(?![0-9]|[.,'/][0-9])")
@@ -174,9 +188,9 @@ def leading(text: str) -> Number | None:
 def equal(one: Number, other: Number, *, by_value: bool = False) -> bool:
     """Return whether two numbers are the same answer.
 
-    `50%` equals both 50 and 0.5. Known units must agree if both numbers have one. Two fractions
-    must have the same numerator and denominator, and a fraction does not equal an integer, unless
-    `by_value` is set.
+    `50%` equals both 50 and 0.5. Known units must agree if both numbers have one. A mixed number
+    equals its fraction. Two fractions must have the same numerator and denominator, and a fraction
+    does not equal an integer, unless `by_value` is set.
     """
     if one.unit and other.unit and one.unit != other.unit:
         return False
@@ -282,17 +296,20 @@ def _number(found: re.Match[str]) -> Number | None:
         return None
     percent = bool(part.get("percent"))
     numerator = part["n1"] or part["n2"] or part["n3"]
+    scale = _SCALES.get((part.get("w1") or part.get("w2") or "").lower(), 0)
     if numerator:
-        top = sign * int(_digits(numerator))
+        top = int(_digits(numerator))
         bottom = int(_digits(part["d1"] or part["d2"] or part["d3"]))
-        if not bottom:
-            return None
         if bottom < 0:
             top, bottom = -top, -bottom
+        mixed = part["m1"] or part["m2"]
+        if not bottom or scale or (mixed and not 0 < top < bottom):
+            return None
+        top = sign * (int(mixed or 0) * bottom + top)
         return Number(Fraction(top, bottom), f"{top}/{bottom}", (top, bottom), percent, unit)
     whole = re.sub(r"[^0-9]", "", part["whole"])
     decimals = (part["part"] or part["bare"])[1:]
-    exponent = int(_digits(part["e1"] or part["e2"] or part["e3"]) or 0)
+    exponent = int(_digits(part["e1"] or part["e2"] or part["e3"]) or 0) + scale
     if abs(exponent) > _MAX_EXPONENT:
         return None
     value = sign * Fraction(int(whole + decimals)) * Fraction(10) ** (exponent - len(decimals))
