@@ -89,6 +89,7 @@ from slipstream.rewards.scorers.math_verified import compute_score
         (r"\boxed{(\sqrt2+\sqrt3)^2-2\sqrt6}", "5", 1.0),
         (r"\boxed{(\sqrt2+\sqrt3)^2-2\sqrt6-5}", "0", 1.0),
         (r"\boxed{0.333333}", r"\frac13", 1.0),
+        (r"\boxed{0.333333\text{ cm}}", r"\frac13", 1.0),
         (r"\boxed{10^{20}+1}", r"10^{20}", 0.0),
         ("x" * 1_000_000 + r"\boxed{5}", "5", 1.0),
     ],
