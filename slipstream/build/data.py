@@ -187,6 +187,7 @@ def make_reward_manager(
         custom_name=custom.name,
         custom_kwargs=custom.reward_kwargs or None,
         function=function,
+        compute_score_kwargs=r.compute_score_kwargs or None,
         reward_kwargs=kwargs or None,
         terms=r.terms or None,
     )

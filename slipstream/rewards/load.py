@@ -14,7 +14,7 @@ from typing import Any
 from slipstream.errors import ConfigError, SlipstreamError, did_you_mean, reason_of
 from slipstream.rewards.batched import BatchRewardManager
 from slipstream.rewards.custom import get_custom_reward_fn
-from slipstream.rewards.functions import default_compute_score
+from slipstream.rewards.functions import check_options, default_compute_score
 from slipstream.rewards.limited import LimitedRewardManager
 from slipstream.rewards.manager import DAPORewardManager, Decode, NaiveRewardManager
 from slipstream.rewards.prime import PrimeRewardManager
@@ -54,6 +54,7 @@ def load_reward_manager(
     custom_name: str = "compute_score",
     custom_kwargs: Mapping[str, Any] | None = None,
     function: Callable[..., Any] | None = None,
+    compute_score_kwargs: Mapping[str, Any] | None = None,
     reward_kwargs: Mapping[str, Any] | None = None,
     terms: Mapping[str, Any] | None = None,
 ) -> RewardManager:
@@ -61,9 +62,9 @@ def load_reward_manager(
 
     `sandbox` runs programs for the built-in functions; None runs them on this machine, isolated.
     `custom_path`, `custom_name` and `custom_kwargs` are the settings `custom_reward_function.*`.
-    `function` is a Python function that takes precedence over them. `reward_kwargs` are the
-    manager's own options. `terms` are added to its score (see `rewards.terms`). Raises ConfigError
-    for unknown names and options.
+    `function` is a Python function that takes precedence over them. `compute_score_kwargs` are
+    options of the built-in functions. `reward_kwargs` are the manager's own options. `terms` are
+    added to its score (see `rewards.terms`). Raises ConfigError for unknown names and options.
     """
     factory = _MANAGERS.get(name)
     if factory is None:
@@ -76,10 +77,16 @@ def load_reward_manager(
             "custom_reward_function.reward_kwargs is set, but custom_reward_function.path is not: "
             "the built-in reward functions take no keywords; set the path or unset reward_kwargs"
         )
+    own = function is not None or custom_path is not None or name == "remote"
+    if compute_score_kwargs and own:
+        raise ConfigError(
+            "reward_model.compute_score_kwargs are options of the built-in reward functions, but "
+            "another function scores; remove them, or set custom_reward_function.reward_kwargs"
+        )
     if function is not None:
         compute_score = function
     elif custom_path is None:
-        compute_score = _built_in(sandbox)
+        compute_score = _built_in(sandbox, compute_score_kwargs or {})
     else:
         compute_score = get_custom_reward_fn(custom_path, custom_name, custom_kwargs)
     options: dict[str, Any] = {
@@ -138,7 +145,7 @@ def load_reward_manager(
     )
 
 
-def _built_in(sandbox: Sandbox | None) -> Callable[..., Any]:
-    if sandbox is None:
-        return default_compute_score
-    return functools.partial(default_compute_score, sandbox=sandbox)
+def _built_in(sandbox: Sandbox | None, options: Mapping[str, Any]) -> Callable[..., Any]:
+    check_options(options)
+    bound = dict(options) if sandbox is None else {**options, "sandbox": sandbox}
+    return functools.partial(default_compute_score, **bound) if bound else default_compute_score
