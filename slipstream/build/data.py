@@ -190,6 +190,7 @@ def make_reward_manager(
         compute_score_kwargs=r.compute_score_kwargs or None,
         reward_kwargs=kwargs or None,
         terms=r.terms or None,
+        total_steps=config.trainer.total_training_steps,
     )
 
 

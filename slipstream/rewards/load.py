@@ -57,6 +57,7 @@ def load_reward_manager(
     compute_score_kwargs: Mapping[str, Any] | None = None,
     reward_kwargs: Mapping[str, Any] | None = None,
     terms: Mapping[str, Any] | None = None,
+    total_steps: int | None = None,
 ) -> RewardManager:
     """Return the reward manager `name` for the user's reward function or the built-in ones.
 
@@ -64,7 +65,8 @@ def load_reward_manager(
     `custom_path`, `custom_name` and `custom_kwargs` are the settings `custom_reward_function.*`.
     `function` is a Python function that takes precedence over them. `compute_score_kwargs` are
     options of the built-in functions. `reward_kwargs` are the manager's own options. `terms` are
-    added to its score (see `rewards.terms`). Raises ConfigError for unknown names and options.
+    added to its score (see `rewards.terms`). `total_steps` is the number of steps of the run, None
+    if unknown; TRL's functions may ask for it. Raises ConfigError for unknown names and options.
     """
     factory = _MANAGERS.get(name)
     if factory is None:
@@ -75,7 +77,7 @@ def load_reward_manager(
     if custom_path is None and custom_kwargs:
         raise ConfigError(
             "custom_reward_function.reward_kwargs is set, but custom_reward_function.path is not: "
-            "the built-in reward functions take no keywords; set the path or unset reward_kwargs"
+            "set the path, or reward_model.compute_score_kwargs for the built-in functions"
         )
     own = function is not None or custom_path is not None or name == "remote"
     if compute_score_kwargs and own:
@@ -89,19 +91,19 @@ def load_reward_manager(
         compute_score = _built_in(sandbox, compute_score_kwargs or {})
     else:
         compute_score = get_custom_reward_fn(custom_path, custom_name, custom_kwargs)
-    options: dict[str, Any] = {
+    standard: dict[str, Any] = {
         "decode": decode,
         "timeout_s": timeout_s,
         "on_failure": on_failure,
         "num_workers": num_workers,
     }
-    clash = sorted(set(options) & set(reward_kwargs or {}))
+    clash = sorted(set(standard) & set(reward_kwargs or {}))
     if clash:
         raise ConfigError(
             f"reward_model.reward_kwargs must not contain {', '.join(clash)}: set "
             "reward_model.* of the same name instead"
         )
-    options.update(reward_kwargs or {})
+    options = {**standard, **(reward_kwargs or {})}
     try:
         inspect.signature(factory).bind(compute_score, **options)
     except TypeError as error:
@@ -121,27 +123,46 @@ def load_reward_manager(
             f"for the manager {name!r}: {reason_of(error)}; set numbers and texts as "
             "docs/rewards.md lists them"
         ) from error
-    if not terms:
-        return manager
+    if isinstance(manager, NaiveRewardManager):
+        manager.expect_steps(total_steps)
+        manager.none_fails = not terms
+    return _with_terms(manager, terms, total_steps, **standard) if terms else manager
+
+
+def _with_terms(
+    manager: RewardManager,
+    terms: Mapping[str, Any],
+    total_steps: int | None,
+    *,
+    decode: Decode,
+    timeout_s: float,
+    on_failure: OnFailure,
+    num_workers: int | None,
+) -> RewardManager:
+    """Return a manager that adds terms to the score of another one."""
     weight, parsed = read_terms(terms)
-    sample_terms = (term for term in parsed if term.custom and not term.group)
-    return TermsRewardManager(
-        manager,
-        weight,
-        parsed,
-        {
-            term.name: NaiveRewardManager(
+    scorers = {}
+    for term in parsed:
+        if term.custom and not term.group:
+            scorer = NaiveRewardManager(
                 term.function,
                 decode=decode,
                 timeout_s=timeout_s,
                 on_failure=on_failure,
                 num_workers=num_workers,
             )
-            for term in sample_terms
-        },
+            scorer.expect_steps(total_steps)
+            scorer.none_fails = False
+            scorers[term.name] = scorer
+    return TermsRewardManager(
+        manager,
+        weight,
+        parsed,
+        scorers,
         decode=decode,
         runner=DeadlineRunner(timeout_s=timeout_s, num_workers=num_workers),
         on_failure=on_failure,
+        total_steps=total_steps,
     )
 
 
