@@ -217,8 +217,10 @@ def make_reward_manager(
         custom_name=custom.name,
         custom_kwargs=custom.reward_kwargs or None,
         function=function,
+        compute_score_kwargs=r.compute_score_kwargs or None,
         reward_kwargs=kwargs or None,
         terms=r.terms or None,
+        total_steps=config.trainer.total_training_steps,
     )
 
 

@@ -40,6 +40,7 @@ RENAMED: dict[str, str] = {
     "reward.reward_manager.name": "reward_model.reward_manager",
     "reward.num_workers": "reward_model.num_workers",
     "reward.reward_kwargs": "reward_model.reward_kwargs",
+    "reward.compute_score_kwargs": "reward_model.compute_score_kwargs",
     "algorithm.rollout_correction.use_policy_gradient": "algorithm.rollout_correction.loss_type",
     f"{_ACTOR}.optim.beta1": f"{_ACTOR}.optim.betas.0",
     f"{_ACTOR}.optim.beta2": f"{_ACTOR}.optim.betas.1",

@@ -79,6 +79,10 @@ class RewardModelSection:
     """Registered name of the manager that calls the reward function."""
     reward_kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
     """Settings of the manager, passed on unchanged."""
+    compute_score_kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
+    """Options of the built-in reward functions. `method`: `strict` (default) or `flexible`, for
+    gsm8k. `float_tolerance`, for programs: the largest difference of a printed or returned number
+    from the expected one, relative to it; null allows rounding errors only, 0 compares texts."""
     terms: Mapping[str, Any] = field(default_factory=FrozenMapping)
     """Terms that are added to the reward function's score, by name: a weight, or a mapping with
     `weight` and settings. Built in: `think_format`, `repetition`, `overlong`, `cosine_length`,

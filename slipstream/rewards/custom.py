@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigError, did_you_mean, reason_of
 from slipstream.rewards.signatures import (
-    COMPLETIONS,
     RETURN_DICT,
     SOLUTIONS,
+    TRL_ARGUMENTS,
     DataProtoSignature,
     VerlBatchSignature,
     VerlSignature,
+    is_trl,
     takes,
     wants_data,
 )
+from slipstream.rewards.trl import ENVIRONMENTS
 from slipstream.user_code import import_module, load_named
-
-_TRL_ARGUMENTS = (COMPLETIONS, "prompts", "completion_ids")
-_TRL_TRAINER_ARGUMENTS = ("trainer_state", "log_extra", "log_metric")
-"""Arguments that only TRL's trainer can pass."""
 
 _PATH_KEY = "custom_reward_function.path"
 _PREFIX = "slipstream_custom_reward_"
@@ -62,6 +61,20 @@ def is_custom(function: Callable[..., Any]) -> bool:
     return str(getattr(inner, "__module__", "")).startswith(_PREFIX)
 
 
+def located(function: Callable[..., Any]) -> tuple[str, str]:
+    """Return file and name of a user's function, or of an object that the user's file made.
+
+    Raises ConfigError if the file has no such name, as for a function inside another one.
+    """
+    module = sys.modules[str(function.__module__)]
+    name = next((key for key, value in vars(module).items() if value is function), None)
+    if name is None:
+        raise ConfigError(
+            f"{function!r} is not at the top level of {module.__file__}; assign it to a name there"
+        )
+    return str(module.__file__), name
+
+
 def call_custom(path: str, name: str, /, *args: Any, **kwargs: Any) -> Any:
     """Call the function `name` of a user's file, which is imported in this process if needed."""
     return _loaded(path, name)(*args, **kwargs)
@@ -76,12 +89,12 @@ def _loaded(path: str, name: str) -> Callable[..., Any]:
 def _check_signature(
     function: Callable[..., Any], kwargs: dict[str, Any], name: str, file: str | Path
 ) -> None:
-    trl = takes(function, COMPLETIONS)
+    trl = is_trl(function)
     batch = takes(function, SOLUTIONS)
     verl_arguments = VerlBatchSignature.ARGUMENTS if batch else VerlSignature.ARGUMENTS
     if wants_data(function):
         verl_arguments = DataProtoSignature.ARGUMENTS
-    given = _TRL_ARGUMENTS if trl else verl_arguments
+    given = TRL_ARGUMENTS if trl else verl_arguments
     clash = sorted(set(kwargs) & set(given))
     if clash:
         raise ConfigError(
@@ -106,7 +119,8 @@ def _check_signature(
         extra = f" and the reward_kwargs {', '.join(kwargs)}" if kwargs else ""
         raise ConfigError(
             f"{name}{signature} in {str(file)!r} cannot be called with {', '.join(given)}"
-            f"{extra}: {error}"
+            f"{extra}: {error}. TRL's signature is recognized by one of the parameters "
+            f"{', '.join(TRL_ARGUMENTS)}"
         ) from error
 
 
@@ -115,18 +129,11 @@ def _check_known(
 ) -> None:
     """Check a TRL function. Which columns a row has is known only when it is scored."""
     parameters = signature.parameters
-    required = [
-        key
-        for key in _TRL_TRAINER_ARGUMENTS
-        if key in parameters
-        and parameters[key].default is inspect.Parameter.empty
-        and key not in kwargs
-    ]
-    if required:
+    needed = parameters.get(ENVIRONMENTS)
+    if needed is not None and needed.default is needed.empty and ENVIRONMENTS not in kwargs:
         raise ConfigError(
-            f"{name}{signature} in {str(file)!r} needs {', '.join(required)} of TRL's trainer, "
-            "which is not used here: give it a default, and log by returning a mapping for each "
-            "response"
+            f"{name}{signature} in {str(file)!r} needs {ENVIRONMENTS}, which TRL's trainer passes "
+            "with an environment_factory; there are none here: give the parameter a default"
         )
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return

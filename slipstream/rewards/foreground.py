@@ -26,6 +26,7 @@ from slipstream.rewards.functions import default_compute_score
 from slipstream.rewards.protocol import Score
 from slipstream.rewards.results import Reader
 from slipstream.rewards.signatures import signature_of
+from slipstream.rewards.trl import logs_of
 from slipstream.types import Sample, Segment, Status
 
 _SHOWN = 5
@@ -120,7 +121,7 @@ def score_line(function: Callable[..., Any], line: Line, *, reraise: bool = Fals
             raise
         return returned
 
-    outcome = Reader(signature, 1).outcome(call)
+    outcome = Reader(signature, 1, logs_of(arguments)).outcome(call)
     if reraise and raised:
         raise raised[0]
     (read,) = outcome.each(1)

@@ -6,11 +6,12 @@ reward managers, and by users as building blocks of their own reward functions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from slipstream.errors import ConfigError, RewardError
+from slipstream.errors import ConfigError, RewardError, did_you_mean
 from slipstream.rewards import countdown
 from slipstream.rewards.sandbox.local import BubblewrapSandbox
 from slipstream.rewards.sandbox.protocol import Sandbox
@@ -25,7 +26,7 @@ from slipstream.rewards.scorers import (
     reasoning_gym,
     search_qa,
 )
-from slipstream.rewards.scorers.truth import text_of
+from slipstream.rewards.scorers.truth import accepted, text_of
 from slipstream.rewards.workers import WorkerPool
 
 _SEARCHED = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
@@ -55,11 +56,12 @@ def exact_match(
 ) -> float:
     """Return 1.0 if the response equals the ground truth, or one entry of a list, else 0.0.
 
-    Leading and trailing white space is ignored. Raises ValueError if there is no ground truth.
+    Leading and trailing white space is ignored. The ground truth 5.0, a number, is both `5` and
+    `5.0`. Raises ValueError if there is no ground truth.
     """
-    several = isinstance(ground_truth, list | tuple) and len(ground_truth) > 0
-    accepted = ground_truth if several else [ground_truth]
-    texts = {text_of(one, "exact_match", data_source, empty=True) for one in accepted}
+    answers = accepted(ground_truth) or [ground_truth]
+    texts = {text_of(one, "exact_match", data_source, empty=True) for one in answers}
+    texts |= {str(one) for one in answers if isinstance(one, float)}
     return 1.0 if solution_str.strip() in texts else 0.0
 
 
@@ -130,16 +132,24 @@ def default_compute_score(
     extra_info: Mapping[str, Any] | None = None,
     *,
     sandbox: Sandbox | None = None,
+    method: Literal["strict", "flexible"] = "strict",
+    float_tolerance: float | None = None,
 ) -> float | Mapping[str, Any]:
     """Return the score from the built-in function of `data_source`.
 
-    `sandbox` runs programs; None runs them on this machine, isolated. Raises RewardError if the
-    data source has no function. That ends the run under any `on_failure` policy, because no
+    `sandbox` runs programs; None runs them on this machine, isolated. `method` is an option of
+    `gsm8k`, `float_tolerance` of programs; other functions have no options. Raises RewardError if
+    the data source has no function. That ends the run under any `on_failure` policy, because no
     response can fix it.
     """
     if data_source in _CODE:
         return code.compute_score(
-            data_source, solution_str, ground_truth, extra_info, sandbox=sandbox
+            data_source,
+            solution_str,
+            ground_truth,
+            extra_info,
+            sandbox=sandbox,
+            float_tolerance=float_tolerance,
         )
     function = _BY_SOURCE.get(data_source)
     if function is None:
@@ -151,4 +161,26 @@ def default_compute_score(
             f"{', '.join(data_sources())}): set custom_reward_function.path to a Python file with "
             "your own compute_score, or data.reward_fn_key to the column that names the source"
         )
+    if function is gsm8k.compute_score:
+        return gsm8k.compute_score(
+            data_source, solution_str, ground_truth, extra_info, method=method
+        )
     return function(data_source, solution_str, ground_truth, extra_info)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for unknown or invalid options of the built-in functions."""
+    known = ("method", "float_tolerance")
+    for name, value in options.items():
+        key = f"reward_model.compute_score_kwargs.{name}"
+        if name not in known:
+            raise ConfigError(
+                f"{key} is unknown{did_you_mean(name, known)}; the options of the built-in reward "
+                f"functions are {', '.join(known)}"
+            )
+        if name == "method" and value not in ("strict", "flexible"):
+            raise ConfigError(f"{key}={value!r} is unknown; set strict or flexible")
+        if name == "float_tolerance" and value is not None:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not 0 <= value < math.inf:
+                raise ConfigError(f"{key}={value!r} must be a number of 0 or more, or null")

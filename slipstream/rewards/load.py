@@ -16,7 +16,7 @@ from typing import Any
 from slipstream.errors import ConfigError, SlipstreamError, did_you_mean, reason_of
 from slipstream.rewards.batched import BatchRewardManager
 from slipstream.rewards.custom import get_custom_reward_fn
-from slipstream.rewards.functions import default_compute_score
+from slipstream.rewards.functions import check_options, default_compute_score
 from slipstream.rewards.limited import LimitedRewardManager
 from slipstream.rewards.manager import DAPORewardManager, NaiveRewardManager
 from slipstream.rewards.prime import PrimeRewardManager
@@ -66,16 +66,19 @@ def load_reward_manager(
     custom_name: str = "compute_score",
     custom_kwargs: Mapping[str, Any] | None = None,
     function: Callable[..., Any] | None = None,
+    compute_score_kwargs: Mapping[str, Any] | None = None,
     reward_kwargs: Mapping[str, Any] | None = None,
     terms: Mapping[str, Any] | None = None,
+    total_steps: int | None = None,
 ) -> RewardManager:
     """Return the reward manager `name` for the user's reward function or the built-in ones.
 
     `sandbox` runs programs for the built-in functions; None runs them on this machine, isolated.
     `custom_path`, `custom_name` and `custom_kwargs` are the settings `custom_reward_function.*`.
-    `function` is a Python function that takes precedence over them. `reward_kwargs` are the
-    manager's own options. `terms` are added to its score (see `rewards.terms`). Raises ConfigError
-    for unknown names and options.
+    `function` is a Python function that takes precedence over them. `compute_score_kwargs` are
+    options of the built-in functions. `reward_kwargs` are the manager's own options. `terms` are
+    added to its score (see `rewards.terms`). `total_steps` is the number of steps of the run, None
+    if unknown; TRL's functions may ask for it. Raises ConfigError for unknown names and options.
     """
     factory = _MANAGERS.get(name)
     if factory is None:
@@ -86,29 +89,35 @@ def load_reward_manager(
     if custom_path is None and custom_kwargs:
         raise ConfigError(
             "custom_reward_function.reward_kwargs is set, but custom_reward_function.path is not: "
-            "the built-in reward functions take no keywords; set the path or unset reward_kwargs"
+            "set the path, or reward_model.compute_score_kwargs for the built-in functions"
+        )
+    own = function is not None or custom_path is not None or name == "remote"
+    if compute_score_kwargs and own:
+        raise ConfigError(
+            "reward_model.compute_score_kwargs are options of the built-in reward functions, but "
+            "another function scores; remove them, or set custom_reward_function.reward_kwargs"
         )
     if function is not None:
         compute_score = function
     elif custom_path is None:
-        compute_score = _built_in(sandbox)
+        compute_score = _built_in(sandbox, compute_score_kwargs or {})
     else:
         compute_score = get_custom_reward_fn(custom_path, custom_name, custom_kwargs)
         if name in ("naive", "batch", "dapo") and not is_async(compute_score):
             _warn_of_signals(custom_path)
-    options: dict[str, Any] = {
+    standard: dict[str, Any] = {
         "decode": decode,
         "timeout_s": timeout_s,
         "on_failure": on_failure,
         "num_workers": num_workers,
     }
-    clash = sorted(set(options) & set(reward_kwargs or {}))
+    clash = sorted(set(standard) & set(reward_kwargs or {}))
     if clash:
         raise ConfigError(
             f"reward_model.reward_kwargs must not contain {', '.join(clash)}: set "
             "reward_model.* of the same name instead"
         )
-    options.update(reward_kwargs or {})
+    options = {**standard, **(reward_kwargs or {})}
     try:
         inspect.signature(factory).bind(compute_score, **options)
     except TypeError as error:
@@ -128,27 +137,47 @@ def load_reward_manager(
             f"for the manager {name!r}: {reason_of(error)}; set numbers and texts as "
             "docs/rewards.md lists them"
         ) from error
-    if not terms:
-        return manager
+    if isinstance(manager, NaiveRewardManager):
+        manager.expect_steps(total_steps)
+        manager.none_fails = not terms
+    return _with_terms(name, manager, terms, total_steps, **standard) if terms else manager
+
+
+def _with_terms(
+    name: str,
+    manager: RewardManager,
+    terms: Mapping[str, Any],
+    total_steps: int | None,
+    *,
+    decode: Decode,
+    timeout_s: float,
+    on_failure: OnFailure,
+    num_workers: int | None,
+) -> RewardManager:
+    """Return a manager that adds terms to the score of the manager `name`."""
     weight, parsed = read_terms(terms)
-    sample_terms = (term for term in parsed if term.custom and not term.group)
-    return TermsRewardManager(
-        manager,
-        weight,
-        parsed,
-        {
-            term.name: _term_manager(name, term.function)(
+    scorers = {}
+    for term in parsed:
+        if term.custom and not term.group:
+            scorer = _term_manager(name, term.function)(
                 term.function,
                 decode=decode,
                 timeout_s=timeout_s,
                 on_failure=on_failure,
                 num_workers=num_workers,
             )
-            for term in sample_terms
-        },
+            scorer.expect_steps(total_steps)
+            scorer.none_fails = False
+            scorers[term.name] = scorer
+    return TermsRewardManager(
+        manager,
+        weight,
+        parsed,
+        scorers,
         decode=decode,
         runner=DeadlineRunner(timeout_s=timeout_s, num_workers=num_workers),
         on_failure=on_failure,
+        total_steps=total_steps,
     )
 
 
@@ -175,7 +204,7 @@ def _warn_of_signals(path: str | Path) -> None:
         )
 
 
-def _built_in(sandbox: Sandbox | None) -> Callable[..., Any]:
-    if sandbox is None:
-        return default_compute_score
-    return functools.partial(default_compute_score, sandbox=sandbox)
+def _built_in(sandbox: Sandbox | None, options: Mapping[str, Any]) -> Callable[..., Any]:
+    check_options(options)
+    bound = dict(options) if sandbox is None else {**options, "sandbox": sandbox}
+    return functools.partial(default_compute_score, **bound) if bound else default_compute_score

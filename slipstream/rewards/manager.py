@@ -32,11 +32,18 @@ from slipstream.rewards.protocol import (
     Score,
     response_text,
 )
-from slipstream.rewards.results import CallOutcome, Reader, outcome_of, read_result
+from slipstream.rewards.results import (
+    NOT_APPLICABLE,
+    CallOutcome,
+    Reader,
+    outcome_of,
+    read_result,
+)
 from slipstream.rewards.runner import DeadlineRunner, is_async
 from slipstream.rewards.sandbox.watched import PATIENCE
-from slipstream.rewards.signatures import Signature, VerlSignature, signature_of
+from slipstream.rewards.signatures import Signature, TRLSignature, VerlSignature, signature_of
 from slipstream.rewards.slots import Slots
+from slipstream.rewards.trl import logs_of
 from slipstream.rewards.workers import WorkerPool
 from slipstream.types import Sample
 
@@ -78,6 +85,8 @@ class NaiveRewardManager:
                 f"reward_model.on_failure {on_failure!r} is unknown; use {', '.join(_ON_FAILURE)}"
             )
         self.failures = 0
+        self.none_fails = True
+        """Whether the result None is a failure. In a sum (`terms`) it is not: other terms count."""
         self._decode = decode
         self._on_failure = on_failure
         self._runner = DeadlineRunner(timeout_s=timeout_s, num_workers=num_workers)
@@ -102,6 +111,11 @@ class NaiveRewardManager:
     def abandoned(self) -> int:
         """Number of calls that exceeded the deadline and still run in a thread."""
         return self._runner.abandoned
+
+    def expect_steps(self, total: int | None) -> None:
+        """Set the number of steps of the run, for functions that take TRL's `trainer_state`."""
+        if isinstance(self._signature, TRLSignature):
+            self._signature.max_steps = total
 
     async def score_sample(self, sample: Sample) -> Score:
         """Return the score of a finished sample. Does not change the sample (see `apply_score`).
@@ -129,10 +143,10 @@ class NaiveRewardManager:
 
     async def _results(self, samples: Sequence[Sample]) -> list[Score | str]:
         """Call the function on the samples. Return a score or the reason of a failure for each."""
-        reader = Reader(self._signature, len(samples))
         call = self._call(samples)
         if isinstance(call, CallOutcome):
             return call.each(len(samples))
+        reader = Reader(self._signature, len(samples), logs_of(call.keywords))
         async with self._place(samples[0]):
             program = self._programs is not None and is_program(samples[0].data_source)
             outcome = await self._outcome(call, reader, PATIENCE if program else 1.0)
@@ -188,6 +202,8 @@ class NaiveRewardManager:
             return outcome_of(error)
 
     def _failed(self, sample: Sample, reason: str) -> Score:
+        if reason == NOT_APPLICABLE and not self.none_fails:
+            return Score(0.0, failure=NOT_APPLICABLE)
         self.failures += 1
         reason = shortened(reason)
         if not self.in_main_thread and _NEEDS_MAIN_THREAD.search(reason):

@@ -7,7 +7,6 @@ all others. A worker process can be killed, without affecting other calls.
 from __future__ import annotations
 
 import functools
-import inspect
 import pickle
 import signal
 import sys
@@ -19,7 +18,7 @@ import anyio
 from anyio import BrokenWorkerProcess, to_process
 
 from slipstream.errors import ConfigError, reason_of
-from slipstream.rewards.custom import call_custom, is_custom
+from slipstream.rewards.custom import call_custom, is_custom, located
 from slipstream.rewards.functions import default_compute_score
 from slipstream.rewards.manager import NaiveRewardManager
 from slipstream.rewards.protocol import Decode, OnFailure, Reward
@@ -102,7 +101,7 @@ def _portable(function: Callable[..., Any]) -> Callable[..., Any]:
     if is_custom(function):
         inner = function.func if isinstance(function, functools.partial) else function
         bound = function.keywords if isinstance(function, functools.partial) else {}
-        return functools.partial(call_custom, inspect.getfile(inner), inner.__name__, **bound)
+        return functools.partial(call_custom, *located(inner), **bound)
     try:
         pickle.dumps(function)
     except Exception as error:

@@ -29,9 +29,9 @@ class Score:
     """The score of one response.
 
     `parts` are named components for metrics. `answer` is the answer parsed from the response, used
-    for majority votes. `ok` says whether the score may be used for training. `failure` says why
-    scoring failed. After a failure, the policy "zero" gives value 0.0 and `ok` True; the policy
-    "drop" gives `ok` False.
+    for majority votes. `extras` are texts for the dump. `ok` says whether the score may be used for
+    training. `failure` says why scoring failed. After a failure, the policy "zero" gives value 0.0
+    and `ok` True; the policy "drop" gives `ok` False.
     """
 
     value: float
@@ -39,6 +39,7 @@ class Score:
     ok: bool = True
     failure: str | None = None
     answer: str | None = None
+    extras: dict[str, str] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -83,6 +84,10 @@ ANSWER_READ = "pred"
 """Key in a sample's metadata with the answer parsed from its response."""
 
 
+REWARD_EXTRAS = "reward_extras"
+"""Key in a sample's metadata with the texts that its reward function logged, by column."""
+
+
 def apply_score(sample: Sample, score: Score) -> None:
     """Write a score into its sample.
 
@@ -93,6 +98,8 @@ def apply_score(sample: Sample, score: Score) -> None:
     sample.reward_parts = {**score.parts, SCORE_PART: score.value}
     if score.answer is not None:
         sample.metadata[ANSWER_READ] = shortened(score.answer)
+    if score.extras:
+        sample.metadata[REWARD_EXTRAS] = dict(score.extras)
     # A user's own manager may give a reason of any length.
     failure = None if score.failure is None else shortened(score.failure)
     if not score.ok:

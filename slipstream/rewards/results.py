@@ -12,7 +12,7 @@ import math
 import numbers
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol
 
@@ -25,6 +25,9 @@ MAX_PARTS = 1_000
 MAX_SCORE = 1e15
 """Largest absolute value of a score. The square of a larger one could overflow in float32."""
 
+NOT_APPLICABLE = "returned None: no reward for this response"
+"""The reason if a function of lists has None for a response, as TRL's functions may."""
+
 _MAX_KEY = 200
 """Maximum number of characters in the name of a reward part."""
 
@@ -33,6 +36,14 @@ class ReadsResults(Protocol):
     """A signature, as far as return values are concerned (see `signatures.Signature`)."""
 
     def results(self, returned: Any, count: int) -> list[Any]: ...
+
+
+class ReadsLogs(Protocol):
+    """What a function logged during its call (see `trl.Logs`)."""
+
+    def metrics(self) -> dict[str, float]: ...
+
+    def extras(self, place: int) -> dict[str, str]: ...
 
 
 class _OneResult:
@@ -70,10 +81,14 @@ class CallOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Turns the return value of a call for `count` responses into its outcome."""
+    """Turns the return value of a call for `count` responses into its outcome.
+
+    `logs` are what the function logged. They are added to the scores.
+    """
 
     signature: ReadsResults = field(default_factory=_OneResult)
     count: int = 1
+    logs: ReadsLogs | None = None
 
     def outcome(self, call: Callable[[], Any]) -> CallOutcome:
         """Call a function and return its outcome. Only a real Ctrl-C is raised."""
@@ -91,7 +106,16 @@ class Reader:
         return CallOutcome(self._read(await call()))
 
     def _read(self, returned: Any) -> list[Score | str]:
-        return [_read_one(value) for value in self.signature.results(returned, self.count)]
+        read = [_read_one(value) for value in self.signature.results(returned, self.count)]
+        return [self._logged(result, place) for place, result in enumerate(read)]
+
+    def _logged(self, result: Score | str, place: int) -> Score | str:
+        """Add the logs to a score. A part that the function returned takes precedence."""
+        if self.logs is None or isinstance(result, str):
+            return result
+        logged = _parts(list(self.logs.metrics().items()))
+        extras = {**self.logs.extras(place), **result.extras}
+        return replace(result, parts={**logged, **result.parts}, extras=extras)
 
 
 def outcome_of(error: BaseException) -> CallOutcome:
@@ -146,7 +170,7 @@ def _read_one(result: Any) -> Score | str:
     if inspect.iscoroutine(value):
         value.close()
         return "returned a coroutine: define the function with async def, so that it is awaited"
-    number = _number(value)
+    number = number_of(value)
     if number is None:
         return shortened(f"returned {type(value).__name__}, not a number")
     return fault_of(number) or Score(number, parts, answer=answer)
@@ -165,7 +189,7 @@ def _checked(score: Score) -> Score | str:
     """Return a function's own `Score` with plain values of the right types."""
     if not score.ok:
         return _text(score.failure or "the reward gave no usable score and no reason")
-    number = _number(score.value)
+    number = number_of(score.value)
     if number is None or not math.isfinite(number):
         shown = type(score.value).__name__ if number is None else number
         return shortened(f"returned a score of {shown}, not a finite number")
@@ -174,17 +198,23 @@ def _checked(score: Score) -> Score | str:
         _parts(list(islice(score.parts.items(), MAX_PARTS)), keep_score=True),
         failure=None if score.failure is None else _text(score.failure),
         answer=None if score.answer is None else _text(score.answer),
+        extras={_text(key, _MAX_KEY): _text(value) for key, value in score.extras.items()},
     )
 
 
 def _parts(entries: Sequence[tuple[Any, Any]], *, keep_score: bool = False) -> dict[str, float]:
     parts: dict[str, float] = {}
     for key, entry in entries:
-        part = _number(entry)
+        part = number_of(entry)
         name = _text(key, _MAX_KEY)
         if part is not None and abs(part) <= MAX_SCORE and (keep_score or name != SCORE_PART):
             parts[name] = part
     return parts
+
+
+def limited_text(value: Any) -> str:
+    """Return a value as text of limited length."""
+    return _text(value)
 
 
 def _text(value: Any, limit: int | None = None) -> str:
@@ -200,7 +230,8 @@ def key_names(mapping: Mapping[Any, Any]) -> str:
     return shortened(", ".join(_text(key, _MAX_KEY) for key in islice(mapping, MAX_PARTS)))
 
 
-def _number(value: Any) -> float | None:
+def number_of(value: Any) -> float | None:
+    """Return a number, or a zero-dimensional array or tensor, as a float; None for other values."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, numbers.Real):

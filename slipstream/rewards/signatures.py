@@ -3,7 +3,8 @@
     verl  compute_score(data_source, solution_str, ground_truth, extra_info, ...) -> number or dict
           compute_score(data_sources, solution_strs, ground_truths, extra_infos, ...) -> list
           compute_reward(data, ...) -> tensor (B,) or (B, T), of a `DataProto`
-    TRL   reward(completions, prompts, completion_ids, <columns>, ...) -> list of numbers
+    TRL   reward(completions, prompts, completion_ids, <columns>, trainer_state, log_extra,
+                 log_metric) -> list of numbers and None
 
 Knows samples, but not what a function computes. Used by `custom` and by the managers.
 """
@@ -17,11 +18,22 @@ from itertools import islice
 from typing import Any, Protocol
 
 from slipstream.rewards.protocol import Score
-from slipstream.rewards.results import InvalidResultError, key_names
+from slipstream.rewards.results import NOT_APPLICABLE, InvalidResultError, key_names
+from slipstream.rewards.trl import (
+    ENVIRONMENTS,
+    LOG_EXTRA,
+    LOG_METRIC,
+    STATE,
+    TRAINER_ARGUMENTS,
+    Logs,
+    TrainerState,
+)
 from slipstream.types import Sample
 
-COMPLETIONS = "completions"
-"""The parameter that identifies TRL's reward functions."""
+COMPLETIONS, COMPLETION_IDS, PROMPTS = "completions", "completion_ids", "prompts"
+
+TRL_ARGUMENTS = (COMPLETIONS, COMPLETION_IDS, PROMPTS, *TRAINER_ARGUMENTS)
+"""The parameters that identify TRL's reward functions. A function needs only one of them."""
 
 SOLUTIONS = "solution_strs"
 """The parameter that identifies verl's batch functions."""
@@ -95,13 +107,16 @@ class TRLSignature:
     """TRL's signature (`GRPOTrainer`): lists of prompts, responses, response ids, and columns.
 
     The columns are `ground_truth`, `data_source`, and all entries of `extra_info`. If the prompt is
-    a list of messages, the response is a list with one message. A function without `**kwargs` gets
-    only the arguments it has parameters for. Keywords that are already bound are not overridden.
+    a list of messages, the response is a list with one message. The function also gets the state of
+    the trainer and functions that log (see `trl`). A function without `**kwargs` gets only the
+    arguments it has parameters for. Keywords that are already bound are not overridden. A result
+    None means that the function does not apply to that response.
     """
 
     many = True
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], max_steps: int | None = None) -> None:
+        self.max_steps = max_steps
         parameters = inspect.signature(function).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._parameters = None if takes_all else frozenset(parameters)
@@ -110,11 +125,25 @@ class TRLSignature:
     def arguments(self, samples: Sequence[Sample], responses: Sequence[str]) -> dict[str, Any]:
         rows = [self._row(s, r) for s, r in zip(samples, responses, strict=True)]
         names = dict.fromkeys(name for row in rows for name in row)
+        logs = Logs(len(rows))
+        given = {
+            **{name: [row.get(name) for row in rows] for name in names},
+            STATE: self._state(samples),
+            LOG_EXTRA: logs.log_extra,
+            LOG_METRIC: logs.log_metric,
+        }
         return {
-            name: [row.get(name) for row in rows]
-            for name in names
+            name: value
+            for name, value in given.items()
             if name not in self._bound and (self._parameters is None or name in self._parameters)
         }
+
+    def _state(self, samples: Sequence[Sample]) -> TrainerState:
+        versions = [max(sample.versions, default=0) for sample in samples]
+        epochs = [sample.epoch for sample in samples]
+        return TrainerState(
+            max(0, *versions), float(max(epochs, default=0)), max_steps=self.max_steps
+        )
 
     def results(self, returned: Any, count: int) -> list[Any]:
         return listed(returned, count)
@@ -126,9 +155,9 @@ class TRLSignature:
             **sample.extra_info,
             "ground_truth": sample.ground_truth,
             "data_source": sample.data_source,
-            "prompts": sample.prompt,
+            PROMPTS: sample.prompt,
             COMPLETIONS: [{"role": "assistant", "content": response}] if is_chat else response,
-            "completion_ids": list(sample.response_ids),
+            COMPLETION_IDS: list(sample.response_ids),
         }
 
 
@@ -188,14 +217,12 @@ def _summed(rewards: list[Any]) -> float:
 
 
 def listed(returned: Any, count: int) -> list[Any]:
-    """Return the `count` entries of a list, array or tensor.
+    """Return the `count` entries of a list, array or tensor. None becomes a failure of its own.
 
-    Raises InvalidResultError for another type or length, or if an entry is None.
+    Raises InvalidResultError for another type or length.
     """
-    values = _entries(returned, count)
-    if any(value is None for value in values):
-        raise InvalidResultError("returned None: no reward for this response")
-    return values
+    failed = Score(0.0, ok=False, failure=NOT_APPLICABLE)
+    return [failed if value is None else value for value in _entries(returned, count)]
 
 
 def _entries(returned: Any, count: int) -> list[Any]:
@@ -212,18 +239,36 @@ def _entries(returned: Any, count: int) -> list[Any]:
     return entries
 
 
-def signature_of(function: Callable[..., Any]) -> Signature:
-    """Return the signature that the parameter names indicate; by default verl's for one sample."""
-    if takes(function, COMPLETIONS):
-        return TRLSignature(function)
+def signature_of(function: Callable[..., Any], max_steps: int | None = None) -> Signature:
+    """Return the signature that the parameter names indicate; by default verl's for one sample.
+
+    `max_steps` is the number of steps of the run, for functions with TRL's `trainer_state`.
+    """
+    if is_trl(function):
+        return TRLSignature(function, max_steps)
     if wants_data(function):
         return DataProtoSignature(function)
     return VerlBatchSignature() if takes(function, SOLUTIONS) else VerlSignature()
 
 
+def is_trl(function: Callable[..., Any]) -> bool:
+    """Return whether a function has TRL's signature: one of its parameters, and not verl's texts.
+
+    `data` may be a column if the function takes responses or their ids.
+    """
+    if takes(function, COMPLETIONS):
+        return True
+    if takes(function, SOLUTIONS) or takes(function, VerlSignature.ARGUMENTS[1]):
+        return False
+    if takes(function, DATA) and not takes(function, COMPLETION_IDS):
+        return False
+    return any(takes(function, name) for name in (*TRL_ARGUMENTS, ENVIRONMENTS))
+
+
 def wants_data(function: Callable[..., Any]) -> bool:
     """Return whether a function takes a `DataProto`: it has `data` and not `solution_str`."""
-    return takes(function, DATA) and not takes(function, VerlSignature.ARGUMENTS[1])
+    solution = takes(function, VerlSignature.ARGUMENTS[1])
+    return takes(function, DATA) and not solution and not is_trl(function)
 
 
 def takes(function: Callable[..., Any], parameter: str) -> bool:

@@ -3,7 +3,8 @@
     reward_model:
       terms: {answer: 1.0, think_format: 0.2, mine: {weight: 0.5, path: mine.py, name: brevity}}
 
-`answer` is the reward function's score; its weight is 1 by default. Knows managers and samples, not
+`answer` is the reward function's score; its weight is 1 by default. As in TRL, a function that
+returns None for a response does not count for it. Knows managers and samples, not
 how responses are generated. Called by `load_reward_manager` and by rollouts.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 from slipstream.errors import ConfigError, RewardError, did_you_mean, reason_of, shortened
 from slipstream.rewards.custom import get_custom_reward_fn
 from slipstream.rewards.protocol import (
+    REWARD_EXTRAS,
     REWARD_FAILURE,
     SCORE_PART,
     Decode,
@@ -27,10 +29,17 @@ from slipstream.rewards.protocol import (
     apply_score,
     response_text,
 )
-from slipstream.rewards.results import MAX_SCORE, Reader, fault_of, outcome_of
+from slipstream.rewards.results import (
+    MAX_SCORE,
+    NOT_APPLICABLE,
+    Reader,
+    fault_of,
+    outcome_of,
+)
 from slipstream.rewards.runner import DeadlineRunner, is_async
 from slipstream.rewards.shaping import ANSWER, OF_GROUPS, OF_SAMPLES
 from slipstream.rewards.signatures import signature_of
+from slipstream.rewards.trl import logs_of
 from slipstream.types import Sample, Status
 
 _FILE_KEYS = ("path", "name", "reward_kwargs", "group")
@@ -165,7 +174,7 @@ class TermsRewardManager:
 
     `scorers` call users' functions of single samples, by term name. `runner` calls users' functions
     of groups, with responses decoded by `decode`. If a term fails, scoring of the sample fails, or
-    of its whole group.
+    of its whole group. `total_steps` is the number of steps of the run, None if unknown.
     """
 
     def __init__(
@@ -178,41 +187,54 @@ class TermsRewardManager:
         decode: Decode,
         runner: DeadlineRunner,
         on_failure: OnFailure,
+        total_steps: int | None = None,
     ) -> None:
+        self._total_steps = total_steps
         self._answers, self._weight, self._scorers = answers, weight, scorers
         self._sample_terms = [term for term in terms if not term.group]
         self._group_terms = [term for term in terms if term.group]
         self._decode, self._runner, self._on_failure = decode, runner, on_failure
 
     async def score_sample(self, sample: Sample) -> Score:
-        """Return the weighted sum of `answer` and the sample terms, which become parts of it."""
+        """Return the weighted sum of `answer` and the sample terms, which become parts of it.
+
+        A function that returned None is left out. If all did, scoring fails.
+        """
         score = await self._answers.score_sample(sample)
-        if score.failure is not None:
+        applies = score.failure != NOT_APPLICABLE
+        if score.failure is not None and applies:
             return score
         # Keep the unmodified score as `acc`, as in verl, for filters and validation.
-        parts = {"acc": score.value, **score.parts, ANSWER: score.value}
-        total = self._weight * score.value
+        own = {ANSWER: score.value} if applies else {}
+        parts = {"acc": score.value, **score.parts, **own} if applies else {}
+        total, extras = self._weight * score.value, dict(score.extras)
         for term in self._sample_terms:
             if term.custom:
                 mine = await self._scorers[term.name].score_sample(sample)
+                if mine.failure == NOT_APPLICABLE:
+                    continue
                 if mine.failure is not None:
                     return Score(0.0, ok=mine.ok, failure=f"{term.name}: {mine.failure}")
                 value = mine.value
+                parts = {**mine.parts, **parts}
+                extras = {**mine.extras, **extras}
             else:
                 value = term.function(sample)
+            applies = True
             parts[term.name] = value
             total += term.weight * value
+        if not applies and not self._group_terms:
+            return self._fault(sample, NOT_APPLICABLE)
         if (fault := fault_of(total)) is not None:
-            return self._fault(sample, fault)
-        return replace(score, value=total, parts=parts)
+            return self._fault(sample, f"the weighted sum of the terms {fault}")
+        return replace(score, value=total, parts=parts, failure=None, extras=extras)
 
-    def _fault(self, sample: Sample, fault: str) -> Score:
+    def _fault(self, sample: Sample, reason: str) -> Score:
         """Return the score of a sample whose weighted sum is unusable."""
-        reason = f"the weighted sum of the terms {fault}"
         if self._on_failure == "stop":
             raise RewardError(
-                f"reward_model.terms failed on sample {sample.uid!r}: {reason}. Lower the weights, "
-                "or set reward_model.on_failure to zero or drop"
+                f"reward_model.terms failed on sample {sample.uid!r}: {reason}. Change the weights "
+                "or the functions, or set reward_model.on_failure to zero or drop"
             )
         return Score(0.0, ok=self._on_failure == "zero", failure=reason)
 
@@ -231,32 +253,45 @@ class TermsRewardManager:
                 self._failed(term, scored, values)
                 continue
             for sample, value in zip(scored, values, strict=True):
+                if value is None:
+                    continue
                 if (fault := fault_of(sample.reward + term.weight * value)) is not None:
-                    apply_score(sample, self._fault(sample, fault))
+                    reason = f"the weighted sum of the terms {fault}"
+                    apply_score(sample, self._fault(sample, reason))
                     continue
                 sample.reward_parts[term.name] = value
                 sample.reward += term.weight * value
                 sample.reward_parts[SCORE_PART] = sample.reward
 
-    async def _values(self, term: Term, samples: Sequence[Sample]) -> list[float] | str:
-        """Return one value per sample, or the reason of a failure."""
+    async def _values(self, term: Term, samples: Sequence[Sample]) -> list[float | None] | str:
+        """Return one value per sample, None if the term does not apply to it, or the reason of a
+        failure. What the function logged becomes parts of the rewards."""
         if not term.custom:
             return [float(value) for value in term.function(samples)]
-        signature = signature_of(term.function)
+        signature = signature_of(term.function, self._total_steps)
         texts = [response_text(sample, self._decode) for sample in samples]
-        reader = Reader(signature, len(samples))
         try:
-            call = functools.partial(term.function, **signature.arguments(samples, texts))
+            arguments = signature.arguments(samples, texts)
+            call = functools.partial(term.function, **arguments)
         except Exception as error:  # for example, columns whose names are not strings
             outcome = outcome_of(error)
         else:
-            asynchronous = is_async(term.function)
             outcome = await self._runner.run(
-                call, name=term.name, asynchronous=asynchronous, reader=reader
+                call,
+                name=term.name,
+                asynchronous=is_async(term.function),
+                reader=Reader(signature, len(samples), logs_of(arguments)),
             )
         scores = outcome.each(len(samples))
-        wrong = next((score for score in scores if isinstance(score, str)), None)
-        return wrong or [score.value for score in scores if isinstance(score, Score)]
+        reasons = (score for score in scores if isinstance(score, str))
+        if (wrong := next((r for r in reasons if r != NOT_APPLICABLE), None)) is not None:
+            return wrong
+        for sample, score in zip(samples, scores, strict=True):
+            if isinstance(score, Score):
+                sample.reward_parts.update({**score.parts, **sample.reward_parts})
+                if score.extras:
+                    sample.metadata.setdefault(REWARD_EXTRAS, {}).update(score.extras)
+        return [score.value if isinstance(score, Score) else None for score in scores]
 
     def _failed(self, term: Term, samples: Sequence[Sample], reason: str) -> None:
         if self._on_failure == "stop":

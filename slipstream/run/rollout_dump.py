@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.checkpoint.files import is_disk_full, write_text_atomic
 from slipstream.data.response_text import response_decoder
 from slipstream.errors import CheckpointError
-from slipstream.rewards.protocol import Decode, response_text
+from slipstream.rewards.protocol import REWARD_EXTRAS, Decode, response_text
 from slipstream.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -187,4 +187,11 @@ def record(
             for x in sample.rollout_log_probs[len(sample.prompt_ids) :]
         ],
         "versions": sorted(set(sample.versions) - {-1}),
+        **_logged(sample),
     }
+
+
+def _logged(sample: Sample) -> dict[str, Any]:
+    """The texts that the reward function logged (TRL's `log_extra`), if any."""
+    extras = sample.metadata.get(REWARD_EXTRAS)
+    return {} if extras is None else {REWARD_EXTRAS: extras}

@@ -213,6 +213,8 @@ def test_a_memory_limit_without_cgroups_is_a_note(monkeypatch: pytest.MonkeyPatc
     assert (only.status, only.facts) == ("note", {"cgroups": None})
     assert only.remedy.startswith("no cgroup may be written; ")
     assert "systemd-run --user --scope" in only.remedy
+
+
 def test_workers_without_a_lock_down_are_only_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "slipstream.rewards.workers.WorkerPool.call", lambda *_: "darwin has no seccomp"

@@ -11,6 +11,7 @@ import pytest
 from slipstream.errors import ConfigError, RewardError
 from slipstream.rewards.batched import BatchRewardManager
 from slipstream.rewards.protocol import OnFailure, Score
+from slipstream.rewards.results import NOT_APPLICABLE
 from tests.rewards.helpers import decode, sample
 
 
@@ -69,7 +70,6 @@ def test_calls_have_at_most_max_batch_responses_in_order() -> None:
         (ValueError("no"), "ValueError: no"),
         ([1.0], "returned 1 rewards for"),
         ("text", "returned str, not a list of rewards"),
-        ([None, 1.0], "returned None"),
     ],
 )
 def test_a_failed_call_fails_all_its_responses(result: Any, reason: str) -> None:
@@ -87,6 +87,42 @@ def test_an_invalid_value_fails_only_its_response() -> None:
     scores = anyio.run(managed(Lengths([float("nan"), 2.0])).score_group, [sample(1), sample(2)])
     assert [score.value for score in scores] == [0.0, 2.0]
     assert (scores[0].failure, scores[1].failure) == ("returned nan, not a finite number", None)
+
+
+class Shy:
+    """A reward function of lists that applies only to responses of an odd length."""
+
+    def __call__(self, completion_ids: Any, **kwargs: Any) -> list[float | None]:
+        return [float(len(ids)) if len(ids) % 2 else None for ids in completion_ids]
+
+
+@pytest.mark.parametrize("max_batch", [1, 2, 3, 256])
+@pytest.mark.parametrize("on_failure", ["zero", "drop"])
+def test_a_none_fails_only_its_response_however_calls_are_batched(
+    max_batch: int, on_failure: OnFailure
+) -> None:
+    manager = managed(Shy(), max_batch=max_batch, on_failure=on_failure)
+    scores = anyio.run(manager.score_group, [sample(*range(n)) for n in (1, 2, 3, 4, 5)])
+    none = Score(0.0, ok=on_failure == "zero", failure=NOT_APPLICABLE)
+    assert scores == [Score(1.0), none, Score(3.0), none, Score(5.0)]
+    assert manager.failures == 2
+
+
+def test_a_none_ends_the_run_if_failures_do() -> None:
+    with pytest.raises(RewardError, match=r"returned None: no reward .*on_failure"):
+        anyio.run(managed(Shy(), on_failure="stop").score_group, [sample(1), sample(1, 2)])
+
+
+def test_logs_of_a_call_reach_its_responses() -> None:
+    def reward(completions: Any, log_extra: Any, log_metric: Any) -> list[float]:
+        log_metric("batch", len(completions))
+        log_extra("text", [text.upper() for text in completions])
+        return [1.0] * len(completions)
+
+    manager = managed(reward, max_batch=2)
+    scores = anyio.run(manager.score_group, [sample(n) for n in range(3)])
+    assert [score.extras for score in scores] == [{"text": str(n)} for n in range(3)]
+    assert all(score.parts["batch"] in (1.0, 2.0) for score in scores)
 
 
 def test_a_cancelled_caller_does_not_block_the_others() -> None:

@@ -11,6 +11,8 @@ import pytest
 from slipstream.errors import ConfigError
 from slipstream.rewards.custom import get_custom_reward_fn
 from slipstream.rewards.manager import NaiveRewardManager
+from slipstream.rewards.prime import PrimeRewardManager
+from slipstream.rewards.protocol import Score
 from tests.rewards.helpers import decode, sample
 
 CODE = """
@@ -108,15 +110,63 @@ def test_signatures_are_checked_when_loading(tmp_path: Path) -> None:
         get_custom_reward_fn(path, "compute_score", {"ground_truth": 2.0})
 
 
-def test_required_arguments_of_trls_trainer_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "def needs(completions, trainer_state, **columns): return [0.0]\n"
-        "def may(completions, log_extra=None, **columns): return [0.0]\n"
-    )
-    with pytest.raises(ConfigError, match=r"needs trainer_state of TRL's trainer, which"):
-        get_custom_reward_fn(path, "needs")
-    assert get_custom_reward_fn(path, "may") is not None
+TRL = """
+class Repetition:
+    __name__ = "repetition_penalty_reward"
+    def __init__(self, penalty):
+        self.penalty = penalty
+    def __call__(self, completion_ids, **kwargs):
+        return [self.penalty * (len(ids) - len(set(ids))) for ids in completion_ids]
+
+repetition = Repetition(-1.0)
+
+def closure():
+    def soft_overlong(completion_ids, **kwargs):
+        return [-float(len(ids) > 2) for ids in completion_ids]
+    return soft_overlong
+
+overlong = closure()
+
+async def state(prompts, trainer_state, log_metric, **columns):
+    log_metric("step", trainer_state.global_step)
+    return [1.0]
+
+def no_steps(completions, trainer_state): return [trainer_state.max_steps]
+
+def environments(completions, environments, **columns): return [0.0]
+
+def only_columns(answer, **columns): return [0.0]
+
+def may(completions, environments=None, log_extra=None, **columns): return [0.0]
+"""
+
+
+def test_functions_of_trl_are_loaded(tmp_path: Path) -> None:
+    path = write(tmp_path, TRL)
+
+    def score(name: str, manager: type[NaiveRewardManager] = NaiveRewardManager) -> Score:
+        made = manager(get_custom_reward_fn(path, name), decode=decode, timeout_s=30.0)
+        return anyio.run(made.score_sample, sample(4, 4, 4))
+
+    assert score("repetition") == Score(-2.0)
+    assert score("overlong") == Score(-1.0)
+    assert score("state") == Score(1.0, {"step": 0.0})
+    assert score("may") == Score(0.0)
+    assert "set trainer.total_training_steps" in (score("no_steps").failure or "")
+    assert score("repetition", PrimeRewardManager) == Score(-2.0)
+    assert score("overlong", PrimeRewardManager) == Score(-1.0)
+
+
+def test_functions_that_trl_itself_would_call_otherwise_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, TRL)
+    with pytest.raises(ConfigError, match=r"needs environments, .* give the parameter a default"):
+        get_custom_reward_fn(path, "environments")
+    with pytest.raises(ConfigError, match=r"one of the parameters completions, completion_ids, "):
+        get_custom_reward_fn(path, "only_columns")
+    with pytest.raises(ConfigError, match="must not contain completion_ids"):
+        get_custom_reward_fn(path, "overlong", {"completion_ids": []})
+    with pytest.raises(ConfigError, match="must not contain log_metric"):
+        get_custom_reward_fn(path, "state", {"log_metric": print})
 
 
 def test_data_proto_functions_are_loaded(tmp_path: Path) -> None:

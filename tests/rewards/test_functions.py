@@ -9,11 +9,14 @@ import pytest
 from slipstream.errors import ConfigError, RewardError
 from slipstream.rewards import functions
 from slipstream.rewards.functions import (
+    check_options,
     data_sources,
     default_compute_score,
     exact_match,
     register_reward,
 )
+from slipstream.rewards.sandbox.local import UnisolatedSandbox
+from slipstream.rewards.sandbox.protocol import ProgramLimits
 
 
 def test_exact_match_compares_stripped_text() -> None:
@@ -61,6 +64,36 @@ def test_a_data_source_without_a_function_is_refused() -> None:
         r"custom_reward_function\.path",
     ):
         default_compute_score("mystery", "", "")
+
+
+def test_options_reach_their_functions() -> None:
+    assert default_compute_score("gsm8k", "so it is 3", "3") == 0.0
+    assert default_compute_score("gsm8k", "so it is 3", "3", method="flexible") == 1.0
+    assert default_compute_score("exact_match", "3", "3", method="flexible") == 1.0
+    truth = {"inputs": [""], "outputs": ["0.333"]}
+    sandbox = UnisolatedSandbox(ProgramLimits())
+    scored = default_compute_score(
+        *("apps", "```python\nprint(1 / 3)\n```", truth), sandbox=sandbox, float_tolerance=0.01
+    )
+    assert isinstance(scored, dict)
+    assert scored["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"methods": "strict"}, r"compute_score_kwargs\.methods is unknown; did you mean method"),
+        ({"method": "loose"}, r"method='loose' is unknown; set strict or flexible"),
+        ({"float_tolerance": -1}, r"float_tolerance=-1 must be a number of 0 or more, or null"),
+        ({"float_tolerance": "1e-6"}, r"float_tolerance='1e-6' must be"),
+        ({"float_tolerance": True}, r"float_tolerance=True must be"),
+    ],
+)
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_options(options)
+    check_options({"method": "flexible", "float_tolerance": 1e-6})
+    check_options({"float_tolerance": None})
 
 
 def test_register_reward_adds_a_data_source(monkeypatch: pytest.MonkeyPatch) -> None:

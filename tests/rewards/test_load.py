@@ -37,6 +37,15 @@ def test_load_reward_manager_creates_the_configured_manager(
         register_reward_manager("mine", NaiveRewardManager)
 
 
+@pytest.mark.parametrize("name", ["naive", "dapo", "prime"])
+def test_options_of_the_built_in_functions_reach_them(name: str) -> None:
+    found = []
+    for options in ({}, {"method": "flexible"}):
+        manager = load_reward_manager(name, decode=decode, compute_score_kwargs=options)
+        found.append(anyio.run(manager.score_sample, sample(7, source="gsm8k", truth="7")).value)
+    assert found == [0.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -75,6 +84,24 @@ def test_load_reward_manager_creates_the_configured_manager(
             "limited",
             {"reward_kwargs": {"max_concurrent": 500}},
             r"max_concurrent=500 .* there are 256; set reward_model\.num_workers=500",
+        ),
+        (
+            "naive",
+            {"compute_score_kwargs": {"methd": "strict"}},
+            r"reward_model\.compute_score_kwargs\.methd is unknown; did you mean method",
+        ),
+        (
+            "naive",
+            {"compute_score_kwargs": {"method": "strict"}, "function": len},
+            r"reward_model\.compute_score_kwargs .*set custom_reward_function\.reward_kwargs",
+        ),
+        (
+            "remote",
+            {
+                "compute_score_kwargs": {"method": "strict"},
+                "reward_kwargs": {"url": "http://localhost:1"},
+            },
+            r"reward_model\.compute_score_kwargs .*another function scores; remove them",
         ),
         ("prime", {"num_workers": 0}, r"reward_model\.num_workers 0 must be"),
         (

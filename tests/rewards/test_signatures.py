@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 from slipstream.errors import ConfigError
 from slipstream.rewards.custom import get_custom_reward_fn
 from slipstream.rewards.manager import NaiveRewardManager
-from slipstream.rewards.protocol import Score
+from slipstream.rewards.protocol import REWARD_EXTRAS, Score, apply_score
 from slipstream.rewards.signatures import (
     COMPLETIONS,
     DataProtoSignature,
@@ -24,7 +26,8 @@ from slipstream.rewards.signatures import (
     signature_of,
     takes,
 )
-from slipstream.types import Message, Sample, Segment, Status
+from slipstream.rewards.trl import TRAINER_ARGUMENTS
+from slipstream.types import Message, Sample, Segment, Status, VersionSpan
 
 
 def sample(prompt: str | list[Message] = "2 + 3?") -> Sample:
@@ -91,7 +94,9 @@ def test_trl_arguments_are_lists() -> None:
         return [0.0]
 
     row = {"answer": ["five"], "ground_truth": ["5"], "data_source": ["sums"]}
-    assert TRLSignature(takes_all).arguments([sample()], ["5"]) == {
+    arguments = TRLSignature(takes_all).arguments([sample()], ["5"])
+    assert [arguments.pop(name) is not None for name in TRAINER_ARGUMENTS] == [True] * 3
+    assert arguments == {
         "prompts": ["2 + 3?"],
         "completions": ["5"],
         "completion_ids": [[5, 6]],
@@ -107,6 +112,108 @@ def test_trl_arguments_are_lists() -> None:
     chat = TRLSignature(takes_all).arguments([sample(messages)], ["5"])
     assert chat["prompts"] == [messages]
     assert chat["completions"] == [[{"role": "assistant", "content": "5"}]]
+
+
+# Functions of TRL's guide and of `trl.rewards`, by their parameters, and verl's.
+@pytest.mark.parametrize(
+    ("parameters", "kind"),
+    [
+        ("completions", TRLSignature),
+        ("completions, **kwargs", TRLSignature),
+        ("prompts, completions, **kwargs", TRLSignature),
+        ("completion_ids, **kwargs", TRLSignature),
+        ("completion_ids", TRLSignature),
+        ("prompts, **kwargs", TRLSignature),
+        ("prompts, completions, completion_ids, answer, trainer_state", TRLSignature),
+        ("completions, solution, log_extra=None, **kwargs", TRLSignature),
+        ("trainer_state, **kwargs", TRLSignature),
+        ("log_metric, **kwargs", TRLSignature),
+        ("ground_truth, completion_ids, **kwargs", TRLSignature),
+        ("completion_ids, data_source, data", TRLSignature),
+        ("*, completion_ids, **kwargs", TRLSignature),
+        ("data_source, solution_str, ground_truth, extra_info", VerlSignature),
+        ("solution_str, ground_truth, prompts=None, **kwargs", VerlSignature),
+        ("**kwargs", VerlSignature),
+        ("data_sources, solution_strs, ground_truths, extra_infos, prompts=0", VerlBatchSignature),
+        ("data, **kwargs", DataProtoSignature),
+        ("data, prompts=None", DataProtoSignature),
+    ],
+)
+@pytest.mark.parametrize("form", ["def", "async def", "object", "partial"])
+def test_signature_of_parameters(parameters: str, kind: type, form: str) -> None:
+    space: dict[str, Any] = {}
+    if form == "object":
+        own = f"self, {parameters}"
+        exec(f"class R:\n def __call__({own}): return [1.0]\nreward = R()", space)
+    else:
+        exec(f"{'def' if form == 'partial' else form} reward({parameters}): return [1.0]", space)
+    function = partial(space["reward"]) if form == "partial" else space["reward"]
+    assert type(signature_of(function)) is kind
+    if kind is TRLSignature and "answer" not in parameters:
+        assert scored(function, with_column("solution", "data")) == Score(1.0)
+
+
+def with_column(*names: str) -> Sample:
+    return replace(sample(), extra_info={name: "x" for name in names})
+
+
+def test_only_token_ids_are_needed() -> None:
+    def longer(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        return [float(len(ids)) for ids in completion_ids]
+
+    assert scored(longer) == Score(2.0)
+
+
+def test_the_trainers_state_is_that_of_the_sample() -> None:
+    seen: list[Any] = []
+
+    def reward(completion_ids: Any, trainer_state: Any) -> list[float]:
+        seen.append(trainer_state)
+        return [1.0]
+
+    one = replace(sample(), epoch=2)
+    one.segments[1].spans.append(VersionSpan(version=7, start=0, end=2))
+    assert scored(reward, one) == Score(1.0)
+    assert (seen[0].global_step, seen[0].epoch) == (7, 2.0)
+    with pytest.raises(AttributeError, match=r"max_steps .*set trainer\.total_training_steps"):
+        _ = seen[0].max_steps
+    with pytest.raises(AttributeError, match=r"trainer_state\.log_history is not available"):
+        _ = seen[0].log_history
+    manager = NaiveRewardManager(reward, decode=str, timeout_s=5.0)
+    manager.expect_steps(50)
+    anyio.run(manager.score_sample, one)
+    assert seen[1].max_steps == 50
+    assert pickle.loads(pickle.dumps(seen[1])).max_steps == 50
+
+
+def test_logged_metrics_are_parts_and_logged_columns_are_extras() -> None:
+    def reward(completions: Any, log_extra: Any, log_metric: Any, **kwargs: Any) -> list[Any]:
+        log_metric("length", 2)
+        log_metric("length", torch.tensor(4.0))
+        log_metric("own", 1)
+        log_extra("parsed", [str(len(text)) for text in completions])
+        return [{"score": 0.5, "own": 9.0}]
+
+    assert scored(reward) == Score(0.5, {"length": 3.0, "own": 9.0}, extras={"parsed": "14"})
+    one = sample()
+    apply_score(one, scored(reward))
+    assert one.metadata[REWARD_EXTRAS] == {"parsed": "14"}
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("log_metric('x', 'high')", "log_metric('x') got str, not a number"),
+        ("log_extra('x', ['a', 'b'])", "log_extra('x') got 2 values for 1 responses"),
+        ("log_extra('x', [])", "log_extra('x') got 0 values for 1 responses"),
+        ("log_extra('x', 5)", "TypeError"),
+    ],
+)
+def test_wrong_logs_are_failures(body: str, reason: str) -> None:
+    space: dict[str, Any] = {}
+    code = f"def reward(completions, log_metric, log_extra):\n    {body}\n    return [1.0]"
+    exec(code, space)
+    assert reason in (scored(space["reward"]).failure or "")
 
 
 @pytest.mark.parametrize(

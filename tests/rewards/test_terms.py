@@ -12,6 +12,7 @@ import pytest
 from slipstream.errors import ConfigError, RewardError
 from slipstream.rewards.load import load_reward_manager
 from slipstream.rewards.protocol import GroupRewardManager, Score, apply_score
+from slipstream.rewards.results import NOT_APPLICABLE
 from slipstream.rewards.terms import read_terms
 from slipstream.types import Sample, Segment, Status
 from tests.rewards.helpers import decode
@@ -155,6 +156,59 @@ def test_a_failing_sample_term_fails_the_sample(mine: str) -> None:
     assert [s.reward for s in group] == [3 - 2 + 1, 0.0, 5 - 1]
     assert group[1].metadata["reward_failure"] == "mine: ValueError: four"
     assert "rank" not in group[1].reward_parts
+
+
+TASKS = """
+def math(completion_ids, **columns):
+    return [float(len(ids)) if ids[0] == 1 else None for ids in completion_ids]
+
+def code(completions, log_extra, log_metric, **columns):
+    log_metric("calls", 1)
+    log_extra("begin", [text[0] for text in completions])
+    return [10.0 if text.startswith("2") else None for text in completions]
+
+def group(completions, trainer_state, **columns):
+    return [trainer_state.max_steps if text.startswith("2") else None for text in completions]
+"""
+
+
+@pytest.mark.parametrize("on_failure", ["zero", "drop", "stop"])
+def test_functions_that_do_not_apply_to_a_response_are_left_out_of_its_sum(
+    tmp_path: Path, on_failure: str
+) -> None:
+    path = tmp_path / "tasks.py"
+    path.write_text(TASKS)
+    of_math, of_code, both = sample(1, 5), sample(2, 5), sample(1)
+    terms = {
+        "answer": 3.0,
+        "code": {"weight": 0.5, "path": path, "name": "code"},
+        "group": {"weight": 0.1, "path": path, "name": "group", "group": True},
+    }
+    scored(
+        terms,
+        str(path),
+        [of_math, of_code, both],
+        custom_name="math",
+        on_failure=on_failure,
+        total_steps=40,
+    )
+    assert [s.reward for s in (of_math, of_code, both)] == [6.0, 5.0 + 4.0, 3.0]
+    assert of_math.reward_parts == {"acc": 2.0, "answer": 2.0, "score": 6.0}
+    assert of_code.reward_parts == {"calls": 1.0, "code": 10.0, "group": 40.0, "score": 9.0}
+    assert of_code.metadata["reward_extras"] == {"begin": "2"}
+    assert all("reward_failure" not in s.metadata for s in (of_math, of_code, both))
+
+
+def test_a_response_without_any_function_is_a_failure(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.py"
+    path.write_text(TASKS)
+    terms = {"code": {"weight": 1.0, "path": path, "name": "code"}}
+    none, other = sample(3), sample(2)
+    scored(terms, str(path), [none, other], custom_name="math")
+    assert (none.reward, none.metadata["reward_failure"]) == (0.0, NOT_APPLICABLE)
+    assert other.reward == 10.0
+    with pytest.raises(RewardError, match=r"terms failed on sample 'u': returned None"):
+        scored(terms, str(path), [sample(3)], custom_name="math", on_failure="stop")
 
 
 def test_a_failed_answer_remains_a_failure(mine: str) -> None:

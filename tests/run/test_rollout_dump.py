@@ -10,8 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from slipstream.data.tokenizer import build_tokenizer
+from slipstream.rewards.protocol import REWARD_EXTRAS, Score, apply_score
 from slipstream.rollout.manager import extend_sample
-from slipstream.run.rollout_dump import dump_groups, dump_tokens, pieces, token_record
+from slipstream.run.rollout_dump import dump_groups, dump_tokens, pieces, record, token_record
 from slipstream.types import (
     Generation,
     Group,
@@ -52,6 +53,13 @@ def test_token_record_marks_drafted_tokens_across_attempts_and_tool_output() -> 
     other = Sample(segments=[Segment.given("prompt", [1, 2])])
     extend_sample(other, generated([3, 4, 5, 6, 7], [], StopReason.EOS))
     assert other.segments[1] == sample.segments[1]
+
+
+def test_record_has_what_the_reward_function_logged() -> None:
+    sample, tokenizer = Sample(segments=[Segment.given("prompt", [1, 2])]), build_tokenizer()
+    assert REWARD_EXTRAS not in record(sample, tokenizer, 1, tokenizer.decode)
+    apply_score(sample, Score(1.0, extras={"parsed": "5"}))
+    assert record(sample, tokenizer, 1, tokenizer.decode)[REWARD_EXTRAS] == {"parsed": "5"}
 
 
 def test_pieces_are_the_texts_of_the_tokens() -> None:

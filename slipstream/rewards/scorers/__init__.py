@@ -2,5 +2,5 @@
 
 Each file has a `compute_score` with verl's arguments; `rewards.functions` selects it by a row's
 `data_source`. Scorers know nothing of samples, tokens or each other. Shared code is in `boxed`,
-`latex` and `truth`.
+`latex`, `number` and `truth`.
 """

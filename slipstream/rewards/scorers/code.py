@@ -3,12 +3,14 @@
 The program is the last fenced Python block of the response, or if there is none the first fenced
 block. There are three kinds of tests: the output for a standard input, the return value of a
 function for arguments, and assertions. Expected values are never sent to the program. Outputs and
-return values are compared here. Assertions are evaluated in another process (`assertions`).
+return values are compared here (`outputs`). Assertions are evaluated in another process
+(`assertions`).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from typing import Any
 
 from slipstream.rewards.sandbox.local import BubblewrapSandbox
 from slipstream.rewards.sandbox.protocol import Program, ProgramResult, Sandbox
-from slipstream.rewards.scorers import assertions
+from slipstream.rewards.scorers import assertions, outputs
 from slipstream.rewards.scorers.assertions import IMPORTS
 
 MAX_TESTS = 10
@@ -33,13 +35,15 @@ class Tests:
     """Tests of a program: `stdins`, and the expected output for each.
 
     With `function`, a standard input has the arguments, one JSON value per line. With `assertions`,
-    the inputs are the assertion texts, and there are no expected outputs.
+    the inputs are the assertion texts, and there are no expected outputs. `float_tolerance` is the
+    row's own tolerance (see `outputs`).
     """
 
     stdins: tuple[str, ...]
     outputs: tuple[str, ...]
     function: str | None = None
     assertions: bool = False
+    float_tolerance: float | None = None
 
     @property
     def names(self) -> frozenset[str]:
@@ -57,6 +61,7 @@ def compute_score(
     extra_info: Mapping[str, Any] | None = None,
     *,
     sandbox: Sandbox | None = None,
+    float_tolerance: float | None = None,
 ) -> dict[str, Any]:
     """Return `score`, the share of passed tests, and counts.
 
@@ -65,8 +70,10 @@ def compute_score(
 
     `ground_truth` is a mapping or its JSON text. It has `inputs` and `outputs`, and `fn_name` if
     these are arguments and results of a function; or `assert_case`, a list of statements.
-    `sandbox` runs the program; None is bubblewrap. Raises ValueError for other ground truths, and
-    SandboxError or RewardError if programs cannot be run.
+    Numbers with decimals in outputs and results may differ by `float_tolerance` times the expected
+    number: None is a rounding error, 0 compares texts. A key `float_tolerance` of the ground truth
+    takes precedence. `sandbox` runs the program; None is bubblewrap. Raises ValueError for other
+    ground truths, and SandboxError or RewardError if programs cannot be run.
     """
     tests = read_tests(ground_truth)
     program = extract_code(solution_str, tests.names)
@@ -82,9 +89,10 @@ def compute_score(
     if tests.function is not None:
         program = Program(_loaded(program.code, _CALL, name=tests.function))
     ran = list(runs.run(program, tests.stdins))
-    same = _same_value if tests.function is not None else _same_text
+    same = outputs.same_value if tests.function is not None else outputs.same_text
+    tolerance = float_tolerance if tests.float_tolerance is None else tests.float_tolerance
     passed = sum(
-        run.verdict == "ok" and same(run.stdout, expected)
+        run.verdict == "ok" and same(run.stdout, expected, tolerance)
         for run, expected in zip(ran, tests.outputs, strict=False)
     )
     return _result(tests, ran, passed)
@@ -132,10 +140,26 @@ def read_tests(ground_truth: Any) -> Tests:
     function = given.get("fn_name")
     of_input, of_output = (_arguments, _returned) if function else (_printed, _printed)
     inputs = tuple(map(of_input, _listed(given.get("inputs"), "inputs")))
-    outputs = tuple(map(of_output, _listed(given.get("outputs"), "outputs")))
-    if len(inputs) != len(outputs):
-        raise ValueError(f"code: {len(inputs)} inputs and {len(outputs)} outputs")
-    return Tests(inputs[:MAX_TESTS], outputs[:MAX_TESTS], str(function) if function else None)
+    expected = tuple(map(of_output, _listed(given.get("outputs"), "outputs")))
+    if len(inputs) != len(expected):
+        raise ValueError(f"code: {len(inputs)} inputs and {len(expected)} outputs")
+    return Tests(
+        inputs[:MAX_TESTS],
+        expected[:MAX_TESTS],
+        str(function) if function else None,
+        float_tolerance=_tolerance(given.get("float_tolerance")),
+    )
+
+
+def _tolerance(value: Any) -> float | None:
+    """Return a tolerance. Raises ValueError unless it is None or a number of 0 or more."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(
+            f"code: float_tolerance of the ground truth is {value!r}; set a number of 0 or more"
+        )
+    return float(value)
 
 
 def _listed(values: Any, name: str) -> list[Any]:
@@ -170,28 +194,6 @@ def _result(tests: Tests, ran: list[ProgramResult], passed: int) -> dict[str, An
     }
 
 
-def _same_text(stdout: str, expected: str) -> bool:
-    """Compare line by line, ignoring white space at the ends of lines and of the text."""
-    return _trimmed(stdout) == _trimmed(expected)
-
-
-def _trimmed(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
-
-
-def _same_value(stdout: str, expected: str) -> bool:
-    """Compare as JSON values: 1.0 equals 1. APPS wraps some expected results into a list."""
-    try:
-        value = json.loads(expected)
-    except ValueError:
-        value = expected
-    try:
-        got = json.loads(stdout)
-        return bool(got == value or [got] == value)
-    except (ValueError, RecursionError, MemoryError):
-        return False  # A program may print anything: that is a wrong answer.
-
-
 _LOAD = """\
 import json, os, sys, types
 given = sys.stdin.read()
@@ -208,10 +210,17 @@ exec(compile({code!r}, "solution.py", "exec"), space)
 _CALL = """\
 arguments = [json.loads(line) for line in given.split("\\n") if line.strip()]
 function = getattr(space["Solution"](), {name!r}) if "Solution" in space else space[{name!r}]
-result.write(json.dumps(function(*arguments)))
+def plain(value):
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if hasattr(value, "numerator") or hasattr(value, "as_tuple"):
+        return float(value)
+    raise TypeError(type(value).__name__)
+result.write(json.dumps(function(*arguments), default=plain))
 result.close()
 """
-"""Writes the return value of a function as JSON."""
+"""Writes the return value of a function as JSON. Arrays become lists; fractions and decimals become
+numbers."""
 
 
 def _loaded(code: str, then: str, **values: str) -> str:

@@ -1,7 +1,7 @@
 r"""Scores math problems whose answer follows "Answer:" (DAPO, Yu et al. 2025; AIME).
 
 Answers are normalized by the rules of Minerva (Lewkowycz et al. 2022, appendix D.1): words, units,
-and commas within numbers are removed.
+and thousands separators are removed. Plain numbers are compared by value.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from slipstream.rewards.scorers import number
 from slipstream.rewards.scorers.boxed import last_boxed
 from slipstream.rewards.scorers.truth import text_of
 
@@ -18,21 +19,23 @@ _TAIL, _BOX_TAIL = 300, 100
 
 NO_ANSWER = "[INVALID]"
 
-_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_DISPLAY = r"\$\$(?:(?!\$\$).)*\$\$|\\\[(?:(?!\\\]).)*\\\]"
+_ANSWER = re.compile(
+    rf"answer\s*(?:\*\*)?\s*:\s*((?:{_DISPLAY})(?=[ \t.]*(?:\n|\Z))|[^\n]+)",
+    re.IGNORECASE | re.DOTALL,
+)
+"""The marker, and the answer: display math, which may have several lines, or else one line."""
+
+_ARTICLES = (("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""))
+"""Replacements before spaces are removed, applied in this order."""
 
 _SPELLINGS = (
-    ("an ", ""),
-    ("a ", ""),
-    (".$", "$"),
-    (r"\$", ""),
-    (r"\ ", ""),
-    (" ", ""),
     ("mbox", "text"),
     (r",\text{and}", ","),
     (r"\text{and}", ","),
     (r"\text{m}", r"\text{}"),
 )
-"""Replacements, applied in this order."""
+"""Replacements after spaces are removed, applied in this order."""
 
 _UNITS = [
     "square",
@@ -70,6 +73,10 @@ _LEAVE_OUT = (
 )
 """Texts to remove, in this order."""
 
+_SPACE = re.compile(r"(?<![0-9])(?:\\? )+|(?:\\? )+(?![0-9])")
+"""Spaces, but not between two digits: `1 2` is not 12."""
+
+_THOUSANDS = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3})")
 _FORMULA = re.compile(r"\$(.*?)\$", re.DOTALL)
 _WRAPPED = [re.compile(rf"\\{name}\{{(.*?)\}}") for name in ("text", "textbf", "overline")]
 _BOXED = re.compile(r"\\boxed\{(.*)\}")
@@ -78,21 +85,28 @@ _BARE_ROOT = re.compile(r"sqrt([^{])")
 
 
 def normalised(answer: str) -> str:
-    """Return the normal form of an answer."""
-    text = answer.rsplit("=", 1)[-1]
+    """Return the normal form of an answer. That of a number is the shortest decimal."""
+    text = number.unwrapped(answer.rsplit("=", 1)[-1])
+    if (read := number.read(text)) is not None:
+        return read.latex
+    text = number.joined(number.folded(text))
+    for old, new in _ARTICLES:
+        text = text.replace(old, new)
+    text = _SPACE.sub("", text)
     for old, new in _SPELLINGS:
         text = text.replace(old, new)
     for unwanted in _LEAVE_OUT:
         text = text.replace(unwanted, "")
-    if formula := _FORMULA.search(text):
-        text = formula[1]
+    formulas = _FORMULA.findall(text)
+    # A second formula may be the power of a unit, `cm$^3$`, but not a second answer.
+    if formulas and not any(re.match(r"[^^]*[0-9]", more) for more in formulas[1:]):
+        text = formulas[0]
     for wrapped in _WRAPPED:
         text = wrapped.sub(r"\1", text)
     text = _BOXED.sub(r"\1", text)
     text = _BARE_FRACTION.sub(r"frac{\1}{\2}", text)
-    text = _BARE_ROOT.sub(r"sqrt{\1}", text).replace("$", "")
-    without = text.replace(",", "")
-    return (without if without.isdigit() else text).strip()
+    text = _BARE_ROOT.sub(r"sqrt{\1}", text).replace("$", "").strip()
+    return text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
 
 
 def extract_answer(solution_str: str) -> str:
@@ -100,11 +114,13 @@ def extract_answer(solution_str: str) -> str:
 
     Returns `NO_ANSWER` if there is neither.
     """
+    answer = _answer(solution_str)
+    return NO_ANSWER if answer is None else normalised(answer)
+
+
+def _answer(solution_str: str) -> str | None:
     found = _ANSWER.findall(solution_str[-_TAIL:])
-    if found:
-        return normalised(found[-1])
-    boxed = last_boxed(solution_str[-_BOX_TAIL:])
-    return NO_ANSWER if boxed is None else normalised(boxed)
+    return str(found[-1]).strip("* ") if found else last_boxed(solution_str[-_BOX_TAIL:])
 
 
 def compute_score(
@@ -118,6 +134,14 @@ def compute_score(
     Raises ValueError if there is no ground truth.
     """
     truth = text_of(ground_truth, "math_dapo", data_source)
-    pred = extract_answer(solution_str)
-    right = pred == normalised(truth)
+    answer = _answer(solution_str)
+    right = answer is not None and _same(answer, truth)
+    pred = NO_ANSWER if answer is None else normalised(answer)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
+
+
+def _same(answer: str, truth: str) -> bool:
+    one, other = (number.read(text.rsplit("=", 1)[-1]) for text in (answer, truth))
+    if one is not None and other is not None:
+        return number.equal(one, other)
+    return normalised(answer) == normalised(truth)

@@ -10,37 +10,57 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.rewards.scorers import latex, math_verified
+from slipstream.rewards.scorers import latex, math_verified, number
 from slipstream.rewards.scorers.boxed import last_boxed
 from slipstream.rewards.scorers.truth import text_of
 
 _TAIL = 300
 """Characters at the end of a response that are searched for an answer in words."""
 
-_MARKERS = (re.compile(r"answer\s*:", re.IGNORECASE), re.compile(r"\b(?:is|are|be)\b"))
+_MARKERS = (
+    re.compile(r"answer\s*:|answers?\s+(?:is|are)\b\s*:?", re.IGNORECASE),
+    re.compile(r"\b(?:is|are|be|get)\b|:\s|=(?!=)"),
+)
 """Texts before an answer, the more reliable pattern first; the last match counts."""
+
+_BEFORE = re.compile(r"(?:^|[.,:]\s)\s*([^.,:]+?)\s+(?:is|are) (?:the )?answers?\b", re.IGNORECASE)
+"""An answer that is named before the marker: `5 is the answer`."""
 
 
 def extract_answer(response: str) -> str | None:
     """Return the content of the last box, or if there is none an answer in words.
 
-    That is the text after the last "answer:", else after the last "is", "are" or "be", up to the
-    end of the line; of an equation, the part after the last "=".
+    That is the text after the last "answer:" or "answer is", else before "is the answer", else
+    after the last "is", "are", "be", "get", "=" or colon, up to the end of the sentence or line; of
+    an equation, the part after the last "=". Without any of these it is the whole response, if that
+    has at most 300 characters, as in verl.
     """
     boxed = last_boxed(response)
     if boxed is not None:
         return boxed.strip() or None
-    tail = response[-_TAIL:]
+    tail = response.strip()[-_TAIL:]
+    marked = False
     for marker in _MARKERS:
         found = list(marker.finditer(tail))
-        if not found:
-            continue
-        lines = tail[found[-1].end() :].strip().split("\n", 1)
-        answer = lines[0].rsplit("=", 1)[-1].strip().strip("$").strip()
-        answer = answer.removesuffix(".").strip().strip("$").strip()
-        if answer:
+        marked = marked or bool(found)
+        if found and (answer := _sentence(tail[found[-1].end() :])):
             return answer
-    return None
+        if not marked and (before := _BEFORE.findall(tail)):
+            return _sentence(before[-1])
+    if marked or "\\boxed" in response or len(response.strip()) > _TAIL:
+        return None
+    return _sentence(tail)
+
+
+def _sentence(text: str) -> str | None:
+    """Return the first line up to the end of a sentence; of an equation, the last side."""
+    line = text.strip().split("\n", 1)[0].split(". ", 1)[0]
+    side = line.rsplit("=", 1)[-1].strip().removesuffix(".").strip()
+    # The delimiter at the other end is before the marker or the equals sign.
+    for opening, closing in (("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+        if side.count(opening) < 2 and (opening == closing or opening not in side):
+            side = side.removesuffix(closing)
+    return number.unwrapped(side) or None
 
 
 def compute_score(

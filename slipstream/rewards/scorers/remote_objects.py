@@ -2,20 +2,23 @@
 
 This file is sent into the sandbox as text, so it imports only the standard library. The program's
 process serves its names; the judge's process evaluates the tests. Messages are lines of JSON. Only
-plain values travel: numbers, texts, lists, dictionaries and the like. Any other object stays where
-it is and travels as a reference. So a result cannot bring its own `__eq__` to the judge.
+plain values travel: numbers, texts, lists, dictionaries and the like, also those of `collections`.
+They arrive as the judge's own types. Any other object stays where it is and travels as a reference.
+So a result cannot bring its own `__eq__` to the judge.
 """
 
 from __future__ import annotations
 
 import builtins
 import collections
+import collections.abc
 import datetime
 import decimal
 import fractions
 import json
 import math
 import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
@@ -185,7 +188,10 @@ class Peer:
         return message
 
     def encode(self, value: Any) -> Any:
-        """Return a value as JSON. Subclasses of plain types become the plain type."""
+        """Return a value as JSON. Subclasses of plain types become the plain type.
+
+        The types of `collections` and named tuples keep their type.
+        """
         kind = type(value)
         if value is None or kind is bool or kind is str:
             return value
@@ -202,6 +208,10 @@ class Peer:
             return value if math.isfinite(value) else {"t": "float", "v": repr(value)}
         if isinstance(value, str):
             return "".join(value)
+        if isinstance(value, collections.UserString):
+            return self.encode(value.data)
+        if isinstance(value, tuple) and (named := _fields(value)) is not None:
+            return {"t": "named", "v": self.encode(named)}
         for base, tag, parts in _ENCODERS:
             if isinstance(value, base):
                 return {"t": tag, "v": self.encode(parts(value))}
@@ -234,15 +244,58 @@ class Peer:
         return _DECODERS[tag](self.decode(inner))
 
 
+def _pairs(value: Any) -> list[list[Any]]:
+    return [[key, value[key]] for key in list(value)]
+
+
+def _fields(value: Any) -> list[Any] | None:
+    """Return type name, field names and values of a named tuple; None for another tuple."""
+    names = getattr(type(value), "_fields", None)
+    if not isinstance(names, tuple) or len(names) != len(value):
+        return None
+    return [type(value).__name__, [str(name) for name in names], list(value)]
+
+
+def _named(parts: list[Any]) -> tuple[Any, ...]:
+    """Return a named tuple of the judge. Names that could replace a method become `_0`, `_1`..."""
+    name, fields, values = parts
+    if not isinstance(name, str) or not name.isidentifier() or len(fields) != len(values):
+        return tuple(values)
+    made: Any = collections.namedtuple("_" + name, fields, rename=True)  # type: ignore[misc]
+    made.__name__ = name
+    result: tuple[Any, ...] = made(*values)
+    return result
+
+
+_FACTORIES = (int, float, complex, str, bool, list, dict, set, tuple)
+
+
+def _factory(value: Any) -> str | None:
+    """Return the name of a default dictionary's factory, if that is a plain type."""
+    made = value.default_factory
+    return next((kind.__name__ for kind in _FACTORIES if made is kind), None)
+
+
+def _default(parts: list[Any]) -> Any:
+    factory, pairs = parts
+    known = next((kind for kind in _FACTORIES if kind.__name__ == factory), None)
+    return collections.defaultdict(known, pairs)
+
+
 _ENCODERS: list[tuple[Any, str, Callable[[Any], Any]]] = [
     (tuple, "tuple", list),
     (list, "list", list),
+    (collections.UserList, "list", list),
     (collections.deque, "deque", list),
     (frozenset, "frozenset", list),
-    ((set, type({}.keys())), "set", list),
-    (type({}.values()), "list", list),
-    (type({}.items()), "list", list),
-    (dict, "dict", lambda value: [[key, value[key]] for key in list(value)]),
+    (set, "set", list),
+    (collections.abc.KeysView, "keys", list),
+    (collections.abc.ItemsView, "items", list),
+    (collections.abc.ValuesView, "values", list),
+    (collections.Counter, "counter", _pairs),
+    (collections.OrderedDict, "ordered", _pairs),
+    (collections.defaultdict, "default", lambda value: [_factory(value), _pairs(value)]),
+    ((dict, types.MappingProxyType, collections.ChainMap, collections.UserDict), "dict", _pairs),
     ((bytes, bytearray), "bytes", lambda value: bytes(value).decode("latin-1")),
     (complex, "complex", lambda value: [value.real, value.imag]),
     (range, "range", lambda value: [value.start, value.stop, value.step]),
@@ -250,6 +303,8 @@ _ENCODERS: list[tuple[Any, str, Callable[[Any], Any]]] = [
     (decimal.Decimal, "decimal", str),
     (datetime.datetime, "datetime", lambda value: value.isoformat()),
     (datetime.date, "date", lambda value: value.isoformat()),
+    (datetime.time, "time", lambda value: value.isoformat()),
+    (datetime.timedelta, "delta", lambda value: [value.days, value.seconds, value.microseconds]),
 ]
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
@@ -259,7 +314,14 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "deque": collections.deque,
     "frozenset": frozenset,
     "set": set,
+    "keys": lambda keys: dict.fromkeys(keys).keys(),
+    "items": lambda pairs: dict(pairs).items(),
+    "values": lambda values: dict(enumerate(values)).values(),
+    "counter": lambda pairs: collections.Counter(dict(pairs)),
+    "ordered": collections.OrderedDict,
+    "default": _default,
     "dict": dict,
+    "named": _named,
     "bytes": lambda text: text.encode("latin-1"),
     "complex": lambda parts: complex(*parts),
     "range": lambda parts: range(*parts),
@@ -267,6 +329,8 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "decimal": decimal.Decimal,
     "datetime": datetime.datetime.fromisoformat,
     "date": datetime.date.fromisoformat,
+    "time": datetime.time.fromisoformat,
+    "delta": lambda parts: datetime.timedelta(*parts),
 }
 
 
@@ -283,6 +347,9 @@ def _copy_back(given: Any, after: Any) -> None:
                     given[place] = part
         else:
             given[:] = after
+    elif isinstance(given, collections.deque):
+        given.clear()
+        given.extend(after)
     elif isinstance(given, (dict, set)):
         given.clear()
         given.update(after)

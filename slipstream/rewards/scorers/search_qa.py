@@ -11,12 +11,14 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
+from slipstream.rewards.scorers.truth import accepted, text_of
+
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 _MAX_TAGS = 10
-"""A response with more answer tags is guessing and gets a quarter of the score."""
+"""A response with more opening or more closing tags is guessing and gets a quarter of the score."""
 
 
 def normalised(text: str) -> str:
@@ -26,9 +28,11 @@ def normalised(text: str) -> str:
 
 def extract_answer(solution_str: str) -> str | None:
     """Return the content of the last pair of tags, or None."""
-    end = solution_str.rfind(_CLOSE)
-    start = solution_str.rfind(_OPEN, 0, end) if end >= 0 else -1
-    return solution_str[start + len(_OPEN) : end].strip() if start >= 0 else None
+    start = solution_str.rfind(_OPEN, 0, max(solution_str.rfind(_CLOSE), 0))
+    if start < 0:
+        return None
+    start += len(_OPEN)
+    return solution_str[start : solution_str.index(_CLOSE, start)].strip()
 
 
 def compute_score(
@@ -44,20 +48,23 @@ def compute_score(
     """Return `score` for a correct answer, `format_score` for a wrong one, 0.0 for none.
 
     `ground_truth["target"]` is one correct answer, or a list. With `part`, the response's answer
-    only needs to contain it. With more than ten opening tags, a correct answer gets `score / 4`.
+    only needs to contain it. With more than ten opening or closing tags, a correct answer gets
+    `score / 4`.
     Raises ValueError if the ground truth has no target.
     """
     target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else None
-    if target is None:
+    targets = [] if target is None else accepted(target)
+    if not targets:
         raise ValueError(
             "search: ground truth must be {'target': [...]}, got "
             f"{ground_truth!r} (data_source {data_source!r})"
         )
-    accepted = [target] if isinstance(target, str) else list(target)
+    right = [normalised(text_of(t, "search", data_source, empty=True)) for t in targets]
     answer = extract_answer(solution_str)
     if answer is None:
         return 0.0
-    given, targets = normalised(answer), [normalised(str(a)) for a in accepted]
-    if not (any(t in given for t in targets) if part else given in targets):
+    given = normalised(answer)
+    if not (any(t in given for t in right) if part else given in right):
         return format_score
-    return score / 4 if solution_str.count(_OPEN) > _MAX_TAGS else score
+    tags = max(solution_str.count(_OPEN), solution_str.count(_CLOSE))
+    return score / 4 if tags > _MAX_TAGS else score

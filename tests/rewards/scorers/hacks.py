@@ -224,6 +224,37 @@ HACKS: dict[str, str] = {
     "range subclass": _ALL.format("range(10**9)"),
     "enum of equals": "import enum\nclass E(enum.IntEnum):\n    a = 3\n"
     "    def __eq__(self, o): return True\n    def __hash__(self): return 0\n" + _ALL.format("E.a"),
+    "Counter of equals": "import collections\nclass C(collections.Counter):\n"
+    "    def __eq__(self, o): return True\n    def __missing__(self, k): return 50\n"
+    "    __hash__ = None\n" + _ALL.format("C(a=1)"),
+    "OrderedDict of equals": "import collections\nclass C(collections.OrderedDict):\n"
+    "    def __eq__(self, o): return True\n" + _ALL.format("C(a=1)"),
+    "default of equals": _EQUAL
+    + "import collections\n"
+    + _ALL.format("collections.defaultdict(lambda: Yes(), a=Yes())"),
+    "named tuple of equals": "import collections\n"
+    "class N(collections.namedtuple('N', 'count index')):\n"
+    "    def __eq__(self, o): return True\n    def __len__(self): return 2\n"
+    "    def __float__(self): return 50.0\n" + _ALL.format("N(50, 50)"),
+    "names of fields": "class N(tuple):\n"
+    "    _fields = ('__eq__', '__class__', 'x) or True #', 'sort')\n"
+    "N.__name__ = '__eq__'\n" + _ALL.format("N((1, 2, 3, 50))"),
+    "wrapped by collections": "import collections\n"
+    "class L(collections.UserList):\n    def __eq__(self, o): return True\n"
+    "class S(collections.UserString):\n    def __eq__(self, o): return True\n"
+    "def f(n): return S('x')\ndef g(n): return S('')\ndef h(a): return L()\n",
+    "mapping of equals": "import collections\nclass M(collections.UserDict):\n"
+    "    def __eq__(self, o): return True\n    def __hash__(self): return 50\n"
+    + _ALL.format("M(a=1)"),
+    "views of equals": "import collections.abc\nclass K(collections.abc.KeysView):\n"
+    "    def __init__(self): pass\n    def __iter__(self): return iter([1, 2, 3])\n"
+    "    def __len__(self): return 3\n    def __eq__(self, o): return True\n" + _ALL.format("K()"),
+    "values of a dict": _ALL.format("dict(enumerate([1, 2, 5, 10])).values()"),
+    "time difference of equals": "import datetime\nclass D(datetime.timedelta):\n"
+    "    def __eq__(self, o): return True\n    def __hash__(self): return 50\n"
+    + _ALL.format("D(50)"),
+    "numpy-like": "class A:\n    dtype = 'int64'\n    def tolist(self): return [self]\n"
+    "    def __eq__(self, o): return True\n" + _ALL.format("A()"),
     "dataclass of equals": "import dataclasses\n@dataclasses.dataclass(eq=False)\nclass D:\n"
     "    x: int = 0\n    def __eq__(self, o): return True\n" + _ALL.format("D()"),
 }

@@ -119,6 +119,42 @@ def test_score_is_the_share_of_passed_tests(response: str, truth: Any, score: fl
     assert compute_score("taco", response, truth, sandbox=SANDBOX)["score"] == score
 
 
+THIRD = {"inputs": [""], "outputs": ["0.333"]}
+
+
+@pytest.mark.parametrize(
+    ("code", "truth", "tolerance", "score"),
+    [
+        ("print(0.1 + 0.2)", {"inputs": [""], "outputs": ["0.3"]}, None, 1.0),
+        ("print(0.1 + 0.2)", {"inputs": [""], "outputs": ["0.3"]}, 0, 0.0),
+        ("print(1 / 3)", THIRD, None, 0.0),
+        ("print(1 / 3)", THIRD, 0.01, 1.0),
+        ("print(1 / 3)", {**THIRD, "float_tolerance": 0.01}, None, 1.0),
+        ("print(1 / 3)", {**THIRD, "float_tolerance": 1e-9}, 0.01, 0.0),
+        ("print(1 / 2)", THIRD, 0.01, 0.0),
+        ("def add(a, b): return a / 10 + b / 10", {**ADD, "outputs": [0.3, 0]}, None, 0.5),
+        ("def add(a, b): return a / 3", {**ADD, "outputs": [0.333, 0]}, 0.01, 0.5),
+        (
+            "from fractions import Fraction\ndef add(a, b): return Fraction(3)",
+            {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"},
+            None,
+            1.0,
+        ),
+        (
+            "class Array:\n    def tolist(self): return [1, 2]\ndef add(a, b): return Array()",
+            {"inputs": [[1, 2]], "outputs": [[1, 2]], "fn_name": "add"},
+            None,
+            1.0,
+        ),
+    ],
+)
+def test_numbers_with_decimals(
+    code: str, truth: Any, tolerance: float | None, score: float
+) -> None:
+    result = compute_score("apps", fenced(code), truth, sandbox=SANDBOX, float_tolerance=tolerance)
+    assert result["score"] == score
+
+
 def test_result_counts_timeouts_errors_and_runs() -> None:
     code = "n = int(input())\nwhile n == 2: pass\nassert n != 1\nprint(2 * n)"
     result = compute_score("apps", fenced(code), DOUBLE, sandbox=SANDBOX)
@@ -149,6 +185,8 @@ def test_at_most_ten_tests_are_run() -> None:
         ({"inputs": "1", "outputs": "1"}, "no list inputs"),
         ({"inputs": ["1", "2"], "outputs": ["1"]}, "2 inputs and 1 outputs"),
         ({"assert_case": []}, "no list assert_case"),
+        ({**DOUBLE, "float_tolerance": -1}, "float_tolerance of the ground truth is -1; set"),
+        ({**DOUBLE, "float_tolerance": True}, "float_tolerance of the ground truth is True; set"),
     ],
 )
 def test_invalid_ground_truths_are_refused(truth: Any, message: str) -> None:

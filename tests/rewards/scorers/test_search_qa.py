@@ -29,6 +29,10 @@ from slipstream.rewards.scorers.search_qa import compute_score, extract_answer
         ("<answer>Paris</answer><answer>London</answer>", "Paris", 0.1, 0.1),
         ("<answer>Paris</answer>" * 10, "Paris", 1.0, 1.0),
         ("<answer>Paris</answer>" * 11, "Paris", 0.25, 0.25),
+        ("<answer>Paris</answer>" + "</answer>" * 10, "Paris", 0.25, 0.25),
+        ("<answer>5</answer>", 5.0, 1.0, 1.0),
+        ("<answer>50</answer>", 5.0, 0.1, 1.0),
+        ("<answer>5</answer>", [4, 5], 1.0, 1.0),
         ("<answer>London</answer>" * 11, "Paris", 0.1, 0.1),
         ("<answer>Lutetia</answer>", ["Paris", "Lutetia"], 1.0, 1.0),
         ("<answer>U.S.A.</answer>", "USA", 1.0, 1.0),
@@ -51,7 +55,7 @@ def test_the_last_closed_answer_is_extracted() -> None:
     assert extract_answer("<answer><answer>a</answer>") == "a"
 
 
-@pytest.mark.parametrize("truth", [None, "Paris", {}, {"target": None}])
+@pytest.mark.parametrize("truth", [None, "Paris", {}, {"target": None}, {"target": []}])
 def test_a_ground_truth_without_target_raises(truth: Any) -> None:
     with pytest.raises(ValueError, match=r"must be \{'target': \[\.\.\.\]\}"):
         compute_score("searchR1_nq", "<answer>a</answer>", truth)
