@@ -9,6 +9,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
@@ -69,7 +70,7 @@ def config_of(config: Any, *, complete: bool = False, overrides: Sequence[str] =
     """Return a `Config` from the forms that verl programs use.
 
     `config` is a `Config`, a mapping (or OmegaConf) of options in verl's spelling, the path of a
-    YAML file, or a list of overrides. With `complete`, it must name a model. Raises ConfigError.
+    YAML file, or a list of overrides. `Enum` members in a mapping stand for their values. With `complete`, it must name a model. Raises ConfigError.
     """
     if isinstance(config, Config):
         if not overrides:
@@ -79,11 +80,20 @@ def config_of(config: Any, *, complete: bool = False, overrides: Sequence[str] =
         from omegaconf import DictConfig, OmegaConf
 
         plain = OmegaConf.to_container(config) if isinstance(config, DictConfig) else config
-        return load_config(overrides, values=cast("Mapping[str, Any]", plain), complete=complete)
+        values = cast("Mapping[str, Any]", _without_enums(plain))
+        return load_config(overrides, values=values, complete=complete)
     if isinstance(config, str | Path):
         return load_config(overrides, file=Path(config), complete=complete)
     arguments = [] if config is None else list(config)
     return load_config([*arguments, *overrides], complete=complete)
+
+
+def _without_enums(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {_without_enums(key): _without_enums(item) for key, item in value.items()}
+    return [_without_enums(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 class VerlRewardManager:

@@ -7,10 +7,11 @@ reward managers, and by users as building blocks of their own reward functions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import Enum
 from functools import partial
 from typing import Any, Protocol
 
-from slipstream.errors import ConfigError, RewardError
+from slipstream.errors import ConfigError, RewardError, name_of
 from slipstream.rewards import countdown
 from slipstream.rewards.sandbox.local import BubblewrapSandbox
 from slipstream.rewards.sandbox.protocol import Sandbox
@@ -94,11 +95,12 @@ def data_sources() -> list[str]:
     return sorted([*_BY_SOURCE, *_CODE, *(f"{begin}*" for begin in _BY_PREFIX)])
 
 
-def register_reward(data_source: str, function: SyncComputeScore) -> None:
+def register_reward(data_source: str | Enum, function: SyncComputeScore) -> None:
     """Register the reward function of a `data_source`. Raises ConfigError if it has one already."""
-    if data_source in _BY_SOURCE or data_source in _CODE:
-        raise ConfigError(f"data_source {data_source!r} already has a reward function")
-    _BY_SOURCE[data_source] = function
+    source = name_of(data_source, "data source")
+    if source in _BY_SOURCE or source in _CODE:
+        raise ConfigError(f"data_source {source!r} already has a reward function")
+    _BY_SOURCE[source] = function
 
 
 def sandbox_of(compute_score: Callable[..., Any]) -> Sandbox | None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from slipstream.errors import ConfigError, SlipstreamError, did_you_mean, reason_of
+from slipstream.errors import ConfigError, SlipstreamError, did_you_mean, name_of, reason_of
 from slipstream.rewards.batched import BatchRewardManager
 from slipstream.rewards.custom import get_custom_reward_fn
 from slipstream.rewards.functions import default_compute_score
@@ -35,15 +36,16 @@ _MANAGERS: dict[str, Callable[..., RewardManager]] = {
 }
 
 
-def register_reward_manager(name: str, factory: Callable[..., RewardManager]) -> None:
+def register_reward_manager(name: str | Enum, factory: Callable[..., RewardManager]) -> None:
     """Register a manager. The factory takes the arguments of `NaiveRewardManager`, plus options."""
-    if name in _MANAGERS:
-        raise ConfigError(f"reward manager {name!r} already exists; choose another name")
-    _MANAGERS[name] = factory
+    key = name_of(name, "reward manager")
+    if key in _MANAGERS:
+        raise ConfigError(f"reward manager {key!r} already exists; choose another name")
+    _MANAGERS[key] = factory
 
 
 def load_reward_manager(
-    name: str = "naive",
+    name: str | Enum = "naive",
     *,
     decode: Decode,
     timeout_s: float = 30.0,
@@ -65,6 +67,7 @@ def load_reward_manager(
     manager's own options. `terms` are added to its score (see `rewards.terms`). Raises ConfigError
     for unknown names and options.
     """
+    name = name_of(name, "reward manager")
     factory = _MANAGERS.get(name)
     if factory is None:
         raise ConfigError(
