@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum, StrEnum
 from typing import Any
 
@@ -47,10 +47,9 @@ TABLES = (
 
 
 @pytest.fixture(autouse=True)
-def _restore_registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _restore_registries(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, table in TABLES:
         monkeypatch.setattr(module, table, dict(getattr(module, table)))
-    yield
 
 
 def given(*_: Any, **__: Any) -> Any: ...

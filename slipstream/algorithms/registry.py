@@ -149,8 +149,9 @@ def register_policy_loss(
     """Decorator that registers a `PolicyLossFn` for
     `actor_rollout_ref.actor.policy_loss.loss_mode=<name>`.
 
-    `name` is text, or a member of an `Enum` whose value is the text. `select` is for losses that treat some tokens of the mini-batch differently. The trainer calls
-    it once over the whole mini-batch, and passes each micro-batch its part as `config.selected`.
+    `name` is text, or a member of an `Enum` whose value is the text. `select` is for losses that
+    treat some tokens of the mini-batch differently. The trainer calls it once over the whole
+    mini-batch, and passes each micro-batch its part as `config.selected`.
 
     Raises:
         RegistryError: another function has the name (VERL overwrites silently, so that the last

@@ -70,7 +70,8 @@ def config_of(config: Any, *, complete: bool = False, overrides: Sequence[str] =
     """Return a `Config` from the forms that verl programs use.
 
     `config` is a `Config`, a mapping (or OmegaConf) of options in verl's spelling, the path of a
-    YAML file, or a list of overrides. `Enum` members in a mapping stand for their values. With `complete`, it must name a model. Raises ConfigError.
+    YAML file, or a list of overrides. `Enum` members in a mapping stand for their values. With
+    `complete`, it must name a model. Raises ConfigError.
     """
     if isinstance(config, Config):
         if not overrides:
