@@ -30,6 +30,13 @@ class Text(StrEnum):
     MINE = "mine"
 
 
+class Other(Enum):
+    HF = "hf"
+    OPO = "opo"
+    FILE = "file"
+    TYPO = "mien"
+
+
 class Number(Enum):
     MINE = 1
 
@@ -107,17 +114,16 @@ def test_look_ups_take_enum_members() -> None:
     for name in (Plain.MINE, OldText.MINE, "mine"):
         assert verl.get_adv_estimator_fn(name) is given
         assert verl.get_policy_loss_fn(name) is given
-    assert engines.engine_entry(Enum("E", {"HF": "hf"}).HF).name == "hf"
+    assert engines.engine_entry(Other.HF).name == "hf"
     with pytest.raises(ValueError, match="unknown policy loss 'mien'"):
-        verl.get_policy_loss_fn(Enum("E", {"X": "mien"}).X)
+        verl.get_policy_loss_fn(Other.TYPO)
     with pytest.raises(ConfigError, match="must be text"):
         name_of(Number.MINE, "task")
 
 
 def test_enum_members_in_a_configuration_stand_for_their_values() -> None:
-    estimator = Enum("Estimator", {"OPO": "opo"}).OPO
-    for value in (estimator, verl.AdvantageEstimator.OPO):
+    for value in (Other.OPO, verl.AdvantageEstimator.OPO):
         config = config_of({"algorithm": {"adv_estimator": value}, "data": {"shuffle": False}})
         assert config.algorithm.adv_estimator == "opo"
-    listed = config_of({"trainer": {"logger": [Enum("Logger", {"FILE": "file"}).FILE]}})
+    listed = config_of({"trainer": {"logger": [Other.FILE]}})
     assert tuple(listed.trainer.logger) == ("file",)

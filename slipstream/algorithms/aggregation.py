@@ -146,8 +146,8 @@ def agg_loss(
     loss_mask: Tensor,
     loss_agg_mode: str | LossAggMode,
     dp_size: int = 1,
-    batch_num_tokens: float | None = None,
-    global_batch_size: float | None = None,
+    batch_num_tokens: float | Tensor | None = None,
+    global_batch_size: float | Tensor | None = None,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
     """`sum_loss` with VERL's arguments: aggregates a loss (B, T) with a mask (B, T) to a scalar.
@@ -180,8 +180,8 @@ def normalizers_of(
     loss_agg_mode: str | LossAggMode,
     *,
     dp_size: int = 1,
-    batch_num_tokens: float | None = None,
-    global_batch_size: float | None = None,
+    batch_num_tokens: float | Tensor | None = None,
+    global_batch_size: float | Tensor | None = None,
     loss_scale_factor: float | None = None,
 ) -> Normalizers:
     """The counts that `agg_loss` uses for these arguments. Counts that the mode does not read are
@@ -194,9 +194,9 @@ def normalizers_of(
         raise ValueError(f"dp_size must be at least 1, got {dp_size}")
     counts = _COUNTS.get()
 
-    def count(name: str, given: float | None, of_trainer: str) -> float:
+    def count(name: str, given: float | Tensor | None, of_trainer: str) -> float:
         if given is not None:
-            return given
+            return float(given)
         if counts is not None:
             return float(getattr(counts, of_trainer))
         if dp_size > 1:

@@ -179,7 +179,7 @@ def test_a_micro_batch_without_targets_adds_zero_if_the_counts_are_given(mode: s
     assert leaf.grad is not None
     assert not leaf.grad.any()
     if needed:
-        with pytest.raises(ValueError, match="must be > 0, got 0.0"):
+        with pytest.raises(ValueError, match=r"must be > 0, got 0\.0"):
             agg_loss(LOSS, torch.zeros_like(MASK), mode)
 
 

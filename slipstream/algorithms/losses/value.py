@@ -62,8 +62,8 @@ def compute_value_loss(
     cliprange_value: float,
     loss_agg_mode: str | LossAggMode = LossAggMode.TOKEN_MEAN,
     dp_size: int = 1,
-    batch_num_tokens: float | None = None,
-    global_batch_size: float | None = None,
+    batch_num_tokens: float | Tensor | None = None,
+    global_batch_size: float | Tensor | None = None,
     loss_scale_factor: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`value_loss` with VERL's signature; returns (loss, vf_clipfrac).

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -70,7 +72,7 @@ def test_the_counts_of_verls_signature_normalize_the_loss() -> None:
     vpreds, returns = torch.tensor([[2.0, 4.0], [0.0, 0.0]]), torch.zeros(2, 2)
     values, mask = vpreds.clone(), torch.tensor([[1.0, 1.0], [0.0, 0.0]])
 
-    def loss(mode: str, *counts: float | None) -> float:
+    def loss(mode: str, *counts: Any) -> float:
         return float(compute_value_loss(vpreds, returns, values, mask, 0.5, mode, *counts)[0])
 
     # Half the squared errors of 4 and 16, which sum to 10.
