@@ -100,18 +100,18 @@ _SELECTIONS: dict[PolicyLossFn, PolicyLossSelection] = {}
 
 
 def register_adv_est(
-    name: str | Enum, *, needs: Iterable[AdvantageNeed] = ()
+    name_or_enum: str | Enum, *, needs: Iterable[AdvantageNeed] = ()
 ) -> Callable[[_Fn], _Fn]:
     """Decorator that registers an `AdvantageFn` for `algorithm.adv_estimator=<name>`.
 
-    `name` is text, or a member of an `Enum` whose value is the text. The caller passes each of
+    The name is text, or a member of an `Enum` whose value is the text. The caller passes each of
     `needs` as a keyword.
 
     Raises:
         RegistryError: another function has the name, or the name is not text.
         ValueError: a need is not an `AdvantageNeed`.
     """
-    key, needed = registered_name(name), frozenset(AdvantageNeed(need) for need in needs)
+    key, needed = registered_name(name_or_enum), frozenset(AdvantageNeed(need) for need in needs)
     register = _register(_ADVANTAGES, "advantage estimator", key)
 
     def decorate(fn: _Fn) -> _Fn:
@@ -122,14 +122,15 @@ def register_adv_est(
     return decorate
 
 
-def get_adv_estimator_fn(name: str | Enum) -> AdvantageFn:
-    """The estimator registered as `name`, or as its spelling with `_plus_plus` for `++` and `_` for
-    `-`.
+def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvantageFn:
+    """The estimator registered under this name, or under its spelling with `_plus_plus` for `++`
+    and `_` for `-`.
 
     Raises:
         RegistryError: the name is unknown; the message lists the known names.
     """
-    return _lookup(_ADVANTAGES, "advantage estimator", "register_adv_est", registered_name(name))
+    name = registered_name(name_or_enum)
+    return _lookup(_ADVANTAGES, "advantage estimator", "register_adv_est", name)
 
 
 def adv_needs(name: str | Enum) -> frozenset[AdvantageNeed]:

@@ -98,13 +98,25 @@ def make_tokenizer(config: Config, model_folder: Path | None) -> PreTrainedToken
     return load_tokenizer(path, custom_chat_template=model.custom_chat_template)
 
 
-def decode_with(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Decodes ids to text, without special tokens.
+
+    Reward managers written for verl find the tokenizer and the configuration here.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    config: Config | None = None
+
+    def __call__(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def decode_with(
+    tokenizer: PreTrainedTokenizerBase, config: Config | None = None
+) -> Callable[[list[int]], str]:
     """A function that decodes ids to text, without special tokens."""
-
-    def decode(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=True))
-
-    return decode
+    return Decoder(tokenizer, config)
 
 
 def make_sandbox(config: Config) -> Sandbox:
@@ -178,7 +190,7 @@ def make_reward_manager(
         kwargs.setdefault("max_batch", max(_LEARNED_AT_ONCE, r.micro_batch_size_per_gpu))
     return load_reward_manager(
         name,
-        decode=decode_with(tokenizer),
+        decode=decode_with(tokenizer, config),
         timeout_s=r.timeout_s,
         on_failure=r.on_failure,
         num_workers=r.num_workers,

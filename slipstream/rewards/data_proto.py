@@ -69,8 +69,9 @@ class DataProto:
         """Raises ValueError if the fields differ in length."""
         tensors: dict[str, Any] = {} if batch is None else dict(batch.items())
         given: Mapping[str, Any] = {} if non_tensor_batch is None else non_tensor_batch
-        others = {k: objects(v) for k, v in given.items()}
-        lengths = {k: len(v) for k, v in tensors.items()} | {k: len(v) for k, v in others.items()}
+        others: dict[str, Any] = {k: objects(v) for k, v in given.items()}
+        lengths = {k: len(v) for k, v in tensors.items()}
+        lengths |= {k: len(v) for k, v in others.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"the fields of a batch differ in length: {lengths}")
         self._others = others

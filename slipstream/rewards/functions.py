@@ -36,6 +36,13 @@ _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12"
 """Data sets of NuminaMath."""
 
 
+class UnknownSourceError(RewardError, NotImplementedError):
+    """A data source has no built-in reward function.
+
+    It ends the run under any `on_failure` policy, because no response can fix it.
+    """
+
+
 class SyncComputeScore(Protocol):
     """verl's reward function: returns a number, or a mapping with key `score`."""
 
@@ -135,9 +142,8 @@ def default_compute_score(
 ) -> float | Mapping[str, Any]:
     """Return the score from the built-in function of `data_source`.
 
-    `sandbox` runs programs; None runs them on this machine, isolated. Raises RewardError if the
-    data source has no function. That ends the run under any `on_failure` policy, because no
-    response can fix it.
+    `sandbox` runs programs; None runs them on this machine, isolated. Raises
+    UnknownSourceError if the data source has no function.
     """
     if data_source in _CODE:
         return code.compute_score(
@@ -148,7 +154,7 @@ def default_compute_score(
         prefixes = (f for begin, f in _BY_PREFIX.items() if data_source.startswith(begin))
         function = next(prefixes, None)
     if function is None:
-        raise RewardError(
+        raise UnknownSourceError(
             f"no built-in reward function for data_source {data_source!r} (known: "
             f"{', '.join(data_sources())}): set custom_reward_function.path to a Python file with "
             "your own compute_score, or data.reward_fn_key to the column that names the source"

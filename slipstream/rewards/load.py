@@ -30,6 +30,7 @@ _MANAGERS: dict[str, Callable[..., RewardManager]] = {
     "batch": BatchRewardManager,
     "dapo": DAPORewardManager,
     "prime": PrimeRewardManager,
+    "gdpo": NaiveRewardManager,  # VERL's name for it: rewards of several parts
     "limited": LimitedRewardManager,
     "rate_limited": LimitedRewardManager,
     "remote": RemoteRewardManager,
@@ -67,13 +68,6 @@ def load_reward_manager(
     manager's own options. `terms` are added to its score (see `rewards.terms`). Raises ConfigError
     for unknown names and options.
     """
-    name = name_of(name, "reward manager")
-    factory = _MANAGERS.get(name)
-    if factory is None:
-        raise ConfigError(
-            f"reward_model.reward_manager {name!r} is unknown{did_you_mean(name, _MANAGERS)}; use "
-            f"{', '.join(sorted(_MANAGERS))}"
-        )
     if custom_path is None and custom_kwargs:
         raise ConfigError(
             "custom_reward_function.reward_kwargs is set, but custom_reward_function.path is not: "
@@ -85,6 +79,14 @@ def load_reward_manager(
         compute_score = _built_in(sandbox)
     else:
         compute_score = get_custom_reward_fn(custom_path, custom_name, custom_kwargs)
+    # Loaded after the function, whose file may register a manager.
+    name = name_of(name, "reward manager")
+    factory = _MANAGERS.get(name)
+    if factory is None:
+        raise ConfigError(
+            f"reward_model.reward_manager {name!r} is unknown{did_you_mean(name, _MANAGERS)}; use "
+            f"{', '.join(sorted(_MANAGERS))}"
+        )
     options: dict[str, Any] = {
         "decode": decode,
         "timeout_s": timeout_s,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -161,7 +162,7 @@ def test_with_several_ranks_a_mode_needs_only_the_counts_that_it_divides_by(mode
     assert float(agg_loss(LOSS, MASK, mode, dp_size=4, **needed)) == pytest.approx(expected)
     every = {"batch_num_tokens": 8, "global_batch_size": 5}
     assert float(agg_loss(LOSS, MASK, mode, 4, **every)) == pytest.approx(expected)
-    tensors = {key: torch.tensor(value) for key, value in needed.items()}
+    tensors: dict[str, Any] = {key: torch.tensor(value) for key, value in needed.items()}
     assert float(agg_loss(LOSS, MASK, mode, 4, **tensors)) == pytest.approx(expected)
     for missing in needed:
         others = {key: value for key, value in every.items() if key != missing}

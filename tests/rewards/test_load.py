@@ -43,7 +43,7 @@ def test_load_reward_manager_creates_the_configured_manager(
         (
             "nave",
             {},
-            r"reward_model\.reward_manager 'nave' is unknown.*naive.*; use batch, dapo, limited, ",
+            r"reward_model\.reward_manager 'nave' is unknown.*naive.*; use batch, dapo, gdpo, ",
         ),
         ("naive", {"on_failure": "skip"}, "'skip' is unknown; use zero, drop, stop"),
         ("naive", {"timeout_s": 0}, r"reward_model\.timeout_s 0 must be"),
