@@ -606,19 +606,19 @@ def _merged(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def dict_of_lists(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the values of each name of `rows` in a list, in order.
+def dict_of_lists(list_of_dict: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the values of each name of the mappings in a list, in order.
 
-    A later row may lack a name. Raises ValueError if a row is no mapping, or has a name that the
-    first row lacks.
+    A later mapping may lack a name. Raises ValueError if an entry is no mapping, or has a name that
+    the first one lacks.
     """
     result: dict[str, list[Any]] = {}
-    for number, row in enumerate(rows):
+    for number, row in enumerate(list_of_dict):
         if not isinstance(row, Mapping):
             raise ValueError(f"metrics must be mappings, got {type(row).__name__}")
         for key, value in row.items():
             if number and key not in result:
-                raise ValueError(f"{key!r} is not in the first of {len(rows)} mappings")
+                raise ValueError(f"{key!r} is not in the first of {len(list_of_dict)} mappings")
             result.setdefault(key, []).append(value)
     return result
 

@@ -22,7 +22,10 @@ __all__ = [
 _TAIL, _BOX_TAIL = 300, 100
 """Characters at the end of a response that are searched for an answer, and for a box."""
 
-normalize_final_answer = scorer.normalised
+
+def normalize_final_answer(final_answer: str) -> str:
+    """Return the normal form of an answer (Minerva's rules)."""
+    return scorer.normalised(final_answer)
 
 
 def last_boxed_only_string(string: str) -> str | None:

@@ -11,7 +11,10 @@ __all__ = ["compute_score", "is_equiv", "last_boxed_only_string", "remove_boxed"
 
 _SPACED = BOXED + " "
 
-strip_string = latex.normalised
+
+def strip_string(string: str) -> str:
+    """Return the normal form of an answer (the rules of MATH)."""
+    return latex.normalised(string)
 
 
 def compute_score(solution_str: str, ground_truth: Any) -> float:

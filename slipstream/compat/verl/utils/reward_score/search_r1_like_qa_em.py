@@ -17,8 +17,15 @@ __all__ = [
     "subem_check",
 ]
 
-normalize_answer = scorer.normalised
-extract_solution = scorer.extract_answer
+
+def normalize_answer(s: str) -> str:
+    """Return lower-case text without punctuation and articles, with single spaces."""
+    return scorer.normalised(s)
+
+
+def extract_solution(solution_str: str) -> str | None:
+    """Return the content of the last pair of answer tags, or None."""
+    return scorer.extract_answer(solution_str)
 
 
 def em_check(prediction: str, golden_answers: str | Sequence[str]) -> int:
