@@ -528,7 +528,8 @@ class DataProtoItem:
 def proto_of(samples: Sequence[Sample], responses: Sequence[str]) -> DataProto:
     """Return finished samples as the batch that verl passes to reward managers.
 
-    B rows of P prompt tokens and R response tokens (the maximum lengths); padding is 0. Tensors:
+    B rows of P prompt tokens and R response tokens (the maximum lengths; R is at least 1); padding
+    is 0. Tensors:
     `prompts` (B, P), padded on the left; `responses` and `response_mask` (B, R), padded on the
     right; `input_ids`, `attention_mask` and `position_ids` (B, P + R). Other fields:
     `data_source`, `reward_model` (with `ground_truth`), `extra_info`, `uid`, `raw_prompt`, and
@@ -536,7 +537,8 @@ def proto_of(samples: Sequence[Sample], responses: Sequence[str]) -> DataProto:
     field of its own; if all its values are tensors of one shape, it is a stacked tensor.
     """
     width = max((len(s.prompt_ids) for s in samples), default=0)
-    length = max((s.response_length for s in samples), default=0)
+    # verl's managers write the reward of an empty response at index -1, so there must be one.
+    length = max((1, *(s.response_length for s in samples)))
     prompts = torch.zeros((len(samples), width), dtype=torch.long)
     answers = torch.zeros((len(samples), length), dtype=torch.long)
     attention = torch.zeros((len(samples), width + length), dtype=torch.long)

@@ -28,8 +28,9 @@ def hf_tokenizer(
     return tokenizer
 
 
-def hf_processor(name_or_path: str | Path, **kwargs: Any) -> None:
+def hf_processor(name_or_path: str | Path, **kwargs: Any) -> Any:
     """Return None, as verl does for models that read only text. All models here read only text."""
+    return None
 
 
 def set_pad_token_id(tokenizer: Any) -> None:
