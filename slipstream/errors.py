@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from enum import Enum
 
 MAX_REASON = 2_000
 """Maximum number of characters of a reason that is stored, logged or printed."""
@@ -89,6 +90,20 @@ def check_at_least_one(settings: object, *names: str, where: str = "") -> None:
         value = getattr(settings, name)
         if value is not None and not value >= 1:
             raise ConfigError(f"{where}{name}={value} must be at least 1")
+
+
+def name_of(name: str | Enum, kind: str) -> str:
+    """Return the text under which a registry stores `name`: a text, or an `Enum` member's value.
+
+    `kind` says what is registered, for the message. Raises ConfigError for other types.
+    """
+    value = name.value if isinstance(name, Enum) else name
+    if not isinstance(value, str):
+        raise ConfigError(
+            f"the name of a {kind} must be text, or an Enum member whose value is text, got "
+            f"{shortened(repr(name), 200)}"
+        )
+    return value
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -119,13 +119,16 @@ def imported(load: Callable[[], T], what: str, remedy: str = "") -> T:
     """Call `load`, which imports a user's module, and return its result.
 
     Whatever the module raises becomes a ConfigError that begins with `what`, and ends with `remedy`
-    if that is given. SystemExit has a remedy of its own. Ctrl-C passes unchanged.
+    if that is given. SystemExit, and an import of verl, have a remedy of their own. Ctrl-C passes
+    unchanged.
     """
     try:
         return load()
     except KeyboardInterrupt:
         raise
     except BaseException as error:
+        if type(error) is ModuleNotFoundError and str(error.name).split(".")[0] == "verl":
+            remedy = "import slipstream.compat.verl instead of verl (docs/from_verl.md)"
         if issubclass(type(error), SystemExit):
             # Otherwise `sys.exit()` would end the command with status 0, as if it had succeeded.
             remedy = 'remove the call of sys.exit, or move it under `if __name__ == "__main__":`'

@@ -80,6 +80,18 @@ def test_whatever_a_file_raises_names_the_file(tmp_path: Path, source: str, mess
     assert len(str(error.value)) < 3_000
 
 
+def test_an_import_of_verl_names_the_package_to_import_instead(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    for line in ("from verl import DataProto", "import verl.utils.reward_score.gsm8k"):
+        path.write_text(f"{line}\n")
+        with pytest.raises(ConfigError, match=r"import slipstream\.compat\.verl instead of verl"):
+            load(path, "Mine")
+    path.write_text("import no_such_module_of_verl\n")
+    with pytest.raises(ConfigError, match="does not import") as caught:
+        load(path, "Mine")
+    assert "slipstream.compat" not in str(caught.value)
+
+
 def test_a_module_that_exits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     (tmp_path / "exits_of_mine.py").write_text("import sys; sys.exit()\n")

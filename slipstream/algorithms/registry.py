@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
@@ -100,17 +100,18 @@ _SELECTIONS: dict[PolicyLossFn, PolicyLossSelection] = {}
 
 
 def register_adv_est(
-    name: str | AdvantageEstimator, *, needs: Iterable[AdvantageNeed] = ()
+    name_or_enum: str | Enum, *, needs: Iterable[AdvantageNeed] = ()
 ) -> Callable[[_Fn], _Fn]:
     """Decorator that registers an `AdvantageFn` for `algorithm.adv_estimator=<name>`.
 
-    The caller passes each of `needs` as a keyword.
+    The name is text, or a member of an `Enum` whose value is the text. The caller passes each of
+    `needs` as a keyword.
 
     Raises:
-        RegistryError: another function has the name.
+        RegistryError: another function has the name, or the name is not text.
         ValueError: a need is not an `AdvantageNeed`.
     """
-    key, needed = registered_name(name), frozenset(AdvantageNeed(need) for need in needs)
+    key, needed = registered_name(name_or_enum), frozenset(AdvantageNeed(need) for need in needs)
     register = _register(_ADVANTAGES, "advantage estimator", key)
 
     def decorate(fn: _Fn) -> _Fn:
@@ -121,17 +122,18 @@ def register_adv_est(
     return decorate
 
 
-def get_adv_estimator_fn(name: str | AdvantageEstimator) -> AdvantageFn:
-    """The estimator registered as `name`, or as its spelling with `_plus_plus` for `++` and `_` for
-    `-`.
+def get_adv_estimator_fn(name_or_enum: str | Enum) -> AdvantageFn:
+    """The estimator registered under this name, or under its spelling with `_plus_plus` for `++`
+    and `_` for `-`.
 
     Raises:
         RegistryError: the name is unknown; the message lists the known names.
     """
-    return _lookup(_ADVANTAGES, "advantage estimator", "register_adv_est", registered_name(name))
+    name = registered_name(name_or_enum)
+    return _lookup(_ADVANTAGES, "advantage estimator", "register_adv_est", name)
 
 
-def adv_needs(name: str | AdvantageEstimator) -> frozenset[AdvantageNeed]:
+def adv_needs(name: str | Enum) -> frozenset[AdvantageNeed]:
     """The inputs that the estimator `name` needs in addition to rewards, mask, group keys and
     config.
 
@@ -143,17 +145,18 @@ def adv_needs(name: str | AdvantageEstimator) -> frozenset[AdvantageNeed]:
 
 
 def register_policy_loss(
-    name: str, *, select: PolicyLossSelection | None = None
+    name: str | Enum, *, select: PolicyLossSelection | None = None
 ) -> Callable[[_Fn], _Fn]:
     """Decorator that registers a `PolicyLossFn` for
     `actor_rollout_ref.actor.policy_loss.loss_mode=<name>`.
 
-    `select` is for losses that treat some tokens of the mini-batch differently. The trainer calls
-    it once over the whole mini-batch, and passes each micro-batch its part as `config.selected`.
+    `name` is text, or a member of an `Enum` whose value is the text. `select` is for losses that
+    treat some tokens of the mini-batch differently. The trainer calls it once over the whole
+    mini-batch, and passes each micro-batch its part as `config.selected`.
 
     Raises:
-        RegistryError: another function has the name. (VERL overwrites silently, so that the last
-            import decides.)
+        RegistryError: another function has the name (VERL overwrites silently, so that the last
+            import decides), or the name is not text.
     """
     register = _register(_POLICY_LOSSES, "policy loss", name)
 
@@ -166,7 +169,7 @@ def register_policy_loss(
     return decorate
 
 
-def get_policy_loss_fn(name: str) -> PolicyLossFn:
+def get_policy_loss_fn(name: str | Enum) -> PolicyLossFn:
     """The policy loss registered as `name`.
 
     Raises:
@@ -175,7 +178,7 @@ def get_policy_loss_fn(name: str) -> PolicyLossFn:
     return _lookup(_POLICY_LOSSES, "policy loss", "register_policy_loss", name)
 
 
-def policy_loss_selection(name: str) -> PolicyLossSelection | None:
+def policy_loss_selection(name: str | Enum) -> PolicyLossSelection | None:
     """The function that selects tokens for the policy loss `name`; None if it needs none.
 
     Raises:
@@ -194,15 +197,26 @@ def policy_loss_names() -> tuple[str, ...]:
     return tuple(sorted(_POLICY_LOSSES))
 
 
-def registered_name(name: str | AdvantageEstimator) -> str:
+def registered_name(name: str | Enum) -> str:
     """The registered spelling of `name` if it is another spelling of a known estimator, else `name`
     itself."""
-    other = str(name).replace("++", "_plus_plus").replace("-", "_")
-    return other if str(name) not in _ADVANTAGES and other in _ADVANTAGES else str(name)
+    text = _text(name)
+    other = text.replace("++", "_plus_plus").replace("-", "_")
+    return other if text not in _ADVANTAGES and other in _ADVANTAGES else text
 
 
-def _register(table: dict[str, Any], kind: str, name: str) -> Callable[[_Fn], _Fn]:
-    key = str(name)
+def _text(name: object) -> str:
+    value = name.value if isinstance(name, Enum) else name
+    if not isinstance(value, str):
+        raise RegistryError(
+            f"the name of an estimator or a loss must be text, or an Enum member whose value is "
+            f'text, got {name!r}; write @register_adv_est("my_name"), for example'
+        )
+    return value
+
+
+def _register(table: dict[str, Any], kind: str, name: str | Enum) -> Callable[[_Fn], _Fn]:
+    key = _text(name)
 
     def decorate(fn: _Fn) -> _Fn:
         known = table.setdefault(key, fn)
@@ -217,14 +231,15 @@ def _register(table: dict[str, Any], kind: str, name: str) -> Callable[[_Fn], _F
     return decorate
 
 
-def _lookup(table: dict[str, _Fn], kind: str, decorator: str, name: str) -> _Fn:
-    fn = table.get(str(name))
+def _lookup(table: dict[str, _Fn], kind: str, decorator: str, name: str | Enum) -> _Fn:
+    key = _text(name)
+    fn = table.get(key)
     if fn is None:
-        near = difflib.get_close_matches(str(name), table, n=1)
+        near = difflib.get_close_matches(key, table, n=1)
         meant = f" (did you mean {near[0]!r}?)" if near else ""
         raise RegistryError(
-            f"unknown {kind} {str(name)!r}{meant}; known: {', '.join(sorted(table))}. "
-            f"Register your own with @{decorator}({str(name)!r}) in a module, and set "
+            f"unknown {kind} {key!r}{meant}; known: {', '.join(sorted(table))}. "
+            f"Register your own with @{decorator}({key!r}) in a module, and set "
             "actor_rollout_ref.model.external_lib to that module"
         )
     return fn

@@ -133,6 +133,7 @@ def make_decode(
         tokenizer,
         ends={*own, *ends},
         skip_special_tokens=config.reward_model.skip_special_tokens,
+        config=config,
     )
 
 

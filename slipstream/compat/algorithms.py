@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slipstream.algorithms import (
     AdvantageEstimator,
+    KLController,
     agg_loss,
     compute_gae_advantage_return,
     compute_policy_loss,
@@ -21,6 +22,7 @@ from slipstream.algorithms import (
     register_adv_est,
     register_policy_loss,
 )
+from slipstream.algorithms import apply_kl_penalty as subtract_kl_penalty
 from slipstream.algorithms.registry import registered_name
 from slipstream.compat.rewards import DataProto
 
@@ -28,12 +30,14 @@ __all__ = [
     "AdvantageEstimator",
     "advantage_estimation",
     "agg_loss",
+    "apply_kl_penalty",
     "compute_advantage",
     "compute_advantages",
     "compute_gae_advantage_return",
     "compute_kl_penalty",
     "compute_policy_loss",
     "compute_ppo_loss",
+    "compute_response_mask",
     "estimate_advantages",
     "get_adv_estimator_fn",
     "get_policy_loss_fn",
@@ -115,6 +119,34 @@ def compute_advantage(
 
 
 compute_advantages = compute_advantage
+
+
+def apply_kl_penalty(
+    data: DataProto, kl_ctrl: KLController, kl_penalty: str = "kl"
+) -> tuple[DataProto, dict[str, float]]:
+    """Return `data` with `token_level_rewards` (B, T), the scores minus a KL penalty, and metrics.
+
+    Reads `token_level_scores`, `old_log_probs`, `ref_log_prob` and `response_mask`, which is added
+    if it is missing. The controller is updated. Raises ValueError for an unknown kind of penalty.
+    """
+    batch = data.batch
+    if "response_mask" not in batch:
+        batch["response_mask"] = compute_response_mask(data)
+    batch["token_level_rewards"], metrics = subtract_kl_penalty(
+        batch["token_level_scores"],
+        batch["old_log_probs"],
+        batch["ref_log_prob"],
+        batch["response_mask"],
+        kl_ctrl=kl_ctrl,
+        kl_penalty_kind=kl_penalty,
+    )
+    return data, metrics
+
+
+def compute_response_mask(data: DataProto) -> Tensor:
+    """Return the attention mask (B, R) of the responses."""
+    mask: Tensor = data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
+    return mask
 
 
 def _setting(config: Any, key: str) -> Any:

@@ -9,8 +9,9 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import anyio
 import torch
@@ -19,12 +20,10 @@ from slipstream.build.data import make_reward_manager
 from slipstream.config.load import load_config
 from slipstream.config.schema import Config
 from slipstream.config.tree import to_dict
-from slipstream.data.response_text import response_decoder
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import DataError
 from slipstream.rewards.custom import get_custom_reward_fn as load_custom_reward_fn
 from slipstream.rewards.data_proto import DataProto, DataProtoItem
 from slipstream.rewards.functions import default_compute_score as score_by_source
-from slipstream.rewards.load import load_reward_manager as load_manager
 from slipstream.rewards.protocol import (
     SCORE_PART,
     GroupRewardManager,
@@ -33,16 +32,13 @@ from slipstream.rewards.protocol import (
 )
 from slipstream.rewards.sandbox.fusion import FusionSandbox
 from slipstream.rewards.sandbox.protocol import DEFAULT_LIMITS
+from slipstream.rewards.scorers import gsm8k
 from slipstream.rewards.signatures import RETURN_DICT, takes
 from slipstream.types import Sample, Segment, Status
 
 __all__ = [
-    "BatchRewardManager",
-    "DAPORewardManager",
     "DataProto",
     "DataProtoItem",
-    "NaiveRewardManager",
-    "PrimeRewardManager",
     "VerlRewardManager",
     "compute_reward",
     "compute_reward_async",
@@ -54,6 +50,8 @@ __all__ = [
 
 
 _log = logging.getLogger(__name__)
+
+_GSM8K = ("openai/gsm8k", "gsm8k")
 
 _OF_SAMPLES = (
     "data_source",
@@ -70,7 +68,8 @@ def config_of(config: Any, *, complete: bool = False, overrides: Sequence[str] =
     """Return a `Config` from the forms that verl programs use.
 
     `config` is a `Config`, a mapping (or OmegaConf) of options in verl's spelling, the path of a
-    YAML file, or a list of overrides. With `complete`, it must name a model. Raises ConfigError.
+    YAML file, or a list of overrides. `Enum` members in a mapping stand for their values. With
+    `complete`, it must name a model. Raises ConfigError.
     """
     if isinstance(config, Config):
         if not overrides:
@@ -80,11 +79,20 @@ def config_of(config: Any, *, complete: bool = False, overrides: Sequence[str] =
         from omegaconf import DictConfig, OmegaConf
 
         plain = OmegaConf.to_container(config) if isinstance(config, DictConfig) else config
-        return load_config(overrides, values=cast("Mapping[str, Any]", plain), complete=complete)
+        values = cast("Mapping[str, Any]", _without_enums(plain))
+        return load_config(overrides, values=values, complete=complete)
     if isinstance(config, str | Path):
         return load_config(overrides, file=Path(config), complete=complete)
     arguments = [] if config is None else list(config)
     return load_config([*arguments, *overrides], complete=complete)
+
+
+def _without_enums(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {_without_enums(key): _without_enums(item) for key, item in value.items()}
+    return [_without_enums(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 class VerlRewardManager:
@@ -132,41 +140,6 @@ class VerlRewardManager:
             extra["failed"] = [score.failure for score in scores]
             _log.warning("%d of %d responses failed: %s", len(failed), len(scores), failed[0])
         return rewards, extra
-
-
-def _manager_class(name: str) -> Callable[..., VerlRewardManager]:
-    def make(
-        tokenizer: Any,
-        num_examine: int = 0,
-        compute_score: Callable[..., Any] | None = None,
-        reward_fn_key: str = "data_source",
-        **reward_kwargs: Any,
-    ) -> VerlRewardManager:
-        """Return verl's manager of this name for `compute_score` (None: the built-in functions).
-
-        `num_examine` is accepted and unused. Raises ConfigError if `reward_fn_key` is not
-        `data_source`: set `data.reward_fn_key` to read the source from another column.
-        """
-        if reward_fn_key != "data_source":
-            raise ConfigError(
-                f"reward_fn_key={reward_fn_key!r}: batches store the data source as "
-                f"data_source; set data.reward_fn_key={reward_fn_key}, which fills that field"
-            )
-        manager = load_manager(
-            name,
-            decode=response_decoder(tokenizer),
-            function=compute_score,
-            reward_kwargs=reward_kwargs,
-        )
-        return VerlRewardManager(manager)
-
-    return make
-
-
-NaiveRewardManager = _manager_class("naive")
-BatchRewardManager = _manager_class("batch")
-DAPORewardManager = _manager_class("dapo")
-PrimeRewardManager = _manager_class("prime")
 
 
 def samples_of(data: DataProto) -> list[Sample]:
@@ -284,16 +257,25 @@ def default_compute_score(
     sandbox_fusion_url: str | None = None,
     concurrent_semaphore: Any = None,
     memory_limit_mb: int | None = None,
+    method: Literal["strict", "flexible"] = "strict",
+    **kwargs: Any,
 ) -> Any:
     """Return the built-in score for a `data_source`.
 
     `sandbox_fusion_url` and `memory_limit_mb` say where programs run and with how much memory (in
-    MB). `concurrent_semaphore`, if given, is held during the call.
+    MB). `concurrent_semaphore`, if given, is held during the call. `method` is the extraction of
+    GSM8K's answers. Further keywords are accepted and unused, as in verl. Raises UnknownSourceError
+    (a NotImplementedError) if the data source has no function.
     """
-    call = functools.partial(score_by_source, data_source, solution_str, ground_truth, extra_info)
+    options: dict[str, Any] = {}
+    function: Callable[..., Any] = score_by_source
     if sandbox_fusion_url is not None:
-        sandbox = _fusion_sandbox(sandbox_fusion_url, memory_limit_mb or DEFAULT_LIMITS.memory_mb)
-        call = functools.partial(call, sandbox=sandbox)
+        options["sandbox"] = fusion_sandbox(sandbox_fusion_url, memory_limit_mb)
+    if method != "strict" and data_source in _GSM8K:
+        function, options = gsm8k.compute_score, {"method": method}
+    call = functools.partial(
+        function, data_source, solution_str, ground_truth, extra_info, **options
+    )
     if concurrent_semaphore is None:
         return call()
     with concurrent_semaphore:
@@ -301,5 +283,16 @@ def default_compute_score(
 
 
 @functools.cache
-def _fusion_sandbox(url: str, memory_mb: int) -> FusionSandbox:
-    return FusionSandbox(url, replace(DEFAULT_LIMITS, memory_mb=memory_mb))
+def fusion_sandbox(
+    url: str, memory_mb: int | None = None, run_timeout_s: float | None = None
+) -> FusionSandbox:
+    """Return the sandbox of a SandboxFusion server; None is the usual limit.
+
+    Raises ConfigError for an invalid `url`.
+    """
+    limits = DEFAULT_LIMITS
+    if memory_mb is not None:
+        limits = replace(limits, memory_mb=memory_mb)
+    if run_timeout_s is not None:
+        limits = replace(limits, run_timeout_s=run_timeout_s)
+    return FusionSandbox(url, limits)

@@ -109,7 +109,11 @@ class RayPPOTrainer:
 
 def _unwrapped(reward_fn: Callable[..., Any] | None) -> Any:
     """Return the manager inside a `VerlRewardManager`, which scores responses as they finish."""
-    return reward_fn.manager if isinstance(reward_fn, VerlRewardManager) else reward_fn
+    if not isinstance(reward_fn, VerlRewardManager):
+        return reward_fn
+    # A subclass with its own `__call__` is a function of batches.
+    own = type(reward_fn).__call__ is not VerlRewardManager.__call__
+    return reward_fn if own else reward_fn.manager
 
 
 def _names_tokenizer(config: Any) -> bool:

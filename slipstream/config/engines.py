@@ -15,9 +15,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from slipstream.errors import ConfigError, did_you_mean
+from slipstream.errors import ConfigError, did_you_mean, name_of
 from slipstream.types import EngineCapabilities, PolicyKind
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ _ENGINES: dict[str, EngineEntry] = {}
 
 
 def register_engine(
-    name: str,
+    name: str | Enum,
     capabilities: EngineCapabilities,
     factory: Factory | None,
     *,
@@ -86,6 +87,7 @@ def register_engine(
 
     Raises ConfigError if another engine has this name.
     """
+    name = name_of(name, "engine")
     entry = EngineEntry(name=name, capabilities=capabilities, factory=factory, check=check)
     if _ENGINES.setdefault(name, entry) != entry:
         raise ConfigError(
@@ -98,8 +100,9 @@ def engine_names() -> tuple[str, ...]:
     return tuple(_ENGINES)
 
 
-def engine_entry(name: str) -> EngineEntry:
+def engine_entry(name: str | Enum) -> EngineEntry:
     """Return the engine `name`. Raises ConfigError if the name is unknown."""
+    name = name_of(name, "engine")
     entry = _ENGINES.get(name)
     if entry is None:
         raise ConfigError(unknown_engine(name))

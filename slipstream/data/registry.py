@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, Literal, Protocol
 
 from slipstream.data.countdown import CountdownTask
 from slipstream.data.gym import ReasoningGymTask
-from slipstream.errors import ConfigError, did_you_mean
+from slipstream.errors import ConfigError, did_you_mean, name_of
 from slipstream.types import Message, Prompt
 
 
@@ -37,11 +38,12 @@ _TASKS: dict[str, Callable[..., Task]] = {
 }
 
 
-def register_task(name: str, factory: Callable[..., Task]) -> None:
+def register_task(name: str | Enum, factory: Callable[..., Task]) -> None:
     """Register a task. `factory(seed, **options)` builds it. Raises ConfigError for a used name."""
-    if name in _TASKS:
-        raise ConfigError(f"task {name!r} already exists; choose another name")
-    _TASKS[name] = factory
+    key = name_of(name, "task")
+    if key in _TASKS:
+        raise ConfigError(f"task {key!r} already exists; choose another name")
+    _TASKS[key] = factory
 
 
 def task_names() -> list[str]:
@@ -54,7 +56,7 @@ _RUN_ARGUMENTS = ("seed", "tokenizer", "max_prompt_length")
 
 
 def get_task(
-    name: str,
+    name: str | Enum,
     seed: int = 0,
     *,
     tokenizer: Any = None,
@@ -67,6 +69,7 @@ def get_task(
     such parameters. Raises ConfigError, with similar names, for unknown names and options, and for
     a missing option.
     """
+    name = name_of(name, "task")
     factory = _TASKS.get(name)
     if factory is None:
         raise ConfigError(f"unknown task {name!r}{_near(name, task_names())}")

@@ -7,9 +7,12 @@ a user's class; `build.dataset` creates it, and `dataset_source` draws from it.
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import inspect
 import json
 import logging
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -49,7 +52,10 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     `config` is the section `data` as a mapping (keys: `prompt_key`, `reward_fn_key`,
     `max_prompt_length`, `truncation`, `filter_overlong_prompts`, `apply_chat_template_kwargs`,
-    `shuffle`, `seed`). Rows whose chat template fails are left out, counted and listed.
+    `image_key`, `video_key`, `shuffle`, `seed`). Each is also an attribute under verl's name, and
+    what a subclass assigns before rows are read counts. Rows whose chat template fails are left
+    out, counted and listed. A row with an image or a video is refused. `num_workers`, `cache_dir`,
+    `use_shm`, `return_raw_chat` and verl's other attributes have verl's values and no effect.
 
     `self.dataframe` is the list of rows. An item is made from its row on access. A subclass may
     change the list, or override verl's `_read_files_and_tokenize`, `maybe_filter_out_long_prompts`
@@ -75,13 +81,23 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 "omit the processor"
             )
         self.config: Mapping[str, Any] = {} if config is None else config
-        self.data_files = data_files
+        listed = [data_files] if isinstance(data_files, str | Path) else data_files
+        self.data_files = None if listed is None else list(listed)
+        self.original_data_files = copy.deepcopy(self.data_files)
         self.tokenizer: Any = tokenizer
         self.tokenizer_kwargs: dict[str, Any] = {}
         self.processor = None
         self.max_samples = max_samples
-        self.prompt_key = str(self.config.get("prompt_key", "prompt"))
-        self.max_prompt_length = int(self.config.get("max_prompt_length", _MAX_PROMPT_LENGTH))
+        get = self.config.get
+        self.prompt_key = str(get("prompt_key", "prompt"))
+        self.image_key = str(get("image_key", "images"))
+        self.video_key = str(get("video_key", "videos"))
+        self.max_prompt_length = int(get("max_prompt_length", _MAX_PROMPT_LENGTH))
+        self.truncation = get("truncation", "error")
+        self.filter_overlong_prompts = bool(get("filter_overlong_prompts", True))
+        self.apply_chat_template_kwargs = dict(get("apply_chat_template_kwargs") or {})
+        self.shuffle, self.seed = bool(get("shuffle", True)), get("seed")
+        self._set_unused_attributes()
         self._identity = ""
         if data_files is not None:
             self._read_files_and_tokenize()
@@ -89,6 +105,21 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
             self._identity = hashlib.blake2b(content, digest_size=8).hexdigest()
         elif not hasattr(self, "dataframe"):
             self.dataframe: Any = []
+
+    def _set_unused_attributes(self) -> None:
+        get, cores = self.config.get, os.cpu_count() or 1
+        workers = get("filter_overlong_prompts_workers", max(1, cores // 4))
+        self.num_workers = None if workers is None else min(int(workers), cores)
+        self.cache_dir = os.path.expanduser(get("cache_dir") or "~/.cache/verl/rlhf")
+        self.use_shm = bool(get("use_shm", False))
+        self.return_raw_chat = bool(get("return_raw_chat", False))
+        self.return_full_prompt = bool(get("return_full_prompt", False))
+        self.return_multi_modal_inputs = bool(get("return_multi_modal_inputs", True))
+        self.need_tools_kwargs = bool(get("need_tools_kwargs", False))
+        self.filter_prompts = bool(get("filter_prompts", True))
+        self.chat_template_func = get("chat_template_func")
+        self.tool_schemas = None
+        self.serialize_dataset = False
 
     def __len__(self) -> int:
         env: Any = getattr(self, "env", None)
@@ -112,7 +143,7 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return self._identity
 
     def _read_files_and_tokenize(self) -> None:
-        seed = self.config.get("seed") if self.config.get("shuffle", True) else None
+        seed = self.seed if self.shuffle else None
         assert self.data_files is not None
         rows = subset(read_rows(self.data_files), max_samples=self.max_samples, seed=seed)
         self.dataframe = self.maybe_filter_out_long_prompts([LoadedRow(row) for row in rows])
@@ -128,9 +159,37 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise none_left(loaded, self.max_prompt_length)
         return loaded.rows
 
-    def _build_messages(self, example: dict[str, Any]) -> Any:
-        """Remove the prompt from a row's columns and return it: messages, or text."""
-        return example.pop(self.prompt_key, None)
+    def _build_messages(self, example: dict[str, Any], key: str | None = None) -> Any:
+        """Remove the prompt from a row's columns and return it: messages, or text.
+
+        `key` is the prompt's column, by default `self.prompt_key`.
+        """
+        return example.pop(self.prompt_key if key is None else key, None)
+
+    def resume_dataset_state(self) -> None:
+        """Read the files again, as verl does for a resumed run."""
+        if self.original_data_files is not None:
+            self.data_files = copy.deepcopy(self.original_data_files)
+            self._read_files_and_tokenize()
+
+    def split(self, num_splits: int) -> list[RLHFDataset]:
+        """Return consecutive parts of equal length. Rows that remain are left out, with a warning.
+
+        Raises ValueError if `num_splits` is below 1 or above the number of rows.
+        """
+        if not isinstance(num_splits, int) or not 1 <= num_splits <= len(self.dataframe):
+            raise ValueError(
+                f"num_splits={num_splits!r} must be from 1 to the {len(self.dataframe)} rows"
+            )
+        size, rest = divmod(len(self.dataframe), num_splits)
+        if rest:
+            log.warning("%d of %d rows are left out of the splits", rest, len(self.dataframe))
+        parts = []
+        for number in range(num_splits):
+            part = copy.copy(self)
+            part.dataframe = self.dataframe[number * size : (number + 1) * size]
+            parts.append(part)
+        return parts
 
     def _kept(self, rows: Sequence[Any]) -> LoadedPrompts:
         return self._reader().keep(
@@ -144,10 +203,16 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def _rendered(self, row: Mapping[str, Any], index: int) -> tuple[Prompt, dict[str, Any]]:
         """Return the whole prompt of a row, and its other columns."""
         columns = dict(row)
-        messages = self._build_messages(columns)
+        # Some versions of verl pass the column's name.
+        named = "key" in inspect.signature(self._build_messages).parameters
+        key = {"key": self.prompt_key} if named else {}
+        messages = self._build_messages(columns, **key)
         values = {k: v for k, v in columns.items() if k != self.prompt_key}
         if messages is not None:
             values[self.prompt_key] = messages
+        for own, name in ((self.image_key, "images"), (self.video_key, "videos")):
+            if own != name and values.get(own):
+                values[name] = values[own]
         name = type(self).__name__
         origin = row.origin if isinstance(row, LoadedRow) else DataRow(Path(name), index, {}, name)
         where = self._where(row, index)
@@ -169,9 +234,9 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
             max_prompt_length=self.max_prompt_length,
             prompt_key=self.prompt_key,
             reward_fn_key=str(self.config.get("reward_fn_key", "data_source")),
-            truncation=self.config.get("truncation", "error"),
-            filter_overlong=bool(self.config.get("filter_overlong_prompts", True)),
-            template_kwargs=dict(self.config.get("apply_chat_template_kwargs") or {}),
+            truncation=self.truncation,
+            filter_overlong=self.filter_overlong_prompts,
+            template_kwargs=dict(self.apply_chat_template_kwargs),
         )
 
 

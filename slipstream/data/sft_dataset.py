@@ -36,9 +36,19 @@ class MultiTurnSFTDataset(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         parquet_files: str | Path | Sequence[str | Path],
         tokenizer: PreTrainedTokenizerBase,
         config: Mapping[str, Any] | None = None,
+        processor: Any = None,
         max_samples: int = -1,
     ) -> None:
-        """Raises DataError that names file and row, and ConfigError for an unknown `pad_mode`."""
+        """`processor` must be None: models read only text here.
+
+        Raises DataError that names file and row, and ConfigError for an unknown `pad_mode` and for
+        a processor. Before verl 0.7 the fourth argument was `max_samples`: pass it by name.
+        """
+        if processor is not None:
+            raise ConfigError(
+                f"MultiTurnSFTDataset(processor={processor!r}): models read only text here; leave "
+                "the processor out, and pass max_samples=... by name"
+            )
         config = {} if config is None else config
         columns = config.get("multiturn") or {}
         self.pad_mode = str(config.get("pad_mode", "right"))

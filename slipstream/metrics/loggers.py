@@ -14,11 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
 
-from slipstream.errors import CheckpointError, ConfigError, SlipstreamError, did_you_mean
+from slipstream.errors import CheckpointError, ConfigError, SlipstreamError, did_you_mean, name_of
 from slipstream.metrics import tracker_mlflow, tracker_trackio, tracker_wandb
 from slipstream.metrics.names import check_names, find
 from slipstream.metrics.tracker import BackgroundLogger, require
@@ -264,20 +265,21 @@ _CHECKS: dict[str, Callable[[Path], None]] = {}
 
 
 def register_logger(
-    name: str, *, check: Callable[[Path], None] | None = None
+    name: str | Enum, *, check: Callable[[Path], None] | None = None
 ) -> Callable[[LoggerFactory], LoggerFactory]:
     """Return a decorator that registers a logger factory under `name`.
 
     `check` is called with the run folder before anything is computed. It raises ConfigError if the
     logger cannot work. Raises ConfigError if the name is already registered.
     """
+    key = name_of(name, "logger")
 
     def register(factory: LoggerFactory) -> LoggerFactory:
-        if name in LOGGERS:
-            raise ConfigError(f"a logger named {name!r} is registered already; use another name")
-        LOGGERS[name] = factory
+        if key in LOGGERS:
+            raise ConfigError(f"a logger named {key!r} is registered already; use another name")
+        LOGGERS[key] = factory
         if check is not None:
-            _CHECKS[name] = check
+            _CHECKS[key] = check
         return factory
 
     return register

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from enum import Enum
 from functools import partial
 from typing import Any, Literal, Protocol
 
-from slipstream.errors import ConfigError, RewardError, did_you_mean
+from slipstream.errors import ConfigError, RewardError, did_you_mean, name_of
 from slipstream.rewards import countdown
 from slipstream.rewards.sandbox.local import BubblewrapSandbox
 from slipstream.rewards.sandbox.protocol import Sandbox
@@ -34,6 +35,13 @@ _SEARCHED = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique"
 
 _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
 """Data sets of NuminaMath."""
+
+
+class UnknownSourceError(RewardError, NotImplementedError):
+    """A data source has no built-in reward function.
+
+    It ends the run under any `on_failure` policy, because no response can fix it.
+    """
 
 
 class SyncComputeScore(Protocol):
@@ -96,11 +104,12 @@ def data_sources() -> list[str]:
     return sorted([*_BY_SOURCE, *_CODE, *(f"{begin}*" for begin in _BY_PREFIX)])
 
 
-def register_reward(data_source: str, function: SyncComputeScore) -> None:
+def register_reward(data_source: str | Enum, function: SyncComputeScore) -> None:
     """Register the reward function of a `data_source`. Raises ConfigError if it has one already."""
-    if data_source in _BY_SOURCE or data_source in _CODE:
-        raise ConfigError(f"data_source {data_source!r} already has a reward function")
-    _BY_SOURCE[data_source] = function
+    source = name_of(data_source, "data source")
+    if source in _BY_SOURCE or source in _CODE:
+        raise ConfigError(f"data_source {source!r} already has a reward function")
+    _BY_SOURCE[source] = function
 
 
 def sandbox_of(compute_score: Callable[..., Any]) -> Sandbox | None:
@@ -138,9 +147,9 @@ def default_compute_score(
     """Return the score from the built-in function of `data_source`.
 
     `sandbox` runs programs; None runs them on this machine, isolated. `method` is an option of
-    `gsm8k`, `float_tolerance` of programs; other functions have no options. Raises RewardError if
-    the data source has no function. That ends the run under any `on_failure` policy, because no
-    response can fix it.
+    `gsm8k`, `float_tolerance` of programs; other functions have no options. Raises
+    UnknownSourceError if the data source has no function. That ends the run under any `on_failure`
+    policy, because no response can fix it.
     """
     if data_source in _CODE:
         return code.compute_score(
@@ -156,7 +165,7 @@ def default_compute_score(
         prefixes = (f for begin, f in _BY_PREFIX.items() if data_source.startswith(begin))
         function = next(prefixes, None)
     if function is None:
-        raise RewardError(
+        raise UnknownSourceError(
             f"no built-in reward function for data_source {data_source!r} (known: "
             f"{', '.join(data_sources())}): set custom_reward_function.path to a Python file with "
             "your own compute_score, or data.reward_fn_key to the column that names the source"

@@ -10,10 +10,11 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from slipstream.errors import ConfigError, SlipstreamError, did_you_mean, reason_of
+from slipstream.errors import ConfigError, SlipstreamError, did_you_mean, name_of, reason_of
 from slipstream.rewards.batched import BatchRewardManager
 from slipstream.rewards.custom import get_custom_reward_fn
 from slipstream.rewards.functions import check_options, default_compute_score
@@ -31,6 +32,7 @@ _MANAGERS: dict[str, Callable[..., RewardManager]] = {
     "batch": BatchRewardManager,
     "dapo": DAPORewardManager,
     "prime": PrimeRewardManager,
+    "gdpo": NaiveRewardManager,  # VERL's name for it: rewards of several parts
     "limited": LimitedRewardManager,
     "rate_limited": LimitedRewardManager,
     "remote": RemoteRewardManager,
@@ -47,15 +49,16 @@ _NO_LIMIT = re.compile(r"timeout(?:_seconds)?\s*=\s*(?:None|0)\b")
 _log = logging.getLogger(__name__)
 
 
-def register_reward_manager(name: str, factory: Callable[..., RewardManager]) -> None:
+def register_reward_manager(name: str | Enum, factory: Callable[..., RewardManager]) -> None:
     """Register a manager. The factory takes the arguments of `NaiveRewardManager`, plus options."""
-    if name in _MANAGERS:
-        raise ConfigError(f"reward manager {name!r} already exists; choose another name")
-    _MANAGERS[name] = factory
+    key = name_of(name, "reward manager")
+    if key in _MANAGERS:
+        raise ConfigError(f"reward manager {key!r} already exists; choose another name")
+    _MANAGERS[key] = factory
 
 
 def load_reward_manager(
-    name: str = "naive",
+    name: str | Enum = "naive",
     *,
     decode: Decode,
     timeout_s: float = 30.0,
@@ -80,12 +83,7 @@ def load_reward_manager(
     added to its score (see `rewards.terms`). `total_steps` is the number of steps of the run, None
     if unknown; TRL's functions may ask for it. Raises ConfigError for unknown names and options.
     """
-    factory = _MANAGERS.get(name)
-    if factory is None:
-        raise ConfigError(
-            f"reward_model.reward_manager {name!r} is unknown{did_you_mean(name, _MANAGERS)}; use "
-            f"{', '.join(sorted(_MANAGERS))}"
-        )
+    name = name_of(name, "reward manager")
     if custom_path is None and custom_kwargs:
         raise ConfigError(
             "custom_reward_function.reward_kwargs is set, but custom_reward_function.path is not: "
@@ -105,6 +103,13 @@ def load_reward_manager(
         compute_score = get_custom_reward_fn(custom_path, custom_name, custom_kwargs)
         if name in ("naive", "batch", "dapo") and not is_async(compute_score):
             _warn_of_signals(custom_path)
+    # Loaded after the function, whose file may register a manager.
+    factory = _MANAGERS.get(name)
+    if factory is None:
+        raise ConfigError(
+            f"reward_model.reward_manager {name!r} is unknown{did_you_mean(name, _MANAGERS)}; use "
+            f"{', '.join(sorted(_MANAGERS))}"
+        )
     standard: dict[str, Any] = {
         "decode": decode,
         "timeout_s": timeout_s,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from slipstream.algorithms import (
     masked_sum,
     sum_loss,
 )
+from slipstream.algorithms.aggregation import counted
 
 LOSS = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]])
 MASK = torch.tensor([[1.0, 1.0, 1.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
@@ -143,8 +145,68 @@ def test_loss_and_gradient_do_not_depend_on_the_split(
     torch.testing.assert_close(leaf.grad.double(), expected_leaf.grad, rtol=1e-6, atol=1e-7)
 
 
-def test_dp_size_multiplies_the_loss() -> None:
-    once = agg_loss(LOSS, MASK, "token-mean", 1, 8.0, 4.0)
-    assert float(agg_loss(LOSS, MASK, "token-mean", 2, 8.0, 4.0)) == 2 * float(once)
-    with pytest.raises(ValueError, match="with dp_size=2 the rows of one rank are not the mini"):
-        agg_loss(LOSS, MASK, "token-mean", dp_size=2)
+# VERL's rules: a mode needs only the counts of its own definition, and every mode is multiplied by
+# dp_size. In MASK are 4 tokens and 2 rows with tokens; the horizon is 3.
+NEEDS = {
+    "token-mean": ({"batch_num_tokens": 8}, 4 * 11 / 8),
+    "token-sum": ({}, 4 * 11),
+    "seq-mean-token-sum": ({"global_batch_size": 5}, 4 * 11 / 5),
+    "seq-mean-token-mean": ({"global_batch_size": 5}, 4 * (6 / 3 + 5) / 5),
+    "seq-mean-token-sum-norm": ({"global_batch_size": 5}, 4 * 11 / (5 * 3)),
+}
+
+
+@pytest.mark.parametrize("mode", NEEDS)
+def test_with_several_ranks_a_mode_needs_only_the_counts_that_it_divides_by(mode: str) -> None:
+    needed, expected = NEEDS[mode]
+    assert float(agg_loss(LOSS, MASK, mode, dp_size=4, **needed)) == pytest.approx(expected)
+    every = {"batch_num_tokens": 8, "global_batch_size": 5}
+    assert float(agg_loss(LOSS, MASK, mode, 4, **every)) == pytest.approx(expected)
+    tensors: dict[str, Any] = {key: torch.tensor(value) for key, value in needed.items()}
+    assert float(agg_loss(LOSS, MASK, mode, 4, **tensors)) == pytest.approx(expected)
+    for missing in needed:
+        others = {key: value for key, value in every.items() if key != missing}
+        with pytest.raises(ValueError, match=f"with dp_size=4 .*pass the mini-batch's {missing}"):
+            agg_loss(LOSS, MASK, mode, dp_size=4, **others)
+
+
+@pytest.mark.parametrize("mode", NEEDS)
+def test_a_micro_batch_without_targets_adds_zero_if_the_counts_are_given(mode: str) -> None:
+    needed, _ = NEEDS[mode]
+    leaf = LOSS.clone().requires_grad_()
+    loss = agg_loss(leaf, torch.zeros_like(MASK), mode, **needed)
+    torch.autograd.backward(loss)
+    assert loss.item() == 0.0
+    assert leaf.grad is not None
+    assert not leaf.grad.any()
+    if needed:
+        with pytest.raises(ValueError, match=r"must be > 0, got 0\.0"):
+            agg_loss(LOSS, torch.zeros_like(MASK), mode)
+
+
+def test_the_horizon_is_read_by_one_mode_only() -> None:
+    for mode in LossAggMode:
+        plain = float(agg_loss(LOSS, MASK, mode))
+        scaled = float(agg_loss(LOSS, MASK, mode, loss_scale_factor=6))
+        assert scaled == pytest.approx(plain / 2 if mode.endswith("norm") else plain)
+
+
+def test_the_trainers_counts_replace_missing_ones() -> None:
+    norm = Normalizers(num_tokens=8, num_sequences=5, horizon=10)
+    expected = {
+        "token-mean": 11 / 8,
+        "token-sum": 11,
+        "seq-mean-token-sum": 11 / 5,
+        "seq-mean-token-mean": 7 / 5,
+        "seq-mean-token-sum-norm": 11 / 50,
+    }
+    with counted(norm):
+        values = {mode.value: float(agg_loss(LOSS, MASK, mode)) for mode in LossAggMode}
+        assert values == pytest.approx(expected)
+        assert float(agg_loss(LOSS, MASK, "token-mean", 3)) == pytest.approx(3 * 11 / 8)
+        assert float(agg_loss(LOSS, MASK, "token-mean", batch_num_tokens=2)) == 5.5
+
+
+def test_ranks_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="dp_size must be at least 1, got 0"):
+        agg_loss(LOSS, MASK, "token-sum", dp_size=0)

@@ -204,7 +204,7 @@ def test_overridden_methods_of_verl_are_called(tmp_path: Path) -> None:
         def maybe_filter_out_long_prompts(self, dataframe: Any) -> list[Any]:
             return super().maybe_filter_out_long_prompts(dataframe[1:])
 
-        def _build_messages(self, example: dict[str, Any]) -> str:
+        def _build_messages(self, example: dict[str, Any]) -> str:  # type: ignore[override]
             return f"<{example.pop(self.prompt_key)}{example.pop('level')}>"
 
     items = list(Hooked(write(tmp_path / "a.jsonl", *"abc"), char_tokenizer()))
@@ -229,3 +229,73 @@ def test_identity_depends_on_the_rows(tmp_path: Path) -> None:
     assert identity("a", "b") == identity("a", "b")
     assert len({identity("a", "b"), identity("a", "c"), identity("a")}) == 3
     assert RLHFDataset().identity() == ""
+
+
+def test_verls_attributes_follow_the_configuration(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "ab")
+    plain = RLHFDataset(str(path), char_tokenizer())
+    assert (plain.data_files, plain.original_data_files) == ([str(path)], [str(path)])
+    assert plain.original_data_files is not plain.data_files
+    assert (plain.truncation, plain.filter_overlong_prompts) == ("error", True)
+    assert (plain.image_key, plain.video_key) == ("images", "videos")
+    assert (plain.apply_chat_template_kwargs, plain.return_raw_chat) == ({}, False)
+    assert isinstance(plain.num_workers, int)
+    assert plain.num_workers >= 1
+    config = {
+        "truncation": "left",
+        "filter_overlong_prompts": False,
+        "image_key": "pictures",
+        "apply_chat_template_kwargs": {"enable_thinking": False},
+        "filter_overlong_prompts_workers": 1,
+        "return_raw_chat": True,
+    }
+    own = RLHFDataset([path], char_tokenizer(), config)
+    assert (own.truncation, own.filter_overlong_prompts) == ("left", False)
+    assert (own.image_key, own.num_workers, own.return_raw_chat) == ("pictures", 1, True)
+    assert own.apply_chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_attributes_that_a_subclass_assigns_count(tmp_path: Path) -> None:
+    class Cut(RLHFDataset):
+        def _read_files_and_tokenize(self) -> None:
+            self.truncation, self.filter_overlong_prompts = "right", False
+            super()._read_files_and_tokenize()
+
+    path = write(tmp_path / "a.jsonl", "abcdef")
+    dataset = Cut(path, char_tokenizer(), {"max_prompt_length": 4})
+    assert dataset[0]["raw_prompt_ids"] == ids("abcd")
+    dataset.truncation = "left"
+    assert dataset[0]["raw_prompt_ids"] == ids("cdef")
+
+
+def test_the_hook_for_messages_may_take_the_columns_name(tmp_path: Path) -> None:
+    class Loud(RLHFDataset):
+        def _build_messages(self, example: dict[str, Any], key: str | None = None) -> Any:
+            assert key == "prompt"
+            return super()._build_messages(example, key).upper()
+
+    path = write(tmp_path / "a.jsonl", "ab")
+    assert Loud(path, char_tokenizer())[0]["raw_prompt"] == "AB"
+
+
+def test_an_image_in_the_column_of_images_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt": "ab", "pictures": ["a.png"]}), encoding="utf-8")
+    assert RLHFDataset(path, char_tokenizer())[0]["pictures"] == ["a.png"]
+    with pytest.raises(DataError, match="has images, and models here read text only"):
+        RLHFDataset(path, char_tokenizer(), {"image_key": "pictures"})
+
+
+def test_split_and_resume_dataset_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "a.jsonl", *"abcde")
+    dataset = RLHFDataset(path, char_tokenizer(), {"shuffle": False})
+    parts = dataset.split(2)
+    assert [[item["level"] for item in part] for part in parts] == [[0, 1], [2, 3]]
+    assert "1 of 5 rows are left out" in caplog.text
+    assert parts[0].original_data_files == dataset.original_data_files
+    for number in (0, 6):
+        with pytest.raises(ValueError, match=f"num_splits={number} must be from 1 to the 5 rows"):
+            dataset.split(number)
+    dataset.dataframe = []
+    dataset.resume_dataset_state()
+    assert len(dataset) == 5

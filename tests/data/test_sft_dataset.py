@@ -65,3 +65,11 @@ def test_enable_thinking_is_read_from_the_row(tmp_path: Path) -> None:
     assert (first(think=True), first(think=False), first()) == ("T", "N", "N")
     with pytest.raises(DataError, match="column 'think' must be true or false, got 'yes'"):
         first(think="yes")
+
+
+def test_a_processor_is_refused_also_by_position(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl")
+    for processor in (object(), 5):
+        with pytest.raises(ConfigError, match=r"processor=.*pass max_samples=\.\.\. by name"):
+            MultiTurnSFTDataset(path, char_tokenizer(), {}, processor)
+    assert len(MultiTurnSFTDataset(path, char_tokenizer(), {}, None, max_samples=1)) == 1

@@ -52,7 +52,7 @@ def test_options_of_the_built_in_functions_reach_them(name: str) -> None:
         (
             "nave",
             {},
-            r"reward_model\.reward_manager 'nave' is unknown.*naive.*; use batch, dapo, limited, ",
+            r"reward_model\.reward_manager 'nave' is unknown.*naive.*; use batch, dapo, gdpo, ",
         ),
         ("naive", {"on_failure": "skip"}, "'skip' is unknown; use zero, drop, stop"),
         ("naive", {"timeout_s": 0}, r"reward_model\.timeout_s 0 must be"),

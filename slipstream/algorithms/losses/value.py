@@ -8,6 +8,7 @@ from torch import Tensor
 from slipstream.algorithms.aggregation import (
     LossAggMode,
     Normalizers,
+    agg_loss,
     masked_sum,
     sum_loss,
     zero_masked,
@@ -40,21 +41,8 @@ def value_loss(
     Raises:
         ValueError: shapes differ, `cliprange_value` is not positive, or there is no target token.
     """
-    if not cliprange_value > 0:
-        raise ValueError(
-            f"cliprange_value must be > 0, got {cliprange_value}, or values could not change; the "
-            f"usual value is 0.5"
-        )
-    shapes = [tuple(t.shape) for t in (vpreds, returns, values, response_mask)]
-    if len(set(shapes)) > 1 or vpreds.ndim != 2:
-        raise ValueError(
-            f"vpreds, returns, values and response_mask must be (B, T) tensors of one shape, got "
-            f"{shapes}"
-        )
+    unclipped, clipped = _errors(vpreds, returns, values, response_mask, cliprange_value)
     norm = normalizers or Normalizers.from_mask(response_mask, horizon=loss_scale_factor)
-    vpreds, returns, values = (zero_masked(t, response_mask) for t in (vpreds, returns, values))
-    within = vpreds.clamp(values - cliprange_value, values + cliprange_value)
-    unclipped, clipped = (vpreds - returns).square(), (within - returns).square()
     loss = 0.5 * sum_loss(torch.maximum(unclipped, clipped), response_mask, loss_agg_mode, norm)
 
     def share(what: Tensor) -> Tensor:
@@ -73,19 +61,49 @@ def compute_value_loss(
     response_mask: Tensor,
     cliprange_value: float,
     loss_agg_mode: str | LossAggMode = LossAggMode.TOKEN_MEAN,
-) -> tuple[Tensor, Tensor | float]:
-    """`value_loss` with VERL's signature; returns (loss, vf_clipfrac). The rows must be the whole
-    mini-batch.
+    dp_size: int = 1,
+    batch_num_tokens: float | Tensor | None = None,
+    global_batch_size: float | Tensor | None = None,
+    loss_scale_factor: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`value_loss` with VERL's signature; returns (loss, vf_clipfrac).
+
+    The counts and `dp_size` have the meaning that they have in `agg_loss`. `vf_clipfrac` is the
+    share among the target tokens of these rows, 0 if they have none.
 
     Raises:
-        ValueError: as in `value_loss`.
+        ValueError: as in `value_loss` and `agg_loss`.
     """
-    loss, metrics = value_loss(
-        vpreds,
-        returns,
-        values,
+    unclipped, clipped = _errors(vpreds, returns, values, response_mask, cliprange_value)
+    loss = 0.5 * agg_loss(
+        torch.maximum(unclipped, clipped),
         response_mask,
-        cliprange_value=cliprange_value,
-        loss_agg_mode=loss_agg_mode,
+        loss_agg_mode,
+        dp_size,
+        batch_num_tokens,
+        global_batch_size,
+        loss_scale_factor,
     )
-    return loss, metrics["critic/vf_clipfrac"]
+    tokens = response_mask.sum().clamp(min=1)
+    larger = (clipped > unclipped).detach().to(vpreds.dtype)
+    return loss, masked_sum(larger, response_mask) / tokens
+
+
+def _errors(
+    vpreds: Tensor, returns: Tensor, values: Tensor, response_mask: Tensor, cliprange_value: float
+) -> tuple[Tensor, Tensor]:
+    """The squared errors of the values, and of the clipped values (B, T); 0 where masked."""
+    if not cliprange_value > 0:
+        raise ValueError(
+            f"cliprange_value must be > 0, got {cliprange_value}, or values could not change; the "
+            f"usual value is 0.5"
+        )
+    shapes = [tuple(t.shape) for t in (vpreds, returns, values, response_mask)]
+    if len(set(shapes)) > 1 or vpreds.ndim != 2:
+        raise ValueError(
+            f"vpreds, returns, values and response_mask must be (B, T) tensors of one shape, got "
+            f"{shapes}"
+        )
+    vpreds, returns, values = (zero_masked(t, response_mask) for t in (vpreds, returns, values))
+    within = vpreds.clamp(values - cliprange_value, values + cliprange_value)
+    return (vpreds - returns).square(), (within - returns).square()

@@ -118,12 +118,15 @@ def compute_score(
     solution_str: str,
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
+    *,
+    timeout_score: float = 0.0,
 ) -> float:
     """Return 1.0 if the answer of the response has the value of the ground truth, else 0.0.
 
     The answer is the content of the last box, or if there is no box, it is parsed from the whole
-    response. `50%` equals 50 and 0.5. An answer that takes too much time or memory is wrong. Raises
-    ValueError if the ground truth cannot be parsed, and RewardError if the library is missing.
+    response. `50%` equals 50 and 0.5. An answer that takes too much time or memory gets
+    `timeout_score`. Raises ValueError if the ground truth cannot be parsed, and RewardError if the
+    library is missing.
     """
     truth = text_of(ground_truth, "math_verify", data_source)
     check_installed()
@@ -137,7 +140,7 @@ def compute_score(
     try:
         same = POOL.call(response, _prepared(truth))
     except TooMuchWorkError:
-        return 0.0
+        return timeout_score
     if same is None:
         raise ValueError(
             f"math_verify: the ground truth {ground_truth!r} cannot be parsed as an answer "

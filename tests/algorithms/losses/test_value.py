@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -64,6 +66,33 @@ def test_value_loss_equals_loops_and_adds_up_over_micro_batches(mode: LossAggMod
         parts.append(loss.item())
     assert sum(parts) == pytest.approx(expected, rel=1e-12)
     torch.testing.assert_close(leaf.grad, slopes, rtol=1e-12, atol=1e-15)
+
+
+def test_the_counts_of_verls_signature_normalize_the_loss() -> None:
+    vpreds, returns = torch.tensor([[2.0, 4.0], [0.0, 0.0]]), torch.zeros(2, 2)
+    values, mask = vpreds.clone(), torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+
+    def loss(mode: str, *counts: Any) -> float:
+        return float(compute_value_loss(vpreds, returns, values, mask, 0.5, mode, *counts)[0])
+
+    # Half the squared errors of 4 and 16, which sum to 10.
+    assert loss("token-mean") == pytest.approx(10 / 2)
+    assert loss("token-mean", 4, 8) == pytest.approx(4 * 10 / 8)
+    assert loss("token-sum", 4) == pytest.approx(4 * 10)
+    assert loss("seq-mean-token-sum", 2, None, 5) == pytest.approx(2 * 10 / 5)
+    assert loss("seq-mean-token-mean", 2, None, 5) == pytest.approx(2 * 5 / 5)
+    assert loss("seq-mean-token-sum-norm", 2, None, 5, 4) == pytest.approx(2 * 10 / (5 * 4))
+    with pytest.raises(ValueError, match="pass the mini-batch's batch_num_tokens"):
+        loss("token-mean", 2)
+
+
+def test_the_clip_fraction_is_that_of_the_rows() -> None:
+    vpreds, returns = torch.tensor([[2.0, 2.0]]), torch.tensor([[0.0, 2.0]])
+    values, mask = torch.ones(1, 2), torch.ones(1, 2)
+    _, clipfrac = compute_value_loss(vpreds, returns, values, mask, 0.5, batch_num_tokens=100)
+    assert float(clipfrac) == 0.5
+    loss, clipfrac = compute_value_loss(vpreds, returns, values, 0 * mask, 0.5, batch_num_tokens=9)
+    assert (float(loss), float(clipfrac)) == (0.0, 0.0)
 
 
 def test_rejects_invalid_input() -> None:

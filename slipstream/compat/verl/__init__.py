@@ -1,4 +1,4 @@
-"""verl's names, for code written for verl: replace the import of `verl` by this module.
+"""verl's package `verl`, for code written for verl: replace `verl` by `slipstream.compat.verl`.
 
 `docs/from_verl.md` lists the differences.
 """
@@ -21,13 +21,15 @@ from slipstream.compat.algorithms import (
     register_policy_loss,
 )
 from slipstream.compat.data import create_rl_dataset, create_rl_sampler
-from slipstream.compat.rewards import (
+from slipstream.compat.managers import (
     BatchRewardManager,
     DAPORewardManager,
-    DataProto,
-    DataProtoItem,
     NaiveRewardManager,
     PrimeRewardManager,
+)
+from slipstream.compat.rewards import (
+    DataProto,
+    DataProtoItem,
     compute_reward,
     compute_reward_async,
     default_compute_score,

@@ -1,0 +1,28 @@
+"""verl's module `verl.utils.py_functional`: functions of dictionaries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.rewards.data_columns import same
+
+__all__ = ["append_to_dict", "union_two_dict"]
+
+
+def union_two_dict(dict1: dict[Any, Any], dict2: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Add the entries of `dict2` to `dict1` and return it.
+
+    Raises ValueError if a shared key has different values.
+    """
+    for key, value in dict2.items():
+        if key in dict1 and not same(dict1[key], value):
+            raise ValueError(f"both dictionaries have {key!r}, but its values differ")
+    dict1.update(dict2)
+    return dict1
+
+
+def append_to_dict(data: dict[str, Any], new_data: Mapping[str, Any], prefix: str = "") -> None:
+    """Append each value of `new_data` to the list `data[prefix + key]`, which is made if needed."""
+    for key, value in new_data.items():
+        data.setdefault(f"{prefix}{key}", []).append(value)

@@ -1,0 +1,1 @@
+"""verl's package `verl.workers`."""

@@ -1,0 +1,5 @@
+"""verl's module `verl.workers.reward_manager.abstract`."""
+
+from slipstream.compat.managers import AbstractRewardManager
+
+__all__ = ["AbstractRewardManager"]

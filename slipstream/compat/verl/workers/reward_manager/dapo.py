@@ -1,0 +1,5 @@
+"""verl's module `verl.workers.reward_manager.dapo`."""
+
+from slipstream.compat.managers import DAPORewardManager
+
+__all__ = ["DAPORewardManager"]
