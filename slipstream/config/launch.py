@@ -14,13 +14,14 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from slipstream.config.load import load_config, to_yaml
 from slipstream.config.mode import Mode, resolve_mode
 from slipstream.config.schema import Config
-from slipstream.config.sources import recipe_names
+from slipstream.config.sources import Places, recipe_names
 from slipstream.config.tree import options, show, to_dict
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.reading import reason, shown, shown_path
@@ -38,6 +39,9 @@ exit codes:
 """
 
 INTERRUPTED = 130
+
+_PLACES: ContextVar[Places] = ContextVar("_PLACES", default=Places())  # noqa: B039
+"""The lines that set the options of the running command."""
 
 
 def parser(prog: str, description: str, epilog: str, usage: str) -> argparse.ArgumentParser:
@@ -165,7 +169,12 @@ def config_from(
     recipe, named = _source(args)
     if recipe is None and named is None:
         named = file
-    return load_config(overrides, recipe=recipe, file=named, notify=note, complete=complete)
+    places = Places(named)
+    config = load_config(
+        overrides, recipe=recipe, file=named, notify=note, complete=complete, places=places
+    )
+    _PLACES.set(places)
+    return config
 
 
 def program() -> str:
@@ -204,6 +213,7 @@ def exit_status(call: Callable[[], int], *, debug: bool) -> int:
         # Characters that the terminal's encoding lacks are escaped, as on standard error. Else
         # printing such a name would end the command with an error.
         sys.stdout.reconfigure(errors="backslashreplace")
+    _PLACES.set(Places())
     try:
         status = call()
         sys.stdout.flush()
@@ -211,7 +221,7 @@ def exit_status(call: Callable[[], int], *, debug: bool) -> int:
     except SlipstreamError as error:
         if debug:
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_PLACES.get().added(str(error))}", file=sys.stderr)
         return error.exit_code
     except SystemExit as error:
         if error.code not in (None, 0):

@@ -22,6 +22,7 @@ from slipstream.config.schedules import schedule_notices
 from slipstream.config.schema import Config
 from slipstream.config.sources import (
     Assignment,
+    Places,
     file_assignments,
     flatten,
     override_assignments,
@@ -115,15 +116,23 @@ class _Tree:
     `assigned` holds the keys that a source has set.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, places: Places) -> None:
         self.values = to_dict(Config())
         self.notices: dict[str, None] = {}
         self.problems: list[str] = []
         self.to_compare: list[aliases.Rewritten] = []
         self.assigned: set[str] = set()
+        self.places = places
 
     def apply(self, assignment: Assignment) -> None:
         """Set or delete one key, and record notices and problems."""
+        before = len(self.problems)
+        self.places.note(assignment, assignment.key)
+        self._apply(assignment)
+        for number in range(before, len(self.problems)):
+            self.problems[number] = self.places.added(self.problems[number], assignment.key)
+
+    def _apply(self, assignment: Assignment) -> None:
         key = assignment.key
         if problem := value_problem([key, assignment.value], setting=True):
             self.problems.append(
@@ -146,6 +155,7 @@ class _Tree:
         elif rewritten.problem is not None:
             self.problems.append(rewritten.problem)
         if rewritten.key is not None:
+            self.places.note(assignment, rewritten.key)
             self._set(rewritten.key, rewritten.value)
 
     def _section(self, key: str) -> tuple[dict[str, Any], str]:
@@ -324,6 +334,7 @@ def load_config(
     hardware: Hardware | None = None,
     notify: Callable[[str], None] | None = None,
     complete: bool = True,
+    places: Places | None = None,
 ) -> Config:
     """Compose, check and freeze a configuration.
 
@@ -331,7 +342,7 @@ def load_config(
     tree of options, overrides them, and `overrides` (key=value) override both. `notify` is called
     once for each notice, such as an alias or a key without effect; by default notices are logged.
     `complete=False` accepts a configuration without a model, to show it or to evaluate a
-    checkpoint.
+    checkpoint. `places` is given the lines of `file` that set options (see `Places`).
 
     Raises ConfigError for unknown keys, wrong types, and impossible values or combinations. The
     message contains all problems found, with remedies.
@@ -343,14 +354,18 @@ def load_config(
     source = file if file is not None else recipe_file(recipe or "default")
     parsed = parse_overrides(overrides)
     from_file, parsed = file_assignments(source, parsed)
-    tree = _Tree()
+    places = Places(file) if places is None else places
+    tree = _Tree(places)
     from_values = flatten("", values or {}, "the configuration")
     for assignment in [*from_file, *from_values, *override_assignments(parsed)]:
         tree.apply(assignment)
     tree.imply()
     _send_notices(tree.notices, notify)
-    raise_problems(tree.problems)
-    values = _resolve(tree.values)
+    raise_problems([places.added(problem) for problem in tree.problems])
+    try:
+        values = _resolve(tree.values)
+    except ConfigError as error:
+        raise ConfigError(places.added(str(error))) from error
     unread = _read_chat_template(values)
     config, mismatches = from_dict(values)
     refused = {key: aliases.refused_value(key, _at(values, key)) for key in aliases.REFUSED_VALUES}
@@ -361,7 +376,7 @@ def load_config(
     problems += unread
     if not mismatches and not unread:
         problems += validate(config, hardware or detect_hardware(), complete=complete)
-    raise_problems(problems)
+    raise_problems([places.added(problem) for problem in problems])
     _send_notices(schedule_notices(config, tree.assigned), notify)
     return config
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,10 @@ YAML and Hydra ignore the underscore and read 0.55.
 """
 
 
+_KEY_IN_TEXT = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")
+_MOST_PLACES = 3
+"""Keys of one message whose places are shown."""
+
 _LONGEST_KEY = 1000
 """No option has a name of more characters, and comparing a longer one with all options is slow."""
 _SHOWN_OF_OVERRIDE = 400
@@ -42,12 +46,47 @@ _PLAIN_VALUE = "set the option to a number, a text, a list or a mapping, such as
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Set `key` to `value`, or delete it. `origin` names the source in error messages."""
+    """Set `key` to `value`, or delete it.
+
+    `origin` names the source in error messages. `line` is the line of a file that sets the key, 0
+    if it is unknown, and None if the source is no file.
+    """
 
     key: str
     value: Any
     origin: str
     delete: bool = False
+    line: int | None = None
+
+
+class Places:
+    """Where a YAML file sets which keys, for error messages."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        self._file = "" if file is None else shown_path(file)
+        self._lines: dict[str, int] = {}
+
+    def note(self, assignment: Assignment, *keys: str) -> None:
+        """Record that an assignment sets `keys`. A later source that is no file forgets them."""
+        for key in keys:
+            if assignment.line is None or not self._file:
+                self._lines.pop(key, None)
+            else:
+                self._lines[key] = assignment.line
+
+    def added(self, text: str, *keys: str) -> str:
+        """Return a message with the places of the keys that it names, and of `keys`."""
+        if not self._file or self._file in text:
+            return text
+        named = [*keys, *(key.rstrip(".") for key in _KEY_IN_TEXT.findall(text))]
+        found = [key for key in dict.fromkeys(named) if key in self._lines][:_MOST_PLACES]
+        if not found:
+            return text
+        places = ", ".join(
+            f"{shown_path(key)} in line {self._lines[key]}" if self._lines[key] else shown_path(key)
+            for key in found
+        )
+        return f"{text} ({self._file} sets {places})"
 
 
 def recipe_names() -> list[str]:
@@ -222,7 +261,9 @@ def _read_file(path: Path, parsed: Sequence[Override]) -> tuple[list[Assignment]
     plain = OmegaConf.to_container(content, resolve=False)
     assert isinstance(plain, dict)
     plain.pop("hydra", None)
-    return list(flatten("", plain, path.name)), rest
+    lines = _lines(path)
+    assignments = flatten("", plain, path.name)
+    return [replace(one, line=lines.get(one.key, 0)) for one in assignments], rest
 
 
 def _check_size(path: Path) -> None:
@@ -260,6 +301,24 @@ def _check_size(path: Path) -> None:
             f"config file {shown_path(path)} stands for more than {_MOST_NODES:,} values; remove "
             "the aliases (*name) that repeat parts of it"
         )
+
+
+def _lines(path: Path) -> dict[str, int]:
+    """Return the line, from 1, of each dotted key of a YAML file."""
+    import yaml
+
+    found: dict[str, int] = {}
+    left: list[tuple[str, Any]] = [("", yaml.compose(path.read_text(encoding="utf-8")))]
+    while left:
+        prefix, node = left.pop()
+        if not isinstance(node, yaml.MappingNode):
+            continue
+        for name, value in node.value:
+            merged = name.value == "<<"
+            key = prefix if merged else f"{prefix}.{name.value}" if prefix else str(name.value)
+            found.setdefault(key, name.start_mark.line + 1)
+            left.append((key, value))
+    return found
 
 
 def _yaml_error() -> type[Exception]:

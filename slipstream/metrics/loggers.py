@@ -23,7 +23,7 @@ from slipstream.errors import CheckpointError, ConfigError, SlipstreamError, did
 from slipstream.metrics import tracker_mlflow, tracker_trackio, tracker_wandb
 from slipstream.metrics.names import check_names, find
 from slipstream.metrics.tracker import BackgroundLogger, require
-from slipstream.reading import reading
+from slipstream.reading import reading, shown
 
 METRICS_FILE = "metrics.jsonl"
 MetricsRow = Mapping[str, str | float]
@@ -331,10 +331,17 @@ def _trackio(context: LoggerContext) -> MetricsLogger:
     return BackgroundLogger("trackio", context, tracker_trackio.start)
 
 
-def check_loggers(names: Sequence[str], folder: Path) -> None:
-    """Check that all named loggers can work in the run folder `folder`.
+_PROJECT_CHECKS: dict[str, Callable[[str], None]] = {
+    tracker.NAME: tracker.check_project
+    for tracker in (tracker_wandb, tracker_mlflow, tracker_trackio)
+}
 
-    Raises ConfigError for unknown loggers, missing packages and missing credentials.
+
+def check_loggers(names: Sequence[str], folder: Path, project_name: str | None = None) -> None:
+    """Check that all named loggers can work in the run folder `folder`, for a project.
+
+    Raises ConfigError for unknown loggers, missing packages, missing credentials, settings of a
+    tracker that it does not understand, and names of projects that it cannot have.
     """
     for name in names:
         if name not in LOGGERS:
@@ -342,8 +349,15 @@ def check_loggers(names: Sequence[str], folder: Path) -> None:
                 f"trainer.logger names {name!r}{did_you_mean(name, LOGGERS)} (known: "
                 f"{', '.join(LOGGERS)}); slipstream.metrics.loggers.register_logger adds one"
             )
+        remedy = f"correct it, or leave {name} out of trainer.logger"
         if name in _CHECKS:
-            _CHECKS[name](folder)
+            # Trackers read environment variables, and raise anything at values that are odd.
+            with reading(f"trainer.logger={name}", ConfigError, remedy):
+                _CHECKS[name](folder)
+        if project_name is not None and name in _PROJECT_CHECKS:
+            where = f"trainer.project_name={shown(project_name)} for trainer.logger={name}"
+            with reading(where, ConfigError, "set another trainer.project_name"):
+                _PROJECT_CHECKS[name](project_name)
 
 
 def build_loggers(
@@ -379,7 +393,7 @@ def build_loggers(
         config=config or {},
         notify=notify,
     )
-    check_loggers(names, context.folder)
+    check_loggers(names, context.folder, project_name)
     tee = TeeLogger([], strict=strict)
     for name in dict.fromkeys(names):
         try:

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.errors import ConfigError
-from slipstream.reading import reading
+from slipstream.reading import reading, shown
 
 if TYPE_CHECKING:
     from slipstream.metrics.loggers import LoggerContext, MetricsRow
@@ -68,8 +68,11 @@ class TrackedRun:
         remedy = f"remove it to log to a new run of {tracker}"
         with reading(f"{path} cannot be read", ConfigError, remedy):
             saved = json.loads(path.read_text(encoding="utf-8"))
+            known, step = saved["id"], saved["step"]
+            if not isinstance(known, str | None) or type(step) is not int or step < -1:
+                raise ValueError(f"id={shown(known)} must be text, and step={shown(step)} a step")
             if saved["where"] == where:
-                run.id, run.step = str(saved["id"]), int(saved["step"])
+                run.id, run.step = known, step
         return run
 
     def save(self) -> None:

@@ -26,6 +26,9 @@ NAME = "mlflow"
 PARAM_CHARACTERS = 6000
 """Maximum length of a parameter value in MLflow."""
 
+NAME_CHARACTERS = 500
+"""Maximum length of the name of an experiment in MLflow."""
+
 _BATCH = 100
 """Maximum number of parameters or metrics per MLflow request."""
 
@@ -55,6 +58,12 @@ def check(folder: Path) -> None:
         require("alembic", NAME)
     # Otherwise MLflow logs each table that it creates in a new database.
     logging.getLogger("mlflow.store.db").setLevel(logging.WARNING)
+
+
+def check_project(name: str) -> None:
+    """Raise ValueError if MLflow cannot have an experiment of this name."""
+    if not 1 <= len(name) <= NAME_CHARACTERS:
+        raise ValueError(f"an experiment's name has 1 to {NAME_CHARACTERS} characters")
 
 
 class MLflowTracker:

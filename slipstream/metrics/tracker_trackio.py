@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from slipstream.metrics.loggers import LoggerContext, MetricsRow
 
 NAME = "trackio"
+NAME_BYTES = 200
+"""Maximum length of a project's name. File names have at most 255 bytes, with their suffixes."""
+
 _DIR = "TRACKIO_DIR"
 _SPACE, _SERVER, _TOKEN = "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WRITE_TOKEN"
 
@@ -43,6 +46,12 @@ def check(folder: Path) -> None:
             f"trainer.logger names trackio and {_SERVER} without the server's write token: set "
             f"{_TOKEN}, or unset {_SERVER} to log to a folder"
         )
+
+
+def check_project(name: str) -> None:
+    """Raise ValueError if Trackio cannot have a project of this name, which names its files."""
+    if len(name.encode()) > NAME_BYTES:
+        raise ValueError(f"a project's name has at most {NAME_BYTES} bytes")
 
 
 class TrackioTracker:

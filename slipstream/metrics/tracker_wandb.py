@@ -6,13 +6,15 @@ Each phase is a separate run, because SFT and RL both count steps from 1. The gr
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import ConfigError
 from slipstream.metrics.tracker import CLOSE_SECONDS, TrackedRun, require
+from slipstream.reading import reason, shown
 
 if TYPE_CHECKING:
     from slipstream.metrics.loggers import LoggerContext, MetricsRow
@@ -26,7 +28,8 @@ def check(folder: Path) -> None:
     Raises ConfigError if wandb is missing or there are no credentials for the server.
     """
     wandb = require("wandb", NAME)
-    settings = wandb.setup(_settings(wandb)).settings
+    with _reading_variables():
+        settings = wandb.setup(_settings(wandb)).settings
     if settings.mode in ("offline", "disabled") or wandb.run is not None:
         return
     try:
@@ -41,6 +44,11 @@ def check(folder: Path) -> None:
             "`wandb login` or set WANDB_API_KEY; with WANDB_MODE=offline the run is logged to its "
             "folder, and `wandb sync` sends it later"
         )
+
+
+def check_project(name: str) -> None:
+    """Raise ValueError if W&B cannot have a project of this name."""
+    require("wandb", NAME).Settings(project=name)
 
 
 class WandbTracker:
@@ -119,3 +127,28 @@ def _settings(wandb: Any) -> Any:
     return wandb.Settings(
         **dict(setting for name, setting in chosen.items() if name not in os.environ)
     )
+
+
+@contextlib.contextmanager
+def _reading_variables() -> Iterator[None]:
+    """Turn what W&B raises at its environment variables into a ConfigError that names them."""
+    try:
+        yield
+    except Exception as error:
+        # W&B checks them with pydantic, whose message has several lines.
+        details: Sequence[Mapping[str, Any]] = getattr(error, "errors", list)()
+        problems = "; ".join(map(_problem, details)) or reason(error)
+        raise ConfigError(
+            f"trainer.logger=wandb: {problems}; correct or unset the environment variable"
+        ) from error
+
+
+def _problem(detail: Mapping[str, Any]) -> str:
+    """Return what pydantic reports of a setting, with the environment variable."""
+    value, field = str(detail.get("input")), str(next(iter(detail.get("loc", ())), ""))
+    ours = {n: v for n, v in sorted(os.environ.items()) if n.startswith("WANDB_")}
+    # A list comes from a text with commas.
+    names = [n for n, v in ours.items() if v == value or (v and f"'{v}'" in value)]
+    name = names[0] if names else f"WANDB_{field.upper()}"
+    secret = any(word in name for word in ("KEY", "TOKEN", "PASSWORD"))
+    return f"{name}{'' if secret else f'={shown(value)}'}: {detail.get('msg')}"

@@ -123,7 +123,7 @@ def looked_at(config: Config, mode: Mode) -> tuple[PolicyConfig, Batches]:
     set_threads(config)
     import_external(config)
     folder = Path(config.trainer.default_local_dir)
-    check_loggers(config.trainer.logger, folder)
+    check_loggers(config.trainer.logger, folder, config.trainer.project_name)
     check_same_run(folder, config)
     compute = ComputeThread()
     try:

@@ -123,7 +123,7 @@ def opened(
     set_threads(config)
     import_external(config)
     folder = Path(config.trainer.default_local_dir)
-    check_loggers(config.trainer.logger, folder)
+    check_loggers(config.trainer.logger, folder, config.trainer.project_name)
     compute = compute or ComputeThread()
     forced = threading.Timer(FORCED_EXIT_SECONDS, end_process, ["interrupted", INTERRUPTED])
     forced.daemon = True

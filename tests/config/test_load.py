@@ -622,3 +622,72 @@ def test_two_different_chat_templates_are_an_error() -> None:
     options = "data.apply_chat_template_kwargs={chat_template: '{{ messages }} '}"
     with pytest.raises(ConfigError, match=f"set only {TEMPLATE_KEY}"):
         load(options, f"{TEMPLATE_KEY}='{{{{ messages }}}}'")
+
+
+ODD_FILE = """\
+trainer:
+  seed: many
+  nnodes: 1
+data:
+  train_batch_size: 0
+
+  unknown: 3
+foo: 1
+actor_rollout_ref.actor.ppo_epochs: x
+"""
+
+
+def problems_of(text: str, file: Path, *overrides: str) -> dict[str, str]:
+    """The messages by their first word."""
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load_config(overrides, file=file)
+    lines = str(refused.value).split("\n  - ")
+    return {line.replace("=", ":").partition(":")[0]: line for line in lines}
+
+
+def test_a_refusal_names_the_file_and_the_line_that_sets_the_option(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    unknown = problems_of(ODD_FILE, file)
+    assert f"({file} sets foo in line 8)" in " ".join(unknown.values())
+    assert f"({file} sets data.unknown in line 7)" in " ".join(unknown.values())
+    known = ODD_FILE.replace("  unknown: 3\n", "").replace("foo: 1\n", "")
+    problems = problems_of(known, file)
+    assert problems["trainer.seed"].endswith(f"({file} sets trainer.seed in line 2)")
+    assert problems["data.train_batch_size"].endswith("sets data.train_batch_size in line 5)")
+    assert problems["actor_rollout_ref.actor.ppo_epochs"].endswith("ppo_epochs in line 7)")
+
+
+def test_rules_between_options_name_the_lines_too(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    text = "actor_rollout_ref:\n  rollout:\n    n: 1\nalgorithm:\n  adv_estimator: rloo\n"
+    (problem,) = problems_of(text, file, "actor_rollout_ref.model.path=m").values()
+    assert "algorithm.adv_estimator in line 5" in problem
+    assert "actor_rollout_ref.rollout.n in line 3" in problem
+    assert problem.count(str(file)) == 1
+
+
+def test_only_the_source_that_counts_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    assert (
+        str(file) not in problems_of("trainer:\n  seed: 1\n", file, "trainer.seed=x").popitem()[1]
+    )
+    with pytest.raises(ConfigError) as refused:
+        load_config(["data.train_batch_size=0"], recipe="tiny")
+    assert ".yaml" not in str(refused.value)
+
+
+def test_values_of_defaults_and_aliases_name_the_file(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("trainer:\n  seed: x\n")
+    file = tmp_path / "job.yaml"
+    composed = problems_of("defaults: [base, _self_]\ntrainer:\n  nnodes: y\n", file)
+    assert composed["trainer.seed"].endswith(f"({file} sets trainer.seed)")
+    assert composed["trainer.nnodes"].endswith(f"({file} sets trainer.nnodes in line 3)")
+    merged = "data: &a\n  seed: x\ntrainer:\n  <<: *a\n"
+    assert "trainer.seed in line 2" in " ".join(problems_of(merged, file).values())
+
+
+def test_an_interpolation_names_the_line(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    problem = problems_of("trainer:\n  project_name: ${nothing}\n", file)
+    assert f"({file} sets trainer.project_name in line 2)" in " ".join(problem.values())

@@ -130,3 +130,10 @@ def test_range_as_text() -> None:
 
 if __name__ == "__main__":
     KEYS.write_text(listed_keys(), encoding="utf-8")
+
+
+def test_plain_trees_with_odd_sections_are_reported() -> None:
+    for odd in (5, "a", [], True):
+        _, problems = from_dict({"trainer": odd, "data": {"seed": 1}})
+        assert len(problems) == 1
+        assert problems[0].startswith("trainer: expected a section")

@@ -20,7 +20,7 @@ import pytest
 
 from slipstream.config.tree import leaves
 from slipstream.errors import CheckpointError, ConfigError
-from slipstream.metrics import tracker_mlflow
+from slipstream.metrics import loggers, tracker_mlflow, tracker_wandb
 from slipstream.metrics.loggers import (
     LOGGERS,
     LoggerContext,
@@ -619,3 +619,78 @@ def test_a_process_prints_its_locations_and_leaves_no_child_process(
     assert left == []
     written = sorted(path.name for path in folder.iterdir())
     assert written == ["trackio", "wandb"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("WANDB_MODE", "odd"),
+        ("WANDB_MODE", ""),
+        ("WANDB_BASE_URL", "http://["),
+        ("WANDB_SILENT", "maybe"),
+        ("WANDB_FINISH_TIMEOUT", "soon"),
+        ("WANDB_CONSOLE", "x" * 5000),
+        ("WANDB_TAGS", "x" * 500),
+        ("WANDB_RESUME", "5"),
+    ],
+)
+def test_odd_variables_of_wandb_are_refused_by_name(
+    tmp_path: Path, wandb: Any, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv(variable, value)
+    wandb.teardown()
+    with pytest.raises(ConfigError, match=rf"trainer\.logger=wandb: .*{variable}") as refused:
+        check_loggers(["wandb"], tmp_path)
+    assert len(str(refused.value)) < 500
+    assert "environment variable" in str(refused.value)
+
+
+def test_secrets_are_not_shown() -> None:
+    detail = {"loc": ("api_key",), "input": "secret" * 9, "msg": "no key"}
+    assert tracker_wandb._problem(detail) == "WANDB_API_KEY: no key"
+
+
+@pytest.mark.parametrize(
+    ("name", "project"),
+    [
+        ("wandb", "a/b"),
+        ("wandb", "x" * 129),
+        ("mlflow", ""),
+        ("mlflow", "x" * 501),
+        ("trackio", "x" * 5000),
+    ],
+)
+def test_projects_that_a_tracker_cannot_have_are_refused_by_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, project: str
+) -> None:
+    # These checks import the trackers for the run folder, which they cannot change later.
+    monkeypatch.setattr(loggers, "_CHECKS", {})
+    with pytest.raises(ConfigError, match=r"trainer\.project_name=.* set another"):
+        check_loggers([name], tmp_path, project)
+    check_loggers([name], tmp_path, "slipstream")
+
+
+def test_whatever_a_check_raises_names_the_logger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(folder: Path) -> None:
+        raise KeyError("HOME")
+
+    monkeypatch.setitem(loggers._CHECKS, "wandb", broken)
+    with pytest.raises(ConfigError, match=r"trainer\.logger=wandb: key 'HOME' is missing; "):
+        check_loggers(["wandb"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change", [{"id": 5}, {"step": "3"}, {"step": -2}, {"step": None}, {"id": []}]
+)
+def test_odd_values_in_the_recorded_run_are_refused(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    context = LoggerContext(run_dir=tmp_path, project_name="p", experiment_name="e", resume_step=2)
+    TrackedRun(path=tmp_path / "mlflow" / RUN_FILE, where="there", id="a", step=2).save()
+    path = tmp_path / "mlflow" / RUN_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ConfigError, match=r"run\.json .*remove it"):
+        TrackedRun.recall(context, "mlflow", where="there")
