@@ -24,6 +24,13 @@ def with_text(message: Mapping[str, Any], where: str) -> Message:
     missing or null content is "" if the message calls tools or has only reasoning. Raises
     DataError, naming `where`, for numbers and other values, and for images, audio and videos.
     """
+    calls = message.get("tool_calls")
+    listed = isinstance(calls, list | tuple) and all(isinstance(call, Mapping) for call in calls)
+    if calls is not None and not listed:
+        raise DataError(
+            f"{where}: 'tool_calls' must be a list of objects, got {shown(calls, 80)}; write them "
+            "as OpenAI's API does, or remove them"
+        )
     content: Any = message.get("content")
     # A column of a data set class may hold arrays.
     content = content.tolist() if hasattr(content, "tolist") else content

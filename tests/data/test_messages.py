@@ -75,6 +75,12 @@ def test_other_contents_are_refused_by_row(tmp_path: Path, content: Any, message
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("calls", [5, "[]", {"name": "add"}, ["add"]])
+def test_tool_calls_are_a_list_of_objects(calls: Any) -> None:
+    with pytest.raises(DataError, match=r"x: 'tool_calls' must be a list of objects"):
+        with_text({"role": "assistant", "content": "a", "tool_calls": calls}, "x")
+
+
 @pytest.mark.parametrize("field", ["tool_calls", "reasoning_content"])
 def test_a_content_may_be_missing_beside_tool_calls_or_reasoning(field: str) -> None:
     message = {"role": "assistant", field: CALL}

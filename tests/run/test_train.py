@@ -144,8 +144,9 @@ def test_rollouts_and_validations_are_recorded_per_sample(run: Path) -> None:
             assert record["step"] == step
             assert len(record["log_probs"]) == len(record["response_ids"])
             assert record["versions"] == [step - 1]
-            special = {"<eos>", "<pad>", "<unk>"}
-            words = [word for word in record["output"].split() if word not in special]
+            words = record["output"].split()
+            words = words[:-1] if record["stop_reason"] == "eos" else words
+            assert record["text"] == " ".join(words)
             assert record["score"] == pytest.approx(len(set(words)) / 8 + len(words) % 3)
     validations = records_of(run / "validation")
     assert list(validations) == ["0.jsonl", "1.jsonl", "2.jsonl"]
