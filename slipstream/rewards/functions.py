@@ -129,7 +129,8 @@ def is_program(data_source: str) -> bool:
 
 def worker_pool_of(data_source: str) -> WorkerPool | None:
     """Return the worker processes that score a data source; None if it is scored without any."""
-    if data_source == "math_verify" or data_source.removeprefix("numina_") in _NUMINA:
+    by_value = ("math_verify", "hiyouga/geometry3k", *(f"numina_{name}" for name in _NUMINA))
+    if data_source in by_value:
         return math_verified.POOL
     return reasoning_gym.POOL if data_source.startswith(reasoning_gym.PREFIX) else None
 

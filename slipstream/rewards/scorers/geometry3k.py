@@ -1,6 +1,7 @@
 r"""Scores geometry problems (Geometry3K, Lu et al. 2021).
 
-The expected response is a `<think>` block, followed by a boxed answer. The weights are verl's.
+The expected response is a `<think>` block, followed by a boxed answer. As in verl, answers are
+compared by value: `\sqrt{8}` equals `2\sqrt{2}`. The weights are verl's.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from slipstream.rewards.scorers import latex, math_verified, number
 from slipstream.rewards.scorers.boxed import last_boxed
-from slipstream.rewards.scorers.latex import same
 from slipstream.rewards.scorers.truth import text_of
 
 _FORM_WEIGHT = 0.1
@@ -32,9 +33,21 @@ def compute_score(
 ) -> float:
     """Return 0.9 for the correct answer in the last box, plus 0.1 for the correct format.
 
-    Raises ValueError if there is no ground truth.
+    Raises ValueError if there is no ground truth or it cannot be parsed, and RewardError if
+    math-verify is missing.
     """
     truth = text_of(ground_truth, "geometry3k", data_source)
+    # Fail at the first response if the library is missing, not at the first one that needs it.
+    math_verified.check_installed()
     answer = last_boxed(solution_str)
-    right = answer is not None and same(answer, truth)
+    right = answer is not None and (
+        latex.same(answer, truth) or _same_value(data_source, answer, truth)
+    )
     return (1 - _FORM_WEIGHT) * right + _FORM_WEIGHT * has_form(solution_str)
+
+
+def _same_value(data_source: str, answer: str, truth: str) -> bool:
+    """Compare by value what is not a plain number: a fraction must have its lowest terms."""
+    if number.read(answer) is not None and number.read(truth) is not None:
+        return False
+    return math_verified.compute_score(data_source, rf"\boxed{{{answer}}}", truth) == 1.0

@@ -17,7 +17,7 @@ from slipstream.rewards.scorers.truth import text_of
 _TAIL = 300
 _MARK = "#### "
 _CURRENCY = r"(?:\\?\$|[€£¥₹])"
-_STRICT = re.compile(rf"{_MARK}(?=[-+\u2212\u2013]?{_CURRENCY}* ?[-+\u2212]?\.?[0-9])")
+_STRICT = re.compile(rf"{_MARK}(?=(?:[-+\u2212\u2013] ?)?(?:{_CURRENCY} ?)*[-+\u2212]?\.?[0-9])")
 _FLEXIBLE = re.compile(rf"[-\u2212]?{_CURRENCY}?[0-9.,]+")
 _UNREADABLE = re.compile(r"-?[0-9.,$]+")
 

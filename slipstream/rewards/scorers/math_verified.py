@@ -24,6 +24,9 @@ from slipstream.rewards.scorers.boxed import last_boxed
 from slipstream.rewards.scorers.truth import text_of
 from slipstream.rewards.workers import TooMuchWorkError, WorkerPool
 
+_COMPARES = "sympy_numeric_eq"
+"""The library's function that compares two values numerically."""
+
 _DECIMALS = 6
 """Decimals to which the library compares a number with decimals: 0.333333 equals 1/3."""
 
@@ -50,9 +53,14 @@ def library() -> tuple[Callable[[str], list[Any]], Callable[[str], list[Any]], C
         raise _missing(str(error)) from error
     # The library warns about the disabled time limit.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    grader = import_module("math_verify.grader")
-    if getattr(grader.sympy_numeric_eq, "__module__", "") != __name__:
-        grader.sympy_numeric_eq = _relative(grader.sympy_numeric_eq)
+    grader: Any = import_module("math_verify.grader")
+    if not hasattr(grader, _COMPARES):
+        raise RewardError(
+            f"math_verify.grader has no {_COMPARES}, so this version of math-verify cannot compare "
+            "small numbers; run: pip install math-verify==0.9.0"
+        )
+    if getattr(grader, _COMPARES).__module__ != __name__:
+        setattr(grader, _COMPARES, _relative(getattr(grader, _COMPARES)))
     latex, plain = LatexExtractionConfig(), ExprExtractionConfig()
 
     def of_truth(text: str) -> list[Any]:

@@ -9,6 +9,25 @@ from slipstream.rewards.scorers.geometry3k import compute_score
 THOUGHT = "<think>so</think>"
 
 
+pytest.importorskip("math_verify", reason="the extra `math` is not installed")
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "right"),
+    [
+        (r"\sqrt{8}", r"2\sqrt{2}", True),
+        (r"4\sqrt{2}", r"2\sqrt{2}", False),
+        (r"x^2+2x+1", "(x+1)^2", True),
+        (r"\frac{2}{4}", r"\frac{1}{2}", False),
+        (r"\frac{10}{4}\pi", r"\frac{5}{2}\pi", True),
+        ("2.83", r"2\sqrt{2}", False),
+    ],
+)
+def test_answers_are_compared_by_value(answer: str, truth: str, right: bool) -> None:
+    score = compute_score("hiyouga/geometry3k", rf"{THOUGHT}\boxed{{{answer}}}", truth)
+    assert score == pytest.approx(1.0 if right else 0.1)
+
+
 @pytest.mark.parametrize(
     ("response", "score"),
     [

@@ -38,6 +38,8 @@ from slipstream.rewards.scorers.gsm8k import compute_score, extract_answer
         ("#### 1,000,000.00", "1000000.00", "1000000.00"),
         ("####7", None, "7"),
         ("###  7", None, "7"),
+        ("####  7", None, "7"),
+        ("#### $ 7", "7", "7"),
         ("#### \n7", None, "7"),
         (r"#### \boxed{7}", None, "7"),
         ("the answer is 42.", None, "42"),

@@ -133,6 +133,13 @@ def test_a_missing_library_names_the_extra_to_install(monkeypatch: pytest.Monkey
         math_verified.library()
 
 
+def test_another_version_of_the_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    math_verified.library.cache_clear()
+    monkeypatch.delattr("math_verify.grader.sympy_numeric_eq")
+    with pytest.raises(RewardError, match="run: pip install math-verify==0"):
+        math_verified.library()
+
+
 @pytest.mark.parametrize(
     "answer",
     [
