@@ -180,7 +180,7 @@ def measure(case: str, tokens: int, spread: float) -> dict[str, Any]:
     because it measures resident memory."""
     import anyio
 
-    from slipstream.inference.engine.memory import FreedMemory
+    from slipstream.metrics.resident import FreedMemory
     from slipstream.metrics.timers import Timers
 
     learner, digest = make_learner(case)

@@ -11,7 +11,7 @@ import contextlib
 import math
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -179,7 +179,11 @@ class Saved:
         if isinstance(kind, type) and issubclass(kind, Enum):
             known = [member.value for member in kind]
             return kind(self.value) if self.value in known else self.refuse(f"one of {known}")
-        readers = {int: lambda: self.count(least=-MOST), float: self.number, str: self.text}
+        readers: dict[Any, Callable[[], Any]] = {
+            int: lambda: self.count(least=-MOST),
+            float: self.number,
+            str: self.text,
+        }
         if kind not in readers:
             raise TypeError(f"a saved value cannot be read as {kind}")
         return readers[kind]()
@@ -205,7 +209,8 @@ class Saved:
 
     def _are_numbers(self, kind: Any) -> bool:
         """Whether this is a list of numbers of a kind. Lists of tokens are long; this is fast."""
-        kinds = {int: {int}, float: {int, float}}.get(kind)
+        known: dict[Any, set[type]] = {int: {int}, float: {int, float}}
+        kinds = known.get(kind)
         if kinds is None or not isinstance(self.value, list) or not self.value:
             return False
         # The bounds exclude infinities, and the sum excludes NaN.

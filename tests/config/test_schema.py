@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -128,12 +129,13 @@ def test_range_as_text() -> None:
     assert str(Range(low=0, above=True)) == "above 0"
 
 
-if __name__ == "__main__":
-    KEYS.write_text(listed_keys(), encoding="utf-8")
-
-
 def test_plain_trees_with_odd_sections_are_reported() -> None:
-    for odd in (5, "a", [], True):
+    odd_values: list[Any] = [5, "a", [], True]
+    for odd in odd_values:
         _, problems = from_dict({"trainer": odd, "data": {"seed": 1}})
         assert len(problems) == 1
         assert problems[0].startswith("trainer: expected a section")
+
+
+if __name__ == "__main__":
+    KEYS.write_text(listed_keys(), encoding="utf-8")

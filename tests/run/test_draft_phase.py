@@ -271,6 +271,10 @@ class Counted:
         self._data = data
         self.rounds = 0
 
+    @property
+    def drawn(self) -> int | None:
+        return 4 * self.rounds
+
     def next_round(self, stop: Callable[[], bool]) -> list[DraftSequence] | None:
         self.rounds += 1
         return None if stop() else self._data[4 * self.rounds - 4 : 4 * self.rounds]
