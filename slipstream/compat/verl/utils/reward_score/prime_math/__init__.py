@@ -32,7 +32,8 @@ def match_answer(response: str) -> tuple[bool, str]:
     """
     answer = scorer.extract_answer(response)
     found = response if answer is None else answer
-    return answer is not None and any(c.isdigit() for c in found), found
+    in_box_or_words = answer is not None and answer != response.strip()
+    return in_box_or_words and any(c.isdigit() for c in found), found
 
 
 def remove_boxed(s: str) -> str | None:
