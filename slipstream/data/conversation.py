@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 SFTTruncation = Literal["error", "left", "right"]
 
+_TURN = "assistant text"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnSpan:
@@ -248,7 +250,7 @@ def _split(
     since = 0
     for turn in turns:
         opened = _extend(text, render(turn, generation_prompt=True), turn, "generation prompt")
-        closed = _extend(opened, render(turn + 1, generation_prompt=False), turn, "assistant text")
+        closed = _extend(opened, render(turn + 1, generation_prompt=False), turn, _TURN)
         if turn_end is not None and turn < turns[-1]:
             place = closed.rfind(turn_end, len(opened))
             closed = closed if place < 0 else closed[: place + len(turn_end)]
@@ -276,13 +278,19 @@ def _extend(before: str, after: str, turn: int, what: str) -> str:
             (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b),
             min(len(before), len(after)),
         )
+        # A generation prompt may open a block of reasoning that a turn without reasoning lacks.
+        option = (
+            "data.apply_chat_template_kwargs={enable_thinking: false} if the template has this "
+            "option"
+            if what == _TURN
+            else "loss_mask 0 in all assistant messages but the last, which alone has loss then"
+        )
         raise _NotPrefixError(
             f"chat template is not prefix-preserving: with the {what} of turn {turn} the text of "
             f"the earlier turns changes at character {common} ({before[common : common + 30]!r} "
             f"becomes {after[common : common + 30]!r}). Per-turn loss masks need a template that "
             "only appends (many templates drop reasoning from earlier turns): set "
-            "actor_rollout_ref.model.custom_chat_template, or train on the last turn alone, with "
-            "loss_mask 0 in the other assistant messages"
+            f"actor_rollout_ref.model.custom_chat_template, or {option}"
         )
     return after
 
