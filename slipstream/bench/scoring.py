@@ -50,12 +50,16 @@ _ANSWERS: dict[str, tuple[Callable[[int], str], Callable[[int], Any]]] = {
     "searchR1_nq": (lambda i: f"<answer>the {i}!</answer>", lambda i: {"target": [f"The {i}"]}),
     "exact_match": (str, str),
     "math_verify": (
-        lambda i: rf"So it is $\boxed{{\frac{{{i}}}{{7}}}}$.",
-        lambda i: rf"\frac{{{2 * i}}}{{14}}",
+        lambda i: rf"So it is $\boxed{{\frac{{{i}}}{{7}}\pi}}$.",
+        lambda i: rf"\frac{{{2 * i}}}{{14}}\pi",
     ),
-    "numina_olympiads": (lambda i: rf"\boxed{{{i}.5}}", lambda i: rf"\frac{{{2 * i + 1}}}{{2}}"),
+    "numina_olympiads": (
+        lambda i: rf"\boxed{{{i}.5\pi}}",
+        lambda i: rf"\frac{{{2 * i + 1}}}{{2}}\pi",
+    ),
 }
-"""By data source: the i-th response, and its ground truth. All responses are correct."""
+"""By data source: the i-th response, and its ground truth. All responses are correct. Those of the
+last two are not plain numbers, so that the library compares them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

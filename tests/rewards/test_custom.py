@@ -131,6 +131,11 @@ async def state(prompts, trainer_state, log_metric, **columns):
     log_metric("step", trainer_state.global_step)
     return [1.0]
 
+def logs(completions, log_metric, log_extra):
+    log_metric("calls", 1)
+    log_extra("text", completions)
+    return [1.0]
+
 def no_steps(completions, trainer_state): return [trainer_state.max_steps]
 
 def environments(completions, environments, **columns): return [0.0]
@@ -153,6 +158,8 @@ def test_functions_of_trl_are_loaded(tmp_path: Path) -> None:
     assert score("state") == Score(1.0, {"step": 0.0})
     assert score("may") == Score(0.0)
     assert "set trainer.total_training_steps" in (score("no_steps").failure or "")
+    logged = Score(1.0, {"calls": 1.0}, extras={"text": "4 4 4"})
+    assert score("logs") == score("logs", PrimeRewardManager) == logged
     assert score("repetition", PrimeRewardManager) == Score(-2.0)
     assert score("overlong", PrimeRewardManager) == Score(-1.0)
 

@@ -98,7 +98,10 @@ _EXPONENT = (
     rf"(?:[eE](?P<e1>[+-]?[0-9]{{1,4}})"
     rf"|{_S}(?:\\times|\\cdot|[\u00d7\u00b7\u22c5*x]){_S}10{_S}\^{_S}(?:\{{{_S}(?P<e2>[+-]?{_S}[0-9]{{1,4}}){_S}\}}|(?P<e3>[+-]?[0-9]{{1,4}})))"
 )
-_DECIMAL = rf"(?:(?P<whole>{_WHOLE})(?P<part>\.[0-9]*)?|(?P<bare>\.[0-9]+)){_EXPONENT}?"
+_POWER = rf"10{_S}\^{_S}(?:\{{{_S}(?P<e4>[+-]?{_S}[0-9]{{1,4}}){_S}\}}|(?P<e5>[+-]?[0-9]{{1,4}}))"
+_DECIMAL = (
+    rf"(?:{_POWER}|(?:(?P<whole>{_WHOLE})(?P<part>\.[0-9]*)?|(?P<bare>\.[0-9]+)){_EXPONENT}?)"
+)
 _QUOTIENT = (
     rf"(?:(?:(?P<m1>[0-9]+)[ ~])?(?P<n1>[0-9]+){_S}/{_S}(?P<d1>[0-9]+)"
     rf"|(?:(?P<m2>[0-9]+){_S})?\\[dtc]?frac{_S}"
@@ -115,7 +118,8 @@ _PLAIN_UNIT = "|".join(
 )
 _UNIT = (
     rf"(?:\\(?:text|textrm|textbf|mathrm|mbox)\s*\{{(?P<u1>[^{{}}]*)\}}"
-    rf"|(?P<u2>{_CURRENCY}|{_PLAIN_UNIT}|°)(?![A-Za-z])|(?P<u3>\^{_S}\{{?{_S}\\circ{_S}\}}?))"
+    rf"|(?P<u2>{_CURRENCY}|{_PLAIN_UNIT})(?![A-Za-z])|(?P<u3>°|\^{_S}\{{?{_S}\\circ{_S}\}}?)"
+    rf"(?:{_S}(?:[CF]|\\(?:text|mathrm)\{{ ?[CF]\}})(?![A-Za-z]))?)"
     rf"(?:\^{_S}\{{?[23]\}}?)?"
 )
 _NUMBER = re.compile(
@@ -307,9 +311,10 @@ def _number(found: re.Match[str]) -> Number | None:
             return None
         top = sign * (int(mixed or 0) * bottom + top)
         return Number(Fraction(top, bottom), f"{top}/{bottom}", (top, bottom), percent, unit)
-    whole = re.sub(r"[^0-9]", "", part["whole"])
+    power = part["e4"] or part["e5"]
+    whole = "1" if power else re.sub(r"[^0-9]", "", part["whole"])
     decimals = (part["part"] or part["bare"])[1:]
-    exponent = int(_digits(part["e1"] or part["e2"] or part["e3"]) or 0) + scale
+    exponent = int(_digits(power or part["e1"] or part["e2"] or part["e3"]) or 0) + scale
     if abs(exponent) > _MAX_EXPONENT:
         return None
     value = sign * Fraction(int(whole + decimals)) * Fraction(10) ** (exponent - len(decimals))

@@ -63,6 +63,8 @@ def _same_number(got: str, wanted: str, tolerance: float | None) -> bool:
         return False
     if tolerance is not None:
         return (_is_float(got) or _is_float(wanted)) and near(one, other, tolerance)
+    if one == other == 0.0:
+        return _is_float(got) and _is_float(wanted)  # the sign of zero
     rounded = max(_significant(got), _significant(wanted)) in _DIGITS
     return rounded and _is_float(wanted) and near(one, other, ROUNDING)
 

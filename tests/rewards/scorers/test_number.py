@@ -56,6 +56,8 @@ from slipstream.rewards.scorers.number import equal, joined, leading, read, same
         (r"3 \times 10^{4}", 30000),
         (r"3\cdot10^4", 30000),
         ("2\u00d710^{-1}", Fraction(1, 5)),
+        ("10^{3}", 1000),
+        ("-10^{-2}", Fraction(-1, 100)),
         ("1/2", Fraction(1, 2)),
         (r"\frac12", Fraction(1, 2)),
         (r"-\dfrac{3}{4}", Fraction(-3, 4)),
@@ -74,6 +76,8 @@ from slipstream.rewards.scorers.number import equal, joined, leading, read, same
         (r"5^\circ", 5),
         (r"5^{\circ}", 5),
         ("5°", 5),
+        ("5°C", 5),
+        (r"5^\circ\text{C}", 5),
     ],
 )
 def test_read(text: str, value: Fraction | int) -> None:
@@ -97,6 +101,10 @@ def test_read(text: str, value: Fraction | int) -> None:
             "1/2/3",
             "1/0",
             "1 5/2",
+            "10^x",
+            "2^3",
+            "10^{999}",
+            "5 cm C",
             "1 0/2",
         ),
         *("--5", "5x", "5 x", "5 m", r"5\pi", "5 or 6", "5, 6", "$5$ and $6$", "(5)", "5!"),

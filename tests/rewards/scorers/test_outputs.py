@@ -22,6 +22,8 @@ PI = "3.14159265358979323846264338327950288"
         ("1 0.30000000000000004\n5", "1 0.3\n5", True, True, False),
         ("5.551115123125783e-17", "0.0", True, True, False),
         ("99.9999999999986", "100.0", True, True, False),
+        ("-0.0", "0.0", True, True, False),
+        ("-0", "0", False, False, False),
         # Another notation of the same number.
         ("0.30", "0.3", False, True, False),
         ("3e-1", "0.3", False, True, False),
