@@ -60,7 +60,11 @@ def make_critic(
     if resume is not None:
         model = load_critic(critic_folder(resume), device=device)
     elif critic.model.path is not None:
-        model = load_critic(policy_folder(Path(critic.model.path)), device=device)
+        model = load_critic(
+            policy_folder(Path(critic.model.path)),
+            device=device,
+            positions=critic.model.override_config.max_position_embeddings,
+        )
         check_critic(config, model.config, tokenizer, policy.config)
     else:
         assert isinstance(policy, Decoder), "`build.check_foreign` comes first"
@@ -123,5 +127,5 @@ def check_critic(
     )
     # Only the decoder computes critics.
     limit = replace(critic.context_limit, of_decoder=False)
-    if problem := rollout_too_long(config, limit):
+    if problem := rollout_too_long(config, limit, "critic.model"):
         raise ConfigError(f"critic.model.path={own.path}: {problem}, or start from another")

@@ -13,12 +13,13 @@ import re
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slipstream.config.load import load_config, to_yaml
 from slipstream.config.mode import Mode, resolve_mode
+from slipstream.config.notices import Warned
 from slipstream.config.schema import Config
 from slipstream.config.sources import recipe_names
 from slipstream.config.tree import options, show, to_dict
@@ -125,7 +126,7 @@ def read_overrides(command: argparse.ArgumentParser, rest: Sequence[str]) -> lis
 
 
 def note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
+    print(f"{'WARNING' if isinstance(text, Warned) else 'note'}: {text}", file=sys.stderr)
 
 
 def _source(args: argparse.Namespace) -> tuple[str | None, Path | None]:
@@ -156,16 +157,33 @@ def config_from(
     *,
     file: Path | None = None,
     complete: bool = True,
+    verl: bool = False,
 ) -> Config:
     """Return the configuration for parsed flags and overrides.
 
-    If the flags name no source, `file` is the source. Notices are printed to standard error. Raises
+    If the flags name no source, `file` is the source. Notices are printed to standard error. With
+    `verl`, the settings are written for VERL or FastRL, and must ask for a training. Raises
     ConfigError like `load_config`.
     """
     recipe, named = _source(args)
     if recipe is None and named is None:
         named = file
-    return load_config(overrides, recipe=recipe, file=named, notify=note, complete=complete)
+    return load_config(
+        overrides,
+        recipe=recipe,
+        file=named,
+        notify=note,
+        complete=complete,
+        verl=verl,
+        rules=_mode_problems if verl else None,
+    )
+
+
+def _mode_problems(config: Config) -> Iterator[str]:
+    try:
+        resolve_mode(config)
+    except ConfigError as error:
+        yield str(error)
 
 
 def program() -> str:
@@ -274,7 +292,7 @@ def launch_training(
     overrides = read_overrides(command, rest)
 
     def run() -> int:
-        config = config_from(args, overrides)
+        config = config_from(args, overrides, verl=True)
         _note_defaults(config, overrides, system, system_defaults)
         if args.cfg:
             print_settings(config)

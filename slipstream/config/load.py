@@ -11,12 +11,16 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slipstream.config import aliases
 from slipstream.config.hardware import Hardware, detect_hardware
+from slipstream.config.interpolate import resolve_in_sources
+from slipstream.config.notices import Notices
+from slipstream.config.rules import WithoutEffect
 from slipstream.config.schema import Config
 from slipstream.config.sources import (
     Assignment,
@@ -30,6 +34,9 @@ from slipstream.config.suggest import unknown_key
 from slipstream.config.tree import Option, example, from_dict, leaves, options, show, to_dict
 from slipstream.config.validate import validate
 from slipstream.config.validate_algorithm import NEEDS_CRITIC
+from slipstream.config.verl_combined import COMBINED, apply_combined
+from slipstream.config.verl_defaults import is_default
+from slipstream.config.verl_keys import REFUSED_VALUES
 from slipstream.errors import ConfigError
 from slipstream.reading import reading, shown, shown_path, value_problem
 
@@ -39,6 +46,8 @@ CONFIG_FILE = "config.yaml"
 _PATHS = re.compile(r"(path|dir|files?|tokenizer|external_lib|python|experiment_name)$")
 """The keys of options whose values become names of files."""
 _INDEX = re.compile(r"[0-9]{1,4}")
+_MISSING = "???"
+"""OmegaConf's value of an option that must be set, which is not set yet."""
 
 RESUMABLE_KEYS = frozenset(
     {
@@ -106,19 +115,26 @@ def _free_form_above(key: str) -> Option | None:
 class _Tree:
     """The plain tree under construction, with the notices and problems of its assignments.
 
-    `assigned` holds the keys that a source has set.
+    `assigned` holds the keys that a source has set. `verl` is true if the sources are written for
+    VERL or FastRL.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, verl: bool) -> None:
         self.values = to_dict(Config())
-        self.notices: dict[str, None] = {}
+        self.notices = Notices()
         self.problems: list[str] = []
         self.to_compare: list[aliases.Rewritten] = []
         self.assigned: set[str] = set()
+        self.in_files: set[str] = set()
+        self.mistyped: set[str] = set()
+        self.combined: dict[str, Any] = {}
+        self.verl = verl
 
     def apply(self, assignment: Assignment) -> None:
         """Set or delete one key, and record notices and problems."""
         key = assignment.key
+        if assignment.value == _MISSING:
+            return
         if problem := value_problem([key, assignment.value], setting=True):
             self.problems.append(
                 f"{shown_path(key)}: {problem}; set it to a value that can be used, such as "
@@ -128,19 +144,53 @@ class _Tree:
         if problem := _path_problem(key, assignment.value):
             self.problems.append(problem)
             return
+        if key in COMBINED:
+            self.combined[key] = assignment.value
+            return
         inside = _free_form_above(key) is not None and key not in aliases.RENAMED
         known = key in options() or inside
         if assignment.delete:
             self._delete(key)
             return
-        rewritten = aliases.rewrite(key, assignment.value, known=known)
-        self.notices.update(dict.fromkeys(rewritten.notices))
+        rewritten = aliases.rewrite(key, assignment.value, known=known, verl=self.verl)
+        in_file = assignment.in_file
+        if rewritten.alias is not None and self._adds_nothing(rewritten, assignment):
+            return
+        self.notices.warn(rewritten.warnings)
+        # A composed configuration of VERL has its defaults, also under names that differ from ours.
+        unset = in_file and is_default(key, assignment.value)
+        self.notices.add(() if unset else rewritten.notices, in_file=in_file)
+        if rewritten.alias is not None and not unset:
+            assert rewritten.key is not None
+            self.notices.alias(rewritten.alias, rewritten.key, in_file=in_file)
+        if rewritten.inert and not (in_file and assignment.interpolated):
+            self.notices.inert(key, rewritten.inert, in_file=in_file)
         if rewritten.unless_equal is not None:
             self.to_compare.append(rewritten)
         elif rewritten.problem is not None:
             self.problems.append(rewritten.problem)
-        if rewritten.key is not None:
+        if rewritten.key is not None and not self._is_unset(rewritten.key, rewritten.value):
             self._set(rewritten.key, rewritten.value)
+            (self.in_files.add if in_file else self.in_files.discard)(rewritten.key)
+
+    def _adds_nothing(self, rewritten: aliases.Rewritten, assignment: Assignment) -> bool:
+        """Return whether an alias has VERL's default, so that it must not replace a setting.
+
+        A composed configuration of VERL has old and new spellings of a setting. The one that nobody
+        has set has the default. On the command line, every spelling is set by the user.
+        """
+        assert rewritten.key is not None
+        option = options().get(rewritten.key)
+        if rewritten.value is None and option is not None and not option.nullable:
+            return True
+        default = is_default(assignment.key, assignment.value)
+        return assignment.in_file and default and rewritten.key in self.assigned
+
+    def _is_unset(self, key: str, value: Any) -> bool:
+        """Return whether a configuration of VERL leaves our key to another spelling of it."""
+        option = options().get(key)
+        unset = value is None and option is not None and not option.nullable
+        return self.verl and unset and is_default(key, None)
 
     def _section(self, key: str) -> tuple[dict[str, Any], str]:
         """Return the dictionary that contains `key`, and the last name of `key`.
@@ -230,6 +280,13 @@ class _Tree:
             final = _at(self.values, rewritten.unless_equal)
             if rewritten.problem is not None and final != rewritten.value:
                 self.problems.append(rewritten.problem)
+        for message, problem in apply_combined(
+            self.combined, lambda key: _at(self.values, key), self._set
+        ):
+            if problem:
+                self.problems.append(message)
+            else:
+                self.notices.add([message])
         self._without_critic()
         self._without_reward_model()
         self._micro_batches()
@@ -242,12 +299,18 @@ class _Tree:
             defaults = to_dict(Config())
             for key in sorted(self.assigned - {"critic.enable"}):
                 if key.startswith("critic.") and _at(self.values, key) != _at(defaults, key):
-                    self.notices[f"{key} has no effect: no critic is trained"] = None
+                    self._unused(key, "no critic is trained")
 
     def _without_reward_model(self) -> None:
         rewards = self.values["reward_model"]
         if not rewards["enable"] and rewards["model"]["path"] is not None:
-            self.notices["reward_model.model.path has no effect: reward_model.enable=false"] = None
+            self._unused("reward_model.model.path", "reward_model.enable=false")
+
+    def _unused(self, key: str, reason: str) -> None:
+        """Add a notice that our key has no effect, unless it has VERL's default."""
+        value = _at(self.values, key)
+        if not (self.verl and (is_default(key, value) or _is_interpolation(value))):
+            self.notices.inert(key, reason, in_file=key in self.in_files)
 
     def _micro_batches(self) -> None:
         """Turn off dynamic batching if a micro-batch size is set, as in VERL."""
@@ -258,9 +321,9 @@ class _Tree:
             return
         if dynamic not in self.assigned:
             settings["use_dynamic_bsz"] = False
-            self.notices[f"{size} is set, so {dynamic}=false"] = None
+            self.notices.add([f"{size} is set, so {dynamic}=false"])
         elif settings["use_dynamic_bsz"] is True:
-            self.notices[f"{size} has no effect: {dynamic}=true limits tokens instead"] = None
+            self.notices.inert(size, f"{dynamic}=true limits tokens instead")
 
 
 def _path_problem(key: str, value: Any) -> str | None:
@@ -284,23 +347,33 @@ def _merge(target: dict[str, Any], values: dict[str, Any]) -> None:
             target[key] = value
 
 
-def _resolve(values: dict[str, Any]) -> dict[str, Any]:
-    """Replace each interpolation `${key}` by the value of the option `key`."""
+def _resolve(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Replace each interpolation `${key}` by the value of the option `key`.
+
+    Returns the values, and a problem by key. An option with a problem gets its default.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     remedy = "an interpolation must name another option, such as ${trainer.seed}"
-    with reading(_with_interpolation(values), ConfigError, remedy):
-        try:
-            resolved = OmegaConf.to_container(
-                OmegaConf.create(values), resolve=True, throw_on_missing=True
-            )
-        except OmegaConfBaseException as error:
-            where = getattr(error, "full_key", None) or "configuration"
-            first = str(error).splitlines()[0]
-            raise ConfigError(f"{where}: {first}; {remedy}") from error
-    assert isinstance(resolved, dict)
-    return {str(key): value for key, value in resolved.items()}
+    problems: dict[str, str] = {}
+    while True:
+        with reading(_with_interpolation(values), ConfigError, remedy):
+            try:
+                resolved = OmegaConf.to_container(
+                    OmegaConf.create(values), resolve=True, throw_on_missing=True
+                )
+            except OmegaConfBaseException as error:
+                key = str(getattr(error, "full_key", None) or "configuration")
+                first = str(error).splitlines()[0]
+                if key in problems or key not in options():
+                    raise ConfigError(f"{key}: {first}; {remedy}") from error
+                problems[key] = f"{key}: {first}; {remedy}"
+                section, _, name = key.rpartition(".")
+                _at(values, section)[name] = options()[key].default
+                continue
+        assert isinstance(resolved, dict)
+        return {str(key): value for key, value in resolved.items()}, problems
 
 
 def _with_interpolation(values: Mapping[str, Any]) -> str:
@@ -318,6 +391,9 @@ def load_config(
     hardware: Hardware | None = None,
     notify: Callable[[str], None] | None = None,
     complete: bool = True,
+    verl: bool = False,
+    sections: Sequence[str] = (),
+    rules: Callable[[Config], Iterable[str]] | None = None,
 ) -> Config:
     """Compose, check and freeze a configuration.
 
@@ -326,6 +402,11 @@ def load_config(
     once for each notice, such as an alias or a key without effect; by default notices are logged.
     `complete=False` accepts a configuration without a model, to show it or to evaluate a
     checkpoint.
+
+    `verl` is true if the settings are written for VERL or FastRL. Then the built-in engine replaces
+    an external one, with a warning, and an option without effect because of another one is a
+    notice. Otherwise both are problems. `sections` limits the rules between options to those that
+    are about these sections, for callers that use nothing else. `rules` yields further problems.
 
     Raises ConfigError for unknown keys, wrong types, and impossible values or combinations. The
     message contains all problems found, with remedies.
@@ -337,24 +418,56 @@ def load_config(
     source = file if file is not None else recipe_file(recipe or "default")
     parsed = parse_overrides(overrides)
     from_file, parsed = file_assignments(source, parsed)
-    tree = _Tree()
+    tree = _Tree(verl)
     from_values = flatten("", values or {}, "the configuration")
-    for assignment in [*from_file, *from_values, *override_assignments(parsed)]:
+    in_files = [replace(one, in_file=True) for one in (*from_file, *from_values)]
+    assignments = [*in_files, *override_assignments(parsed)]
+    for assignment in resolve_in_sources(assignments) if verl else assignments:
         tree.apply(assignment)
     tree.imply()
-    _send_notices(tree.notices, notify)
-    raise_problems(tree.problems)
-    values = _resolve(tree.values)
+    try:
+        config, problems = _checked(tree)
+        broken = validate(config, hardware or detect_hardware(), complete=complete)
+        problems += _of_rules(broken, tree, sections)
+        problems += [] if rules is None else rules(config)
+    finally:
+        _send_notices(tree.notices.lines(), notify)
+    raise_problems(problems)
+    return config
+
+
+def _checked(tree: _Tree) -> tuple[Config, list[str]]:
+    """Return the typed tree, and the problems of its assignments and types."""
+    try:
+        values, unresolved = _resolve(tree.values)
+    except ConfigError as error:
+        raise_problems([*tree.problems, str(error)])
+        raise
     config, mismatches = from_dict(values)
-    refused = {key: aliases.refused_value(key, _at(values, key)) for key in aliases.REFUSED_VALUES}
-    problems = [message for message in refused.values() if message is not None]
+    refused = {key: aliases.refused_value(key, _at(values, key)) for key in REFUSED_VALUES}
+    problems = [*tree.problems, *unresolved.values()]
+    problems += [message for message in refused.values() if message is not None]
     # A refused value also has the wrong type. Only the more helpful message is reported.
     explained = tuple(f"{key}:" for key, message in refused.items() if message is not None)
     problems += [message for message in mismatches if not message.startswith(explained)]
-    if not mismatches:
-        problems += validate(config, hardware or detect_hardware(), complete=complete)
-    raise_problems(problems)
-    return config
+    tree.mistyped = {message.partition(":")[0] for message in mismatches} | unresolved.keys()
+    return config, problems
+
+
+def _of_rules(broken: Iterable[str], tree: _Tree, sections: Sequence[str]) -> Iterator[str]:
+    """Yield the problems among messages of broken rules. The others become notices.
+
+    A rule about an option of the wrong type is skipped, because the option has its default.
+    """
+    for message in broken:
+        if any(key in message for key in tree.mistyped):
+            continue
+        if sections and not message.startswith(tuple(sections)):
+            continue
+        if tree.verl and isinstance(message, WithoutEffect):
+            tree.notices.add([message.partition(";")[0]])
+        else:
+            yield message
 
 
 def _at(values: dict[str, Any], key: str) -> Any:
@@ -362,6 +475,10 @@ def _at(values: dict[str, Any], key: str) -> Any:
     for part in key.split("."):
         node = node[part]
     return node
+
+
+def _is_interpolation(value: Any) -> bool:
+    return isinstance(value, str) and "${" in value
 
 
 def _send_notices(notices: Iterable[str], notify: Callable[[str], None] | None) -> None:

@@ -80,6 +80,14 @@ class ModelInitSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OverrideConfigSection:
+    """Values that replace those in the `config.json` of the checkpoint at `path`."""
+
+    max_position_embeddings: PositiveInt | None = None
+    """Longest sequence, prompt and response together; null: the checkpoint's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
     """The policy: a checkpoint folder, or a random initialization."""
 
@@ -114,6 +122,8 @@ class ModelSection:
     lora_adapter_path: str | None = None
     """Adapter to continue training: a folder in peft's format for the model at `path`, a run, or a
     checkpoint. Its own configuration then sets rank, alpha and layers."""
+    override_config: OverrideConfigSection = field(default_factory=OverrideConfigSection)
+    """Values that replace those in the `config.json` of the checkpoint at `path`."""
     init: ModelInitSection | None = None
     """Architecture to initialize at random instead of loading `path`."""
 

@@ -42,12 +42,18 @@ _PLAIN_VALUE = "set the option to a number, a text, a list or a mapping, such as
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Set `key` to `value`, or delete it. `origin` names the source in error messages."""
+    """Set `key` to `value`, or delete it. `origin` names the source in error messages.
+
+    `in_file` is true if the source is a file or a mapping, and false for the command line.
+    `interpolated` is true if `value` was an interpolation.
+    """
 
     key: str
     value: Any
     origin: str
     delete: bool = False
+    in_file: bool = False
+    interpolated: bool = False
 
 
 def recipe_names() -> list[str]:

@@ -429,10 +429,15 @@ def check_rl(run: Run, start: Path | None) -> None:
         check_cotraining(config, policy, steps)
     if (path := config.actor_rollout_ref.ref.path) is not None:
         folder = policy_folder(Path(path))
-        reference = policy_config(folder, config.actor_rollout_ref.model.implementation)
+        model = config.actor_rollout_ref.model
+        reference = policy_config(
+            folder, model.implementation, positions=model.override_config.max_position_embeddings
+        )
         check_reference(config, reference, policy, folder, run.tokenizer)
     if (path := config.critic.model.path) is not None and wants_critic(config):
-        check_critic(config, load_config(policy_folder(Path(path))), run.tokenizer, policy)
+        positions = config.critic.model.override_config.max_position_embeddings
+        critic = load_config(policy_folder(Path(path)), positions=positions)
+        check_critic(config, critic, run.tokenizer, policy)
 
 
 def result_of_sft(run: Run) -> Path | None:

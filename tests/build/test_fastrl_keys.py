@@ -343,11 +343,6 @@ REFUSED: dict[str, tuple[str, str, str]] = {
         "enable_step_barrier=true",
         "set it to false",
     ),
-    "train.ulysses_sequence_parallel_size": (
-        "train.ulysses_sequence_parallel_size=2",
-        "sequence parallelism is not supported",
-        "set it to 1",
-    ),
     "train.optim.total_training_steps": (
         "train.optim.total_training_steps=800000",
         "trainer.total_training_steps",

@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from slipstream.config.aliases import ONLY_NEUTRAL, REFUSED_VALUES, RENAMED
+from slipstream.config.aliases import RENAMED
 from slipstream.config.tree import options, show
+from slipstream.config.verl_keys import ONLY_NEUTRAL, REFUSED_VALUES
 from tests.build.test_fastrl_keys import KEYS, REFUSED
 from tests.docs.pages import DOCS
 
