@@ -181,9 +181,16 @@ def _new_value(key: str, value: Any) -> tuple[Any, list[str]]:
     return one(value), notices
 
 
-def is_alias(key: str) -> bool:
-    """Return whether `key` is another spelling of one of our keys."""
-    return _new_key(key) is not None
+def ours(key: str) -> str | None:
+    """Return our spelling of `key` if it is an alias; None if it is not."""
+    renamed = _new_key(key)
+    return None if renamed is None else renamed.removesuffix(".0").removesuffix(".1")
+
+
+def knows(key: str) -> bool:
+    """Return whether `key` is accepted although the schema does not have it."""
+    tables = (ONLY_NEUTRAL, WITHOUT_EFFECT)
+    return _new_key(key) is not None or any(find(key, table) is not None for table in tables)
 
 
 def refers_to(value: Any, key: str) -> bool:

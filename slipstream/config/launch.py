@@ -17,17 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.config.bases import BASES
 from slipstream.config.load import load_config, to_yaml
 from slipstream.config.mode import Mode, resolve_mode
 from slipstream.config.notices import Warned
 from slipstream.config.schema import Config
 from slipstream.config.sources import recipe_names
-from slipstream.config.tree import options, show, to_dict
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.reading import reason, shown, shown_path
-
-VERL_CONFIG_NAMES = ("ppo_trainer", "fastrl_trainer")
-"""Config names of VERL and FastRL that correspond to the recipe `default`."""
 
 EXIT_CODES = """\
 exit codes:
@@ -66,7 +63,13 @@ def add_source_flags(command: argparse.ArgumentParser, *, show_flag: bool = True
     )
     group.add_argument("--config", metavar="FILE", type=Path, help="your own settings in YAML")
     group.add_argument(
-        "--config-path", "-cp", metavar="DIR", type=Path, help="folder with the --config-name file"
+        "--config-path",
+        "-cp",
+        "--config-dir",
+        "-cd",
+        metavar="DIR",
+        type=Path,
+        help="folder with the --config-name file",
     )
     group.add_argument(
         "--config-name",
@@ -138,14 +141,16 @@ def _source(args: argparse.Namespace) -> tuple[str | None, Path | None]:
             f"{' and '.join(present)} cannot be combined, because each selects the settings to "
             "start from; pass only one of them"
         )
+    name = None if args.config_name is None else args.config_name.removesuffix(".yaml")
     if args.config_path is not None:
         if args.config_name is None:
             raise ConfigError(
                 f"--config-path {args.config_path} needs a file name; add --config-name NAME"
             )
-        folder: Path = args.config_path
-        return None, folder / f"{args.config_name.removesuffix('.yaml')}.yaml"
-    if args.config_name in VERL_CONFIG_NAMES:
+        file: Path = args.config_path / f"{name}.yaml"
+        if name not in BASES or file.is_file():
+            return None, file
+    if name in BASES:
         note(f"--config-name {args.config_name} selects --recipe default")
         return "default", None
     return args.recipe or args.config_name, args.config
@@ -158,12 +163,13 @@ def config_from(
     file: Path | None = None,
     complete: bool = True,
     verl: bool = False,
+    defaults: tuple[str, Mapping[str, Any]] | None = None,
 ) -> Config:
     """Return the configuration for parsed flags and overrides.
 
     If the flags name no source, `file` is the source. Notices are printed to standard error. With
-    `verl`, the settings are written for VERL or FastRL, and must ask for a training. Raises
-    ConfigError like `load_config`.
+    `verl`, the settings are written for VERL or FastRL, and must ask for a training. `defaults` is
+    as in `load_config`. Raises ConfigError like it.
     """
     recipe, named = _source(args)
     if recipe is None and named is None:
@@ -176,6 +182,7 @@ def config_from(
         complete=complete,
         verl=verl,
         rules=_mode_problems if verl else None,
+        defaults=defaults,
     )
 
 
@@ -292,8 +299,7 @@ def launch_training(
     overrides = read_overrides(command, rest)
 
     def run() -> int:
-        config = config_from(args, overrides, verl=True)
-        _note_defaults(config, overrides, system, system_defaults)
+        config = config_from(args, overrides, verl=True, defaults=(system, system_defaults))
         if args.cfg:
             print_settings(config)
             return 0
@@ -301,18 +307,3 @@ def launch_training(
         return work(config, resolve_mode(config))
 
     return exit_status(run, debug=args.debug)
-
-
-def _note_defaults(
-    config: Config, overrides: Sequence[str], system: str, system_defaults: Mapping[str, Any]
-) -> None:
-    assigned = {text.lstrip("+").partition("=")[0] for text in overrides}
-    differing: list[str] = []
-    for key, theirs in system_defaults.items():
-        ours: Any = to_dict(config)
-        for part in key.split("."):
-            ours = ours[part]
-        if key not in assigned and ours == options()[key].default and ours != theirs:
-            differing.append(f"{key}={show(ours)} ({system}: {show(theirs)})")
-    if differing:
-        note(f"defaults that differ from {system}: {', '.join(differing)}")

@@ -149,6 +149,9 @@ class _Tree:
             return
         inside = _free_form_above(key) is not None and key not in aliases.RENAMED
         known = key in options() or inside
+        if assignment.delete and self.verl:
+            self._reset(key)
+            return
         if assignment.delete:
             self._delete(key)
             return
@@ -254,6 +257,20 @@ class _Tree:
             return
         # A list of the settings' source is not changed in place.
         node[name] = [*items[:index], value, *items[index + 1 :]]
+
+    def _reset(self, key: str) -> None:
+        """Delete a key on a line of VERL, where the default then applies."""
+        ours = aliases.ours(key) or key
+        option = options().get(ours)
+        if option is not None and option.section is None:
+            self._set(ours, option.default)
+        elif option is not None and option.section is not None:
+            node, name = self._section(ours)
+            node[name] = to_dict(option.default)
+        elif _free_form_above(ours) is not None:
+            self._delete(ours)
+        elif not (aliases.knows(key) or aliases.knows(f"{key}.x")):
+            self.problems.append(unknown_key(key))
 
     def _delete(self, key: str) -> None:
         if _free_form_above(key) is None:
@@ -394,6 +411,7 @@ def load_config(
     verl: bool = False,
     sections: Sequence[str] = (),
     rules: Callable[[Config], Iterable[str]] | None = None,
+    defaults: tuple[str, Mapping[str, Any]] | None = None,
 ) -> Config:
     """Compose, check and freeze a configuration.
 
@@ -407,6 +425,8 @@ def load_config(
     an external one, with a warning, and an option without effect because of another one is a
     notice. Otherwise both are problems. `sections` limits the rules between options to those that
     are about these sections, for callers that use nothing else. `rules` yields further problems.
+    `defaults` is the name of another system and its defaults by key. A notice lists the keys that
+    no source sets and whose defaults differ.
 
     Raises ConfigError for unknown keys, wrong types, and impossible values or combinations. The
     message contains all problems found, with remedies.
@@ -421,7 +441,7 @@ def load_config(
     tree = _Tree(verl)
     from_values = flatten("", values or {}, "the configuration")
     in_files = [replace(one, in_file=True) for one in (*from_file, *from_values)]
-    assignments = [*in_files, *override_assignments(parsed)]
+    assignments = [*in_files, *override_assignments(parsed, verl=verl)]
     for assignment in resolve_in_sources(assignments) if verl else assignments:
         tree.apply(assignment)
     tree.imply()
@@ -430,6 +450,8 @@ def load_config(
         broken = validate(config, hardware or detect_hardware(), complete=complete)
         problems += _of_rules(broken, tree, sections)
         problems += [] if rules is None else rules(config)
+        if defaults is not None:
+            tree.notices.add(_other_defaults(tree, *defaults))
     finally:
         _send_notices(tree.notices.lines(), notify)
     raise_problems(problems)
@@ -452,6 +474,17 @@ def _checked(tree: _Tree) -> tuple[Config, list[str]]:
     problems += [message for message in mismatches if not message.startswith(explained)]
     tree.mistyped = {message.partition(":")[0] for message in mismatches} | unresolved.keys()
     return config, problems
+
+
+def _other_defaults(tree: _Tree, system: str, defaults: Mapping[str, Any]) -> Iterator[str]:
+    ours = {key: options()[key].default for key in defaults}
+    differing = [
+        f"{key}={show(ours[key])} ({system}: {show(theirs)})"
+        for key, theirs in defaults.items()
+        if key not in tree.assigned and ours[key] != theirs
+    ]
+    if differing:
+        yield f"defaults that differ from {system}: {', '.join(differing)}"
 
 
 def _of_rules(broken: Iterable[str], tree: _Tree, sections: Sequence[str]) -> Iterator[str]:

@@ -69,6 +69,7 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "*.torchtitan.*",
         "*.automodel.*",
         "model_engine",
+        "*@*",
     ),
     "it tunes an external serving engine, but the run uses a built-in engine": (
         f"{_ROLLOUT}.enable_chunked_prefill",
