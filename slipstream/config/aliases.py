@@ -47,10 +47,13 @@ RENAMED: dict[str, str] = {
     "reward.reward_model.enable": "reward_model.enable",
     "reward.reward_model.model_path": "reward_model.model.path",
     "reward.reward_model.model.path": "reward_model.model.path",
+    "reward_model.model_path": "reward_model.model.path",
+    "reward_model.sandbox_fusion_url": "reward_model.sandbox_fusion.url",
     "reward.sandbox_fusion": "reward_model.sandbox_fusion",
     "reward_manager.name": "reward_model.reward_manager",
     "reward_model.micro_batch_size": "reward_model.micro_batch_size_per_gpu",
     "reward_model.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "custom_reward_function.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
     "reward.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
     "sandbox_fusion": "reward_model.sandbox_fusion",
     "algorithm.rollout_correction.use_policy_gradient": "algorithm.rollout_correction.loss_type",
@@ -67,6 +70,7 @@ RENAMED: dict[str, str] = {
     "critic.optim.min_lr_factor": "critic.optim.min_lr_ratio",
     f"{_ACTOR}.optim.lr_decay_style": f"{_ACTOR}.optim.lr_scheduler_type",
     f"{_ACTOR}.optim.override_optimizer_config.eps": f"{_ACTOR}.optim.eps",
+    f"{_ACTOR}.use_token_level_loss": f"{_ACTOR}.loss_agg_mode",
     f"{_ACTOR}.ppo_micro_batch_size": f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
     "critic.ppo_micro_batch_size": "critic.ppo_micro_batch_size_per_gpu",
     "critic.optim.beta1": "critic.optim.betas.0",
@@ -99,6 +103,8 @@ RENAMED: dict[str, str] = {
 RENAMED_VALUES: dict[str, dict[Any, Any]] = {
     # Older versions of Slipstream called the strategy `single`, without several processes.
     f"{_ACTOR}.strategy": {"fsdp": "fsdp2", "single": "fsdp2"},
+    # The first DAPO recipe has use_token_level_loss, true or false.
+    f"{_ACTOR}.loss_agg_mode": {True: "token-mean", False: "seq-mean-token-mean"},
     f"{_ACTOR}.policy_loss.loss_mode": {"ppo": "vanilla", "grpo": "vanilla"},
     "algorithm.adv_estimator": {
         "reinforce++": "reinforce_plus_plus",
@@ -228,7 +234,7 @@ def rewrite(key: str, value: Any, *, known: bool, verl: bool = False) -> Rewritt
 
 def _not_ours(key: str, value: Any) -> Rewritten:
     """Translate an assignment of a key that is neither in the schema nor an alias."""
-    neutral = find(key, ONLY_NEUTRAL)
+    neutral = None if key in WITHOUT_EFFECT else find(key, ONLY_NEUTRAL)
     if neutral is not None:
         allowed = any(_same_value(value, one) for one in neutral.values)
         if allowed or (neutral.same_as is not None and refers_to(value, neutral.same_as)):

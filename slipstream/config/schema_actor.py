@@ -112,8 +112,8 @@ class ModelSection:
     lora_rank: NonNegativeInt = 0
     """Rank of a LoRA adapter to train while the base weights stay fixed; 0: train all weights. SFT
     and RL each train their own adapter, on the weights that they start from."""
-    lora_alpha: PositiveFloat = 16.0
-    """The adapter's output is multiplied by `lora_alpha / lora_rank`."""
+    lora_alpha: NonNegativeFloat = 16.0
+    """The adapter's output is multiplied by `lora_alpha / lora_rank`; above 0 with an adapter."""
     target_modules: tuple[str, ...] = ("all-linear",)
     """Linear layers with an adapter (`q_proj`, or the end of a dotted name); `all-linear`: all
     except the LM head."""

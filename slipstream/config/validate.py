@@ -504,6 +504,11 @@ def _lora(model: ModelSection) -> Iterator[str]:
             f"{_MODEL}.target_modules is empty with {_MODEL}.lora_rank={model.lora_rank}; set "
             f"{_MODEL}.target_modules=all-linear"
         )
+    if model.lora_rank and model.lora_alpha == 0:
+        yield (
+            f"{_MODEL}.lora_alpha=0 multiplies the adapter's output by 0; set "
+            f"{_MODEL}.lora_alpha={model.lora_rank}"
+        )
     names: tuple[str, ...] = ("target_modules", "exclude_modules")
     if model.lora_adapter_path is not None:
         # Rank and alpha are compared with the adapter's when it is read (`add_adapter`).
@@ -516,7 +521,8 @@ def _lora(model: ModelSection) -> Iterator[str]:
         return
     for name in names:
         value, default = getattr(model, name), getattr(defaults, name)
-        if value != default:
+        # Scripts for VERL switch LoRA off with lora_rank=0 lora_alpha=0.
+        if value not in (default, 0):
             yield WithoutEffect(
                 f"{_MODEL}.{name}={show(value)} has no effect with {reason}; set {remedy} or "
                 f"{_MODEL}.{name}={show(default)}"

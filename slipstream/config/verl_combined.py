@@ -20,7 +20,9 @@ GEN_BATCH = "data.gen_batch_size"
 TIS_CAP = f"{_ACTOR}.tis_imp_ratio_cap"
 LORA_RANK, LORA_ALPHA = f"{_MODEL}.lora.rank", f"{_MODEL}.lora.alpha"
 
-COMBINED = (GEN_BATCH, TIS_CAP, LORA_RANK, LORA_ALPHA)
+MIN_LR = (f"{_ACTOR}.optim.min_lr", "critic.optim.min_lr")
+
+COMBINED = (GEN_BATCH, TIS_CAP, LORA_RANK, LORA_ALPHA, *MIN_LR)
 """Keys that this module translates."""
 
 Get = Callable[[str], Any]
@@ -35,6 +37,8 @@ def apply_combined(given: Mapping[str, Any], get: Get, set_: Set) -> Iterator[tu
     yield from _gen_batch(given.get(GEN_BATCH), get, set_)
     yield from _tis(given.get(TIS_CAP), get, set_)
     yield from _lora(given, get, set_)
+    for key in MIN_LR:
+        yield from _min_lr(key, given.get(key), get, set_)
     yield from _overlong(get)
 
 
@@ -95,6 +99,20 @@ def _lora(given: Mapping[str, Any], get: Get, set_: Set) -> Iterator[tuple[str, 
     if (alpha := given.get(LORA_ALPHA)) is not None:
         set_(f"{_MODEL}.lora_alpha", alpha)
     yield f"{LORA_RANK} and {LORA_ALPHA} are aliases of {_MODEL}.lora_rank and lora_alpha", False
+
+
+def _min_lr(key: str, least: Any, get: Get, set_: Set) -> Iterator[tuple[str, bool]]:
+    """Translate Megatron's least learning rate to a share of the peak."""
+    section = key.removesuffix(".min_lr")
+    peak = get(f"{section}.lr")
+    if least is None or least == 0:
+        return
+    numbers = all(isinstance(n, int | float) and not isinstance(n, bool) for n in (least, peak))
+    if not numbers or not 0 <= least <= peak:
+        yield f"{key}={show(least)}: set it to a number from 0 to {section}.lr={show(peak)}", True
+        return
+    set_(f"{section}.min_lr_ratio", least / peak)
+    yield f"{key}={show(least)} is an alias of {section}.min_lr_ratio={least / peak:g}", False
 
 
 def _overlong(get: Get) -> Iterator[tuple[str, bool]]:

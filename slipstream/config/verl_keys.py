@@ -99,11 +99,9 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     ),
     "external profilers can be attached": (
         "*.profiler.*",
-        "*.profile",
-        "*.profile.*",
+        "*.profile_*",
+        "profile.*",
         "global_profiler.*",
-        "trainer.profile_steps",
-        "trainer.profile_continuous_steps",
         "trainer.npu_profile.*",
         "trainer.*_nsight_options.*",
     ),
@@ -221,6 +219,7 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "reward_model.model.fsdp_config.*",
         "reward_model.model.override_config*",
         "reward_model.rollout.*",
+        "reward_model.inference.*",
         "reward.reward_model.enable_resource_pool",
         "reward.reward_model.n_gpus_per_node",
         "reward.reward_model.nnodes",
@@ -339,6 +338,7 @@ _MANAGER_FILE = _off(
 _CONFIG_OF_CHECKPOINT = _off(
     "the configuration is always that of the checkpoint; set it to null, and edit its config.json"
 )
+_NO_DROPOUT = Neutral((0, None), "models are trained without dropout; set it to 0")
 _REPLAY = Neutral(("disabled", None), "routing replay of MoE models is not supported; set disabled")
 _SKIP = _off("replaying recorded rollouts is not supported; set it to false")
 
@@ -365,6 +365,12 @@ ONLY_NEUTRAL: dict[str, Neutral] = {
         (None,),
         f"actor and critic share {_ACTOR}.loss_scale_factor; set it to null",
         same_as=f"{_ACTOR}.loss_scale_factor",
+    ),
+    f"{_MODEL}.override_config.*dropout*": _NO_DROPOUT,
+    f"{_MODEL}.override_config.*_pdrop": _NO_DROPOUT,
+    f"{_MODEL}.override_config.*": Neutral(
+        ({}, None),
+        "only max_position_embeddings can be overridden; edit the checkpoint's config.json",
     ),
     "*.qat.enable": _off("quantization-aware training is not supported; set it to false"),
     "*.mtp.enable*": _off("heads for multi-token prediction are not trained; set it to false"),
@@ -404,9 +410,6 @@ ONLY_NEUTRAL: dict[str, Neutral] = {
         ({}, None), "set options of the optimizer by their own keys (betas, eps, weight_decay)"
     ),
     "*.optim.lr_warmup_init": Neutral((0, None), "the warm-up starts at 0; set it to 0"),
-    "*.optim.min_lr": Neutral(
-        (0, None), "set it to 0, and set optim.min_lr_ratio, a share of the peak learning rate"
-    ),
     "*.optim.lr_min": Neutral(
         (0, None), "set it to 0, and set optim.min_lr_ratio, a share of the peak learning rate"
     ),

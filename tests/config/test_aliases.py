@@ -192,7 +192,6 @@ def test_keys_without_effect_are_accepted_with_one_notice(override: str) -> None
             "trainer.v1.trainer_mode=separate_async",
             "set sync",
         ),
-        (f"{ACTOR}.optim.min_lr=0.0", f"{ACTOR}.optim.min_lr=1e-07", "set optim.min_lr_ratio"),
         (
             f"{ROLLOUT}.multi_turn.enable=false",
             f"{ROLLOUT}.multi_turn.enable=true",
