@@ -453,7 +453,7 @@ def load_config(
         if defaults is not None:
             tree.notices.add(_other_defaults(tree, *defaults))
     finally:
-        _send_notices(tree.notices.lines(), notify)
+        _send_notices(tree.notices.lines(tuple(sections)), notify)
     raise_problems(problems)
     return config
 

@@ -57,10 +57,11 @@ class Notices:
         else:
             self._lines[text] = None
 
-    def lines(self) -> Iterator[str]:
-        """Yield all notices, warnings first."""
-        yield from self._warnings
-        for kind, notices in self._of_files.items():
+    def lines(self, sections: tuple[str, ...] = ()) -> Iterator[str]:
+        """Yield all notices, warnings first; or only those about keys of some sections."""
+        yield from (text for text in self._warnings if _is_about(text, sections))
+        for kind, found in self._of_files.items():
+            notices = {key: text for key, text in found.items() if _is_about(text, sections)}
             if len(notices) <= MOST_OF_FILES:
                 yield from notices.values()
                 continue
@@ -69,4 +70,8 @@ class Notices:
             rest = f" and {more} more" if more > 0 else ""
             what = "have other names here" if kind == "aliases" else "have no effect here"
             yield f"{len(notices)} keys of the configuration {what}: {named}{rest}"
-        yield from self._lines
+        yield from (text for text in self._lines if _is_about(text, sections))
+
+
+def _is_about(text: str, sections: tuple[str, ...]) -> bool:
+    return not sections or text.startswith(sections)
