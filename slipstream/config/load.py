@@ -33,7 +33,7 @@ from slipstream.config.sources import (
 from slipstream.config.suggest import unknown_key
 from slipstream.config.tree import Option, example, from_dict, leaves, options, show, to_dict
 from slipstream.config.validate import validate
-from slipstream.config.validate_algorithm import NEEDS_CRITIC
+from slipstream.config.validate_algorithm import NEEDS_CRITIC, OWN_AGGREGATION
 from slipstream.config.verl_combined import COMBINED, apply_combined
 from slipstream.config.verl_defaults import is_default
 from slipstream.config.verl_keys import REFUSED_VALUES
@@ -306,7 +306,31 @@ class _Tree:
                 self.notices.add([message])
         self._without_critic()
         self._without_reward_model()
+        self._without_reward_function()
         self._micro_batches()
+        self._aggregation()
+
+    def _aggregation(self) -> None:
+        """Add a notice if the policy loss does not use `loss_agg_mode`."""
+        actor = self.values["actor_rollout_ref"]["actor"]
+        mode, loss = actor["loss_agg_mode"], actor["policy_loss"]["loss_mode"]
+        own = OWN_AGGREGATION.get(loss) if isinstance(loss, str) else None
+        key = "actor_rollout_ref.actor"
+        # VERL 0.9.1 aggregates with its default, too, if a line does not set it.
+        given = f"{key}.loss_agg_mode" in self.assigned or (self.verl and loss == "gspo")
+        if own in (None, mode) or actor["policy_loss"]["gspo_uses_loss_agg_mode"] or not given:
+            return
+        newer = (
+            f"; VERL 0.9.1 uses it: for that, set {key}.policy_loss.gspo_uses_loss_agg_mode=true"
+            if loss == "gspo"
+            else ""
+        )
+        self.notices.add(
+            [
+                f"{key}.loss_agg_mode={show(mode)} does not apply to {key}.policy_loss.loss_mode="
+                f"{loss}, which aggregates with {own}{newer}"
+            ]
+        )
 
     def _without_critic(self) -> None:
         critic, algorithm = self.values["critic"], self.values["algorithm"]
@@ -322,6 +346,16 @@ class _Tree:
         rewards = self.values["reward_model"]
         if not rewards["enable"] and rewards["model"]["path"] is not None:
             self._unused("reward_model.model.path", "reward_model.enable=false")
+
+    def _without_reward_function(self) -> None:
+        """Drop keywords on a line of VERL that names no reward function."""
+        function = self.values["custom_reward_function"]
+        if self.verl and function["path"] is None and function["reward_kwargs"]:
+            key = "custom_reward_function.reward_kwargs"
+            self.notices.inert(
+                key, "custom_reward_function.path=null", in_file=key in self.in_files
+            )
+            function["reward_kwargs"] = {}
 
     def _unused(self, key: str, reason: str) -> None:
         """Add a notice that our key has no effect, unless it has VERL's default."""

@@ -176,6 +176,9 @@ class PolicyLossSection:
     """`kl_cov`: weight of the penalty."""
     dro_beta: PositiveFloat | None = None
     """`dro`: weight of the squared log-ratio; required for this loss."""
+    gspo_uses_loss_agg_mode: bool = False
+    """`gspo`: aggregate with `actor.loss_agg_mode`, as VERL 0.9.1 does. Off: always with
+    `seq-mean-token-mean`, as in the paper and in VERL 0.7."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,8 +70,17 @@ USED_BY_LOSS = {
     "kl_cov_ratio": "kl_cov",
     "ppo_kl_coef": "kl_cov",
     "dro_beta": "dro",
+    "gspo_uses_loss_agg_mode": "gspo",
 }
 """Settings of `policy_loss` that only one loss mode uses -> that loss mode."""
+
+
+OWN_AGGREGATION = {
+    "gspo": "seq-mean-token-mean",
+    "sapo": "seq-mean-token-mean",
+    "geo_mean": "the mean over sequences",
+}
+"""Policy losses that do not aggregate with `loss_agg_mode` -> how they aggregate."""
 
 
 def algorithm_rules(config: Config) -> Iterator[str]:

@@ -41,6 +41,7 @@ TRUNCATIONS: tuple[Truncation, ...] = ("error", "left", "right", "middle")
 
 _MEDIA = ("images", "videos")
 _KNOWN_COLUMNS = {"ability", "reward_model", "extra_info", *_MEDIA}
+_SINGLE_TURN = "single_turn_agent"
 _NAMED = 5  # how many bad rows an error message lists
 
 log = logging.getLogger(__name__)
@@ -51,15 +52,17 @@ class LoadedPrompts:
     """Prompts and their rows, and what was left out.
 
     `filtered` is the number of overlong prompts; `failed` lists rows whose chat template failed.
+    `with_tools` is the number of prompts whose rows ask for tools or further turns.
     """
 
     prompts: list[Prompt]
     filtered: int = 0
+    with_tools: int = 0
     failed: list[str] = field(default_factory=list)
     rows: list[Any] = field(default_factory=list)
 
     def warn(self, max_prompt_length: int) -> None:
-        """Log a warning if rows were left out."""
+        """Log a warning if rows were left out, or ask for tools."""
         if self.filtered:
             log.warning(
                 "%d prompts longer than data.max_prompt_length %d tokens were left out, %d remain",
@@ -69,6 +72,13 @@ class LoadedPrompts:
             )
         if self.failed:
             log.warning("%s", _failures(self.failed))
+        if self.with_tools:
+            log.warning(
+                "%d of %d rows ask for tools or further turns (agent_name, tools_kwargs, "
+                "interaction_kwargs), but every response is a single turn without tools",
+                self.with_tools,
+                len(self.prompts),
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +115,7 @@ class PromptReader:
     def keep(self, rows: Iterable[tuple[Any, str, Callable[[], Prompt]]]) -> LoadedPrompts:
         """Like `read`, for tuples of a row, its name in messages, and a function to render it."""
         loaded = LoadedPrompts([])
-        filtered = 0
+        filtered = with_tools = 0
         for row, where, render in rows:
             try:
                 prompt = render()
@@ -119,9 +129,10 @@ class PromptReader:
                 filtered += 1
                 continue
             self.truncate(prompt, where)
+            with_tools += asks_for_tools(prompt.extra_info)
             loaded.prompts.append(prompt)
             loaded.rows.append(row)
-        return replace(loaded, filtered=filtered)
+        return replace(loaded, filtered=filtered, with_tools=with_tools)
 
     def truncate(self, prompt: Prompt, where: str) -> None:
         """Truncate a prompt in place if it is too long. Raises DataError if that is not allowed."""
@@ -178,6 +189,15 @@ class PromptReader:
         known = _KNOWN_COLUMNS | {self.prompt_key, self.reward_fn_key}
         others = {k: v for k, v in row.values.items() if k not in known and v is not None}
         return {**others, **mapping(row, "extra_info")}
+
+
+def asks_for_tools(extra_info: Mapping[str, Any]) -> bool:
+    """Return whether a row of verl's schema asks for an agent loop, tools or an interaction."""
+    agent = extra_info.get("agent_name") or _SINGLE_TURN
+    asked = [extra_info.get(key) for key in ("tools_kwargs", "interaction_kwargs")]
+    # Parquet gives every row all keys of all rows; missing ones are None.
+    given = [value for value in asked if isinstance(value, Mapping) and any(value.values())]
+    return agent != _SINGLE_TURN or bool(extra_info.get("need_tools_kwargs")) or bool(given)
 
 
 def load_prompts(
