@@ -45,6 +45,7 @@ CONFIG_FILE = "config.yaml"
 
 _PATHS = re.compile(r"(path|dir|files?|tokenizer|external_lib|python|experiment_name)$")
 """The keys of options whose values become names of files."""
+_KEY = re.compile(r"[\w.]+")
 _INDEX = re.compile(r"[0-9]{1,4}")
 _MISSING = "???"
 """OmegaConf's value of an option that must be set, which is not set yet."""
@@ -306,7 +307,6 @@ class _Tree:
                 self.notices.add([message])
         self._without_critic()
         self._without_reward_model()
-        self._without_reward_function()
         self._micro_batches()
         self._aggregation()
 
@@ -346,16 +346,6 @@ class _Tree:
         rewards = self.values["reward_model"]
         if not rewards["enable"] and rewards["model"]["path"] is not None:
             self._unused("reward_model.model.path", "reward_model.enable=false")
-
-    def _without_reward_function(self) -> None:
-        """Drop keywords on a line of VERL that names no reward function."""
-        function = self.values["custom_reward_function"]
-        if self.verl and function["path"] is None and function["reward_kwargs"]:
-            key = "custom_reward_function.reward_kwargs"
-            self.notices.inert(
-                key, "custom_reward_function.path=null", in_file=key in self.in_files
-            )
-            function["reward_kwargs"] = {}
 
     def _unused(self, key: str, reason: str) -> None:
         """Add a notice that our key has no effect, unless it has VERL's default."""
@@ -456,9 +446,10 @@ def load_config(
     checkpoint.
 
     `verl` is true if the settings are written for VERL or FastRL. Then the built-in engine replaces
-    an external one, with a warning, and an option without effect because of another one is a
-    notice. Otherwise both are problems. `sections` limits the rules between options to those that
-    are about these sections, for callers that use nothing else. `rules` yields further problems.
+    an external one, with a warning. An option without effect because of another one gets its
+    default, with a notice. Otherwise both are problems. `sections` limits the rules between options
+    to those about these sections, for callers that use nothing else. `rules` yields further
+    problems.
     `defaults` is the name of another system and its defaults by key. A notice lists the keys that
     no source sets and whose defaults differ.
 
@@ -480,9 +471,10 @@ def load_config(
         tree.apply(assignment)
     tree.imply()
     try:
-        config, problems = _checked(tree)
-        broken = validate(config, hardware or detect_hardware(), complete=complete)
-        problems += _of_rules(broken, tree, sections)
+        values, problems = _checked(tree)
+        machine = hardware or detect_hardware()
+        config, broken = _validated(tree, values, tuple(sections), machine, complete)
+        problems += broken
         problems += [] if rules is None else rules(config)
         if defaults is not None:
             tree.notices.add(_other_defaults(tree, *defaults))
@@ -492,8 +484,11 @@ def load_config(
     return config
 
 
-def _checked(tree: _Tree) -> tuple[Config, list[str]]:
-    """Return the typed tree, and the problems of its assignments and types."""
+def _checked(tree: _Tree) -> tuple[dict[str, Any], list[str]]:
+    """Return the plain tree, and the problems of its assignments and types.
+
+    An option with a problem has its default in the tree.
+    """
     try:
         values, unresolved = _resolve(tree.values)
     except ConfigError as error:
@@ -507,7 +502,47 @@ def _checked(tree: _Tree) -> tuple[Config, list[str]]:
     explained = tuple(f"{key}:" for key, message in refused.items() if message is not None)
     problems += [message for message in mismatches if not message.startswith(explained)]
     tree.mistyped = {message.partition(":")[0] for message in mismatches} | unresolved.keys()
-    return config, problems
+    return to_dict(config), problems
+
+
+def _validated(
+    tree: _Tree,
+    values: dict[str, Any],
+    sections: tuple[str, ...],
+    machine: Hardware,
+    complete: bool,
+) -> tuple[Config, list[str]]:
+    """Return the typed tree, and the broken rules that are about `sections` (none: about any).
+
+    On a line of VERL, an option without effect gets its default, and a notice. A rule about an
+    option of the wrong type is skipped.
+    """
+    while True:
+        config, _ = from_dict(values)
+        broken = [
+            message
+            for message in validate(config, machine, complete=complete)
+            if not any(key in message for key in tree.mistyped)
+            and (not sections or message.startswith(sections))
+        ]
+        without_effect = {
+            _KEY.match(message)[0]: message  # type: ignore[index]
+            for message in broken
+            if tree.verl and isinstance(message, WithoutEffect)
+        }
+        reset = [key for key in without_effect if key in options()]
+        tree.notices.add(message.partition(";")[0] for message in without_effect.values())
+        if not reset:
+            return config, [text for text in broken if text not in without_effect.values()]
+        for key in reset:
+            section, _, name = key.rpartition(".")
+            _at(values, section)[name] = _plain_default(key)
+
+
+def _plain_default(key: str) -> Any:
+    default = _at(to_dict(Config()), key)
+    assert not _is_interpolation(default)
+    return default
 
 
 def _other_defaults(tree: _Tree, system: str, defaults: Mapping[str, Any]) -> Iterator[str]:
@@ -519,22 +554,6 @@ def _other_defaults(tree: _Tree, system: str, defaults: Mapping[str, Any]) -> It
     ]
     if differing:
         yield f"defaults that differ from {system}: {', '.join(differing)}"
-
-
-def _of_rules(broken: Iterable[str], tree: _Tree, sections: Sequence[str]) -> Iterator[str]:
-    """Yield the problems among messages of broken rules. The others become notices.
-
-    A rule about an option of the wrong type is skipped, because the option has its default.
-    """
-    for message in broken:
-        if any(key in message for key in tree.mistyped):
-            continue
-        if sections and not message.startswith(tuple(sections)):
-            continue
-        if tree.verl and isinstance(message, WithoutEffect):
-            tree.notices.add([message.partition(";")[0]])
-        else:
-            yield message
 
 
 def _at(values: dict[str, Any], key: str) -> Any:

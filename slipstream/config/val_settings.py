@@ -74,7 +74,8 @@ def _rules(val: ValKwargsSection, key: str) -> Iterator[str]:
         )
     if not val.do_sample and val.n > 1:
         yield WithoutEffect(
-            f"{key}.n={val.n} with {key}.do_sample=false generates equal responses; set "
+            f"{key}.n={val.n} with {key}.do_sample=false generates equal responses, so one is "
+            "enough; set "
             f"{key}.do_sample=true and {key}.temperature=1, or {key}.n=1"
         )
     if val.top_p == 0:
