@@ -276,7 +276,19 @@ def make_demonstrations(
     seed, files = data_seed(config), sft.train_files
 
     def stream(chosen: Sequence[str], place: str) -> SampleStream:
-        samples = load_sft_samples(list(chosen), tokenizer, max_length=sft.max_length)
+        samples = load_sft_samples(
+            list(chosen),
+            tokenizer,
+            messages_key=sft.messages_key,
+            prompt_key=sft.prompt_key,
+            response_key=sft.response_key,
+            wrap_prompts=sft.wrap_prompts,
+            max_length=sft.max_length,
+            truncation=sft.truncation,
+            max_samples=sft.train_max_samples,
+            seed=seed,
+            ignore_input_ids_mismatch=sft.ignore_input_ids_mismatch,
+        )
         return ShuffledSamples(samples, seed=f"{seed}{place}")
 
     if sft.mixture_weights is None:

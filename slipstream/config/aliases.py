@@ -79,6 +79,7 @@ RENAMED: dict[str, str] = {
     "critic.optim.clip_grad": "critic.grad_clip",
     "critic.optim.lr_decay_style": "critic.optim.lr_scheduler_type",
     "critic.optim.override_optimizer_config.eps": "critic.optim.eps",
+    "sft.optim.override_optimizer_config.eps": "sft.optim.eps",
     f"{_REF}.model.path": f"{_REF}.path",
     f"{_ROLLOUT}.max_response_length": "data.max_response_length",
     f"{_ROLLOUT}.response_length": "data.max_response_length",
@@ -122,6 +123,8 @@ RENAMED_VALUES: dict[str, dict[Any, Any]] = {
     # Megatron's name of the optimizer.
     f"{_ACTOR}.optim.optimizer": {"adam": "AdamW", "adamw": "AdamW"},
     "critic.optim.optimizer": {"adam": "AdamW", "adamw": "AdamW"},
+    "sft.optim.optimizer": {"adam": "AdamW", "adamw": "AdamW"},
+    "sft.optim.min_lr_ratio": {None: 0.0},
     "algorithm.filter_groups.metric": {"reward": "score"},
     # The estimator reads the parts of the reward that this manager of VERL keeps.
     "reward_model.reward_manager": {"gdpo": "naive"},

@@ -132,7 +132,7 @@ def note(text: str) -> None:
     print(f"{'WARNING' if isinstance(text, Warned) else 'note'}: {text}", file=sys.stderr)
 
 
-def _source(args: argparse.Namespace) -> tuple[str | None, Path | None]:
+def source_of(args: argparse.Namespace) -> tuple[str | None, Path | None]:
     """Return the recipe and the file that the flags name; at least one of them is None."""
     flags = {"--recipe": args.recipe, "--config": args.config, "--config-name": args.config_name}
     present = [flag for flag, value in flags.items() if value is not None]
@@ -171,7 +171,7 @@ def config_from(
     `verl`, the settings are written for VERL or FastRL, and must ask for a training. `defaults` is
     as in `load_config`. Raises ConfigError like it.
     """
-    recipe, named = _source(args)
+    recipe, named = source_of(args)
     if recipe is None and named is None:
         named = file
     return load_config(

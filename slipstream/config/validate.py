@@ -256,7 +256,10 @@ def _sft_data(config: Config) -> Iterator[str]:
             f"sft.total_training_steps={sft.total_training_steps} needs demonstrations; "
             "set sft.train_files=FILE, or data.task=countdown, or sft.total_training_steps=0"
         )
-    for name in ("batch_tokens", "max_tokens_per_micro_batch"):
+    if sft.train_max_samples == 0:
+        yield "sft.train_max_samples=0 leaves no data; set sft.train_max_samples=-1 for all data"
+    names = ("max_tokens_per_micro_batch",)
+    for name in names if sft.train_batch_size is not None else ("batch_tokens", *names):
         if getattr(sft, name) < sft.max_length:
             yield (
                 f"sft.{name}={getattr(sft, name)} is below the maximum length of one "

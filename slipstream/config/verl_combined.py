@@ -20,7 +20,7 @@ GEN_BATCH = "data.gen_batch_size"
 TIS_CAP = f"{_ACTOR}.tis_imp_ratio_cap"
 LORA_RANK, LORA_ALPHA = f"{_MODEL}.lora.rank", f"{_MODEL}.lora.alpha"
 
-MIN_LR = (f"{_ACTOR}.optim.min_lr", "critic.optim.min_lr")
+MIN_LR = (f"{_ACTOR}.optim.min_lr", "critic.optim.min_lr", "sft.optim.min_lr")
 
 COMBINED = (GEN_BATCH, TIS_CAP, LORA_RANK, LORA_ALPHA, *MIN_LR)
 """Keys that this module translates."""

@@ -390,6 +390,7 @@ _SECTIONS: tuple[tuple[str, dict[str, _Values]], ...] = (
     ("reward.reward_model.rollout", _SERVER),
     (f"{_ACTOR}.optim", _OPTIM),
     ("critic.optim", _OPTIM),
+    ("sft.optim", _OPTIM),
     (f"{_ACTOR}.checkpoint", _CHECKPOINT),
     ("critic.checkpoint", _CHECKPOINT),
     (_MODEL, _MODEL_OPTIONS),

@@ -134,7 +134,12 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
             history = await run_sft_training(
                 backend,
                 stream,
-                SFTTrainingConfig(num_steps=total, batch_tokens=sft.batch_tokens, start_step=done),
+                SFTTrainingConfig(
+                    num_steps=total,
+                    batch_size=sft.train_batch_size,
+                    batch_tokens=sft.batch_tokens if sft.train_batch_size is None else None,
+                    start_step=done,
+                ),
                 logger,
                 after_step=after_step,
                 save=save,
