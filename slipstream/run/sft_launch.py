@@ -97,6 +97,8 @@ def _steps(line: SftLine) -> dict[str, Any]:
     """Return the numbers of steps that follow from the number of rows."""
     values, epochs = line.values, line.epochs
     batch, files = values["sft.train_batch_size"], values.get("sft.train_files")
+    if files is None:
+        line.problems.append("data.train_files is not set; set data.train_files=FILE")
     if files is None or not isinstance(batch, int) or batch < 1:
         return {}
     if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1:
