@@ -173,7 +173,7 @@ class _Tree:
             self.to_compare.append(rewritten)
         elif rewritten.problem is not None:
             self.problems.append(rewritten.problem)
-        if rewritten.key is not None and not self._is_unset(rewritten.key, rewritten.value):
+        if rewritten.key is not None and not self._is_unset(rewritten, in_file):
             self._set(rewritten.key, rewritten.value)
             (self.in_files.add if in_file else self.in_files.discard)(rewritten.key)
 
@@ -190,11 +190,14 @@ class _Tree:
         default = is_default(assignment.key, assignment.value)
         return assignment.in_file and default and rewritten.key in self.assigned
 
-    def _is_unset(self, key: str, value: Any) -> bool:
-        """Return whether a configuration of VERL leaves our key to another spelling of it."""
-        option = options().get(key)
-        unset = value is None and option is not None and not option.nullable
-        return self.verl and unset and is_default(key, None)
+    def _is_unset(self, rewritten: aliases.Rewritten, in_file: bool) -> bool:
+        """Return whether null leaves our key to its default, or to another spelling of it."""
+        key = rewritten.key
+        option = None if key is None else options().get(key)
+        if not self.verl or rewritten.value is not None or option is None:
+            return False
+        spelled_otherwise = in_file and key in self.in_files
+        return spelled_otherwise or (not option.nullable and is_default(option.key, None))
 
     def _section(self, key: str) -> tuple[dict[str, Any], str]:
         """Return the dictionary that contains `key`, and the last name of `key`.

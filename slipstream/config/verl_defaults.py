@@ -257,14 +257,16 @@ _CHECKPOINT: dict[str, _Values] = {
     "strict": _ON,
     "mbridge_config": ({},),
 }
-_OPTIM: dict[str, _Values] = {
-    "optimizer": ("AdamW", "adam", "adamw"),
+_OPTIM_ALIASES: dict[str, _Values] = {
     "name": ("AdamW",),
-    "optimizer_impl": ("torch.optim",),
-    "num_cycles": (0.5,),
     "clip_grad": (1.0,),
     "warmup_style": (None, "constant"),
     "lr_decay_style": ("constant",),
+}
+_OPTIM: dict[str, _Values] = {
+    "optimizer": ("AdamW", "adam", "adamw"),
+    "optimizer_impl": ("torch.optim",),
+    "num_cycles": (0.5,),
     "use_checkpoint_opt_param_scheduler": _OFF,
     "lr_wsd_decay_style": ("exponential",),
     "lr_wsd_decay_steps": _NONE,
@@ -285,22 +287,25 @@ _OPTIM: dict[str, _Values] = {
     "muon_scalar_optimizer": ("adam",),
     "muon_match_adamw_update_rms": _OFF,
 }
-_MODEL_OPTIONS: dict[str, _Values] = {
+_ANY_MODEL: dict[str, _Values] = {
     "use_shm": _OFF,
-    "enable_activation_offload": _OFF,
     "use_remove_padding": (False, True),
-    "use_liger": _OFF,
     "use_fused_kernels": _OFF,
+    "external_lib": _NONE,
+    "trust_remote_code": (False, None),
+    "override_config": ({},),
+}
+_MODEL_OPTIONS: dict[str, _Values] = {
+    **_ANY_MODEL,
+    "enable_activation_offload": _OFF,
+    "use_liger": _OFF,
     "fused_kernel_options.impl_backend": ("torch", None),
     "tiled_mlp.enabled": _OFF,
     "tiled_mlp.num_shards": (4,),
-    "external_lib": _NONE,
-    "trust_remote_code": (False, None),
     "custom_chat_template": _NONE,
     "target_modules": ("all-linear",),
     "exclude_modules": _NONE,
     "lora_alpha": (16,),
-    "override_config": ({},),
     **{f"lora.{key}": values for key, values in _LORA.items()},
     **{f"mtp.{key}": values for key, values in _MTP.items()},
 }
@@ -388,14 +393,14 @@ _SECTIONS: tuple[tuple[str, dict[str, _Values]], ...] = (
     ("global_profiler", _GLOBAL_PROFILER),
     ("reward_model.rollout", _SERVER),
     ("reward.reward_model.rollout", _SERVER),
-    (f"{_ACTOR}.optim", _OPTIM),
-    ("critic.optim", _OPTIM),
+    (f"{_ACTOR}.optim", _OPTIM | _OPTIM_ALIASES),
+    ("critic.optim", _OPTIM | _OPTIM_ALIASES),
     ("sft.optim", _OPTIM),
     (f"{_ACTOR}.checkpoint", _CHECKPOINT),
     ("critic.checkpoint", _CHECKPOINT),
     (_MODEL, _MODEL_OPTIONS),
     ("critic.model", _MODEL_OPTIONS),
-    ("reward_model.model", _MODEL_OPTIONS),
+    ("reward_model.model", _ANY_MODEL),
     (f"{_ACTOR}.router_replay", _ROUTER_REPLAY),
     (f"{_REF}.router_replay", _ROUTER_REPLAY),
     (f"{_ROLLOUT}.disaggregation", _DISAGGREGATION),
@@ -588,7 +593,8 @@ def _all() -> Iterator[tuple[str, _Values]]:
     yield from _SINGLE.items()
 
 
-_DEFAULTS: dict[str, _Values] = dict(_all())
+DEFAULTS: dict[str, _Values] = dict(_all())
+"""VERL's key -> its defaults in the versions of VERL."""
 
 
 def is_default(key: str, value: Any) -> bool:
@@ -596,5 +602,5 @@ def is_default(key: str, value: Any) -> bool:
     plain = list(value) if isinstance(value, tuple) else value
     return any(
         plain == default and isinstance(plain, bool) == isinstance(default, bool)
-        for default in _DEFAULTS.get(key, ())
+        for default in DEFAULTS.get(key, ())
     )
