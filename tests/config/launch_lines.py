@@ -8,6 +8,7 @@ settings are checked.
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -371,8 +372,9 @@ def arguments(name: str, data: str = "data", model: str = "models/policy") -> li
     return shlex.split(LINES[name].replace("{data}", data).replace("{model}", model))
 
 
-def outcome(name: str, hardware: Hardware | None = None) -> Outcome:
-    """Check the settings of one line as its launcher does."""
+@functools.cache
+def outcome(name: str) -> Outcome:
+    """Check the settings of one line as its launcher does, on a machine with a GPU."""
     notices: list[str] = []
 
     def rules(config: Config) -> Iterator[str]:
@@ -384,7 +386,7 @@ def outcome(name: str, hardware: Hardware | None = None) -> Outcome:
     try:
         config = load_config(
             [text for text in arguments(name) if not text.startswith("--")],
-            hardware=hardware or Hardware(gpus=1),
+            hardware=Hardware(gpus=1),
             notify=notices.append,
             verl=True,
             rules=rules,

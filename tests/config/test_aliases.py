@@ -356,6 +356,91 @@ def test_a_command_line_of_verl_is_accepted() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "mode"),
+    [
+        (("loss_mode=sapo", "token-mean"), "sapo"),
+        (("loss_mode=geo_mean", "seq-mean-token-mean"), "geo_mean"),
+        (("loss_mode=gspo", "token-mean"), "gspo"),
+        (("loss_mode=gspo", None), "gspo"),
+        (("loss_mode=gspo", "seq-mean-token-mean"), None),
+        (("loss_mode=sapo", "seq-mean-token-mean"), None),
+        (("loss_mode=sapo", None), None),
+        (("loss_mode=vanilla", "seq-mean-token-mean"), None),
+    ],
+)
+def test_losses_with_an_aggregation_of_their_own(
+    overrides: tuple[str, str | None], mode: str | None
+) -> None:
+    loss, aggregation = overrides
+    line = [f"{ACTOR}.policy_loss.{loss}"]
+    line += [] if aggregation is None else [f"{ACTOR}.loss_agg_mode={aggregation}"]
+    _, notices = load(*line, verl=True)
+    about = [notice for notice in notices if f"{ACTOR}.loss_agg_mode=" in notice]
+    assert len(about) == (mode is not None)
+    assert [f"loss_mode={mode}," in notice for notice in about] in ([], [True])
+    if mode == "gspo":
+        setting = f"{ACTOR}.policy_loss.gspo_uses_loss_agg_mode=true"
+        assert setting in about[0]
+        assert load(*line, setting, verl=True)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "same"),
+    [
+        ((f"{ACTOR}.optim.min_lr=2e-5",), (f"{ACTOR}.optim.min_lr_ratio=0.2",)),
+        ((f"{ACTOR}.optim.min_lr=0",), ()),
+        ((f"{ACTOR}.tis_imp_ratio_cap=-1",), ()),
+        (
+            (f"{ACTOR}.tis_imp_ratio_cap=5",),
+            (
+                "algorithm.rollout_correction.rollout_is=token",
+                "algorithm.rollout_correction.rollout_is_threshold=5",
+            ),
+        ),
+        (
+            ("actor_rollout_ref.model.lora.rank=4", "actor_rollout_ref.model.lora.alpha=32"),
+            ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=32"),
+        ),
+        (("actor_rollout_ref.model.lora.rank=0", "actor_rollout_ref.model.lora.alpha=32"), ()),
+        (
+            ("reward_model.reward_manager=dapo", "reward_model.overlong_buffer.enable=True"),
+            (
+                "reward_model.reward_manager=dapo",
+                "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True",
+                "+reward_model.reward_kwargs.max_resp_len=32",
+            ),
+        ),
+        (("reward_model.overlong_buffer.enable=False", "reward_model.overlong_buffer.len=4"), ()),
+        (("reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=4"), ()),
+        (("actor_rollout_ref.model.lora_alpha=0",), ("actor_rollout_ref.model.lora_alpha=0",)),
+    ],
+)
+def test_keys_of_verl_that_combine(overrides: tuple[str, ...], same: tuple[str, ...]) -> None:
+    schedule = (f"{ACTOR}.optim.lr=1e-4", f"{ACTOR}.optim.lr_scheduler_type=linear")
+    assert load(*schedule, *overrides, verl=True)[0] == load(*schedule, *same)[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        (f"{ACTOR}.optim.min_lr=1", "optim.lr=0.0001"),
+        (f"{ACTOR}.optim.min_lr=low", "set it to a number"),
+        (f"{ACTOR}.tis_imp_ratio_cap=0", "or to -1"),
+    ],
+)
+def test_keys_of_verl_that_combine_are_checked(override: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(override)
+    assert str(caught.value).startswith(override)
+    assert remedy in str(caught.value)
+
+
+def test_an_adapter_without_alpha_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"lora_alpha=0 .*set .*lora_alpha=4"):
+        load("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=0")
+
+
 def test_one_error_lists_all_unsupported_settings() -> None:
     with pytest.raises(ConfigError) as caught:
         load(
