@@ -470,7 +470,7 @@ def initial_policy(config: Config) -> Path | None:
     path = config.actor_rollout_ref.model.path
     if path is None:
         return None
-    if not Path(path).is_dir():
+    if not Path(path).expanduser().is_dir():
         hub = "/" in path and path.count("/") == 1 and not path.startswith((".", "~", "/"))
         remedy = (
             f"download it first: hf download {path} --local-dir models/{path.split('/')[1]}"

@@ -54,7 +54,7 @@ _FSDP: dict[str, _Values] = {
     **_ENGINE,
     "model_dtype": ("fp32",),
     "ulysses_sequence_parallel_size": _ONE,
-    "use_no_sync_for_gradient_accumulation": _OFF,
+    "use_no_sync_for_gradient_accumulation": (False, True),
     "strategy": ("fsdp", "fsdp2"),
     "turbo_config.distributed.fully_shard_parallel_size": (16,),
     "turbo_config.distributed.tensor_parallel_size": _ONE,

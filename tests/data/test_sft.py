@@ -266,16 +266,15 @@ def test_load_sft_samples_from_conversations_and_pairs(tmp_path: Path) -> None:
 def test_load_sft_samples_reads_entries_of_columns(tmp_path: Path) -> None:
     rows = [{"extra": {"question": "12", "answer": {"text": "34"}}}]
     path = write(tmp_path / "a.jsonl", rows)
-    keys = {"prompt_key": "extra.question", "response_key": "extra.answer.text"}
+    keys: dict[str, Any] = {"prompt_key": "extra.question", "response_key": "extra.answer.text"}
     (plain,) = load_sft_samples(path, char_tokenizer(), **keys)
     assert plain.tokens == [*ids("1234"), 129]
     (wrapped,) = load_sft_samples(path, char_tokenizer(), wrap_prompts=True, **keys)
     assert wrapped.tokens == ids("<s>user:12<e>\n<s>assistant:34<e>\n")
     assert wrapped.loss_mask.count(1.0) == 3
+    keys["response_key"] = "extra.answer.none"
     with pytest.raises(DataError, match=r"'extra.answer.none'"):
-        load_sft_samples(
-            path, char_tokenizer(), prompt_key="extra.question", response_key="extra.answer.none"
-        )
+        load_sft_samples(path, char_tokenizer(), **keys)
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
