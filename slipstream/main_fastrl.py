@@ -21,6 +21,7 @@ FASTRL_DEFAULTS = {
     "data.train_batch_size": 1024,
     "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
     "trainer.total_epochs": 30,
+    "trainer.max_actor_ckpt_to_keep": None,
     "speculative.enable": True,
 }
 

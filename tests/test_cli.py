@@ -99,7 +99,7 @@ def test_config_file_can_be_given_in_three_ways(calls: Calls, tmp_path: Path) ->
         (["train", "--config-path", "a"], "add --config-name NAME"),
         (["train", "--config", "nowhere.yaml"], "config file nowhere.yaml does not exist"),
         (["train"], "set actor_rollout_ref.model.path=FOLDER"),
-        (["train", "trainer.sead=1"], "did you mean trainer.seed"),
+        (["train", "--recipe=tiny", "trainer.sead=1"], "did you mean trainer.seed"),
         (["config", "trainer.sead"], "did you mean trainer.seed"),
     ],
 )

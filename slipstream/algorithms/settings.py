@@ -129,8 +129,8 @@ class PolicyLossModeConfig(_Readable):
     `clip_cov` leaves out the share `clip_cov_ratio` of all target tokens, chosen among tokens with
     a covariance between `clip_cov_lb` and `clip_cov_ub`. `kl_cov` adds a penalty of `ppo_kl_coef`
     times the absolute log-ratio to the share `kl_cov_ratio` of tokens with the highest covariance.
-    `dro` needs `dro_beta`. `loss_type` is the objective of `bypass_mode`, `ppo_clip` or
-    `reinforce`.
+    `dro` needs `dro_beta`. With `gspo_uses_loss_agg_mode`, `gspo` aggregates like other losses.
+    `loss_type` is the objective of `bypass_mode`, `ppo_clip` or `reinforce`.
     """
 
     loss_mode: str = "vanilla"
@@ -140,6 +140,7 @@ class PolicyLossModeConfig(_Readable):
     kl_cov_ratio: float = 0.0002
     ppo_kl_coef: float = 0.1
     dro_beta: float | None = None
+    gspo_uses_loss_agg_mode: bool = False
     loss_type: str = "ppo_clip"
 
     def __post_init__(self) -> None:

@@ -63,7 +63,11 @@ def make_critic(
             model = load_critic(critic_folder(resume), device=device)
             check_finite(model.named_parameters())
     elif critic.model.path is not None:
-        model = load_critic(policy_folder(Path(critic.model.path)), device=device)
+        model = load_critic(
+            policy_folder(Path(critic.model.path)),
+            device=device,
+            positions=critic.model.override_config.max_position_embeddings,
+        )
         check_critic(config, model.config, tokenizer, policy.config)
     else:
         assert isinstance(policy, Decoder), "`build.check_foreign` comes first"
@@ -129,5 +133,5 @@ def check_critic(
     )
     # Only the decoder computes critics.
     limit = replace(critic.context_limit, of_decoder=False)
-    if problem := rollout_too_long(config, limit):
+    if problem := rollout_too_long(config, limit, "critic.model"):
         raise ConfigError(f"critic.model.path={own.path}: {problem}, or start from another")

@@ -312,7 +312,14 @@ def make_demonstrations(
         samples = load_sft_samples(
             list(chosen),
             tokenizer,
+            messages_key=sft.messages_key,
+            prompt_key=sft.prompt_key,
+            response_key=sft.response_key,
+            wrap_prompts=sft.wrap_prompts,
             max_length=sft.max_length,
+            truncation=sft.truncation,
+            max_samples=sft.train_max_samples,
+            seed=seed,
             template_kwargs=config.data.apply_chat_template_kwargs,
             ignore_input_ids_mismatch=sft.ignore_input_ids_mismatch,
         )

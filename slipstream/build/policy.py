@@ -93,14 +93,15 @@ def make_policy(
     if folder is None:
         return make_decoder(config, tokenizer, None)
     model, device = config.actor_rollout_ref.model, device_of(config)
+    positions = model.override_config.max_position_embeddings
     policy: Policy
     if team is None:
-        policy = load_policy(folder, model.implementation, device=device)
+        policy = load_policy(folder, model.implementation, device=device, positions=positions)
     elif model.lora_rank or model.lora_adapter_path is not None:
         # In host memory until it is sharded.
-        policy = load_policy(folder, model.implementation)
+        policy = load_policy(folder, model.implementation, positions=positions)
     else:
-        policy = load_sharded(folder, team.ranks.mesh, device=device)
+        policy = load_sharded(folder, team.ranks.mesh, device=device, positions=positions)
     check_tokenizer(policy.config, tokenizer, folder)
     add_end_tokens(policy, end_tokens(config, tokenizer))
     return policy
@@ -116,7 +117,8 @@ def make_decoder(
 ) -> Decoder:
     """Like `make_policy`, for the built-in decoder only."""
     if folder is not None:
-        loaded = load_checkpoint(folder, device=device_of(config))
+        positions = config.actor_rollout_ref.model.override_config.max_position_embeddings
+        loaded = load_checkpoint(folder, device=device_of(config), positions=positions)
         check_tokenizer(loaded.config, tokenizer, folder)
         add_end_tokens(loaded, end_tokens(config, tokenizer))
         return loaded
@@ -176,7 +178,10 @@ def model_config(
     uses features that a model in transformers lacks."""
     if folder is None:
         return initial_config(config, tokenizer)
-    found = policy_config(folder, config.actor_rollout_ref.model.implementation)
+    model = config.actor_rollout_ref.model
+    found = policy_config(
+        folder, model.implementation, positions=model.override_config.max_position_embeddings
+    )
     if isinstance(found, HFPolicyConfig):
         check_hf_policy(config, found, folder)
     check_tokenizer(found, tokenizer, folder)
@@ -329,15 +334,24 @@ def too_long(longest: int, limit: ContextLimit, keys: str) -> str:
     )
 
 
-def rollout_too_long(config: Config, limit: ContextLimit) -> str | None:
-    """The message if prompt and response exceed `limit`; None if they fit."""
+def rollout_too_long(
+    config: Config, limit: ContextLimit, section: str = "actor_rollout_ref.model"
+) -> str | None:
+    """The message if prompt and response exceed `limit` of the model of `section`; None if they
+    fit."""
     longest, key = max_model_len(config), "actor_rollout_ref.rollout.max_model_len"
     if longest <= limit.tokens:
         return None
     given = config.actor_rollout_ref.rollout.max_model_len is not None
     own = f" and {key}={limit.tokens}" if given else ""
     lengths = f"data.max_prompt_length and data.max_response_length to {limit.tokens} together"
-    return f"prompt and response {too_long(longest, limit, lengths + own)}"
+    longer = (
+        ", or to extrapolate beyond the lengths that the model was trained for, "
+        f"{section}.override_config.max_position_embeddings={longest}"
+        if limit.of_config
+        else ""
+    )
+    return f"prompt and response {too_long(longest, limit, lengths + own + longer)}"
 
 
 def optim_settings(optim: OptimSection, total_steps: int, *, key: str) -> OptimSettings:
@@ -511,7 +525,7 @@ def initial_policy(config: Config) -> Path | None:
     path = config.actor_rollout_ref.model.path
     if path is None:
         return None
-    if not Path(path).is_dir():
+    if not Path(path).expanduser().is_dir():
         hub = "/" in path and path.count("/") == 1 and not path.startswith((".", "~", "/"))
         remedy = (
             f"download it first: hf download {path} --local-dir models/{path.split('/')[1]}"

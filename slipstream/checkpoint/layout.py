@@ -37,8 +37,10 @@ def head_folder(checkpoint: Path) -> Path:
 def _part(checkpoint: Path, part: Callable[[Path], Path], *, sft: bool = False) -> Path:
     """Return `part` of the newest checkpoint of a run, or of one checkpoint.
 
-    With `sft`, SFT checkpoints of the run are searched after its RL checkpoints.
+    With `sft`, SFT checkpoints of the run are searched after its RL checkpoints. `~` is the user's
+    home folder.
     """
+    checkpoint = checkpoint.expanduser()
     for root in (checkpoint, checkpoint / "sft") if sft else (checkpoint,):
         latest = CheckpointManager(root, keep=None).latest() if root.is_dir() else None
         if latest is not None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from slipstream.build.dataset import data_section, data_seed, make_dataset
-from slipstream.compat.rewards import config_of
+from slipstream.compat.rewards import config_of, plain_mapping
+from slipstream.config.schema import Config
 from slipstream.data.samplers import load_sampler
 
 
@@ -32,7 +33,7 @@ def create_rl_dataset(
         raise ValueError("processor is not supported: models here read text; leave it out")
     paths = [data_paths] if isinstance(data_paths, str | Path) else data_paths
     files = [str(path) for path in paths]
-    config = config_of({"data": {**data_config, "train_files": files}})
+    config = _config_of_data({**plain_mapping(data_config), "train_files": files})
     return make_dataset(config, tokenizer, files, max_samples, train=is_train)
 
 
@@ -44,7 +45,7 @@ def create_rl_sampler(
     It is an instance of the class that `sampler` names, else a random sampler with the section's
     seed if `shuffle`, else a sequential sampler. Raises ConfigError.
     """
-    config = config_of({"data": dict(data_config)})
+    config = _config_of_data(plain_mapping(data_config))
     custom = config.data.sampler
     if custom.class_name is not None:
         return load_sampler(
@@ -54,3 +55,7 @@ def create_rl_sampler(
         return torch.utils.data.SequentialSampler(dataset)
     generator = torch.Generator().manual_seed(data_seed(config))
     return torch.utils.data.RandomSampler(dataset, generator=generator)
+
+
+def _config_of_data(data: Mapping[str, Any]) -> Config:
+    return config_of({"data": data}, sections=("data",))

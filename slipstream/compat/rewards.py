@@ -64,27 +64,45 @@ _OF_SAMPLES = (
 """Batch fields that become fields of a `Sample`; all others go to its `extra_info`."""
 
 
-def config_of(config: Any, *, complete: bool = False, overrides: Sequence[str] = ()) -> Config:
+def config_of(
+    config: Any,
+    *,
+    complete: bool = False,
+    overrides: Sequence[str] = (),
+    sections: Sequence[str] = (),
+) -> Config:
     """Return a `Config` from the forms that verl programs use.
 
     `config` is a `Config`, a mapping (or OmegaConf) of options in verl's spelling, the path of a
     YAML file, or a list of overrides. `Enum` members in a mapping stand for their values. With
-    `complete`, it must name a model. Raises ConfigError.
+    `complete`, it must name a model. `sections` are the sections that the caller uses: rules
+    between options of others do not apply, and notices about them are left out. Raises ConfigError.
     """
+    load = functools.partial(load_config, complete=complete, verl=True, sections=sections)
     if isinstance(config, Config):
         if not overrides:
             return config
         config = to_dict(config)
     if isinstance(config, Mapping):
-        from omegaconf import DictConfig, OmegaConf
-
-        plain = OmegaConf.to_container(config) if isinstance(config, DictConfig) else config
-        values = cast("Mapping[str, Any]", _without_enums(plain))
-        return load_config(overrides, values=values, complete=complete)
+        values = cast("Mapping[str, Any]", _without_enums(plain_mapping(config)))
+        return load(overrides, values=values)
     if isinstance(config, str | Path):
-        return load_config(overrides, file=Path(config), complete=complete)
+        return load(overrides, file=Path(config))
     arguments = [] if config is None else list(config)
-    return load_config([*arguments, *overrides], complete=complete)
+    return load([*arguments, *overrides])
+
+
+def plain_mapping(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a mapping without OmegaConf's types.
+
+    Interpolations of a part of a configuration are resolved in the whole one.
+    """
+    from omegaconf import DictConfig, OmegaConf
+
+    if not isinstance(config, DictConfig):
+        return config
+    part = config._get_parent() is not None
+    return cast("Mapping[str, Any]", OmegaConf.to_container(config, resolve=part))
 
 
 def _without_enums(value: Any) -> Any:
@@ -204,7 +222,7 @@ def load_reward_manager(
     `reward_kwargs` are added to `reward_model.reward_kwargs`. `num_examine` is accepted and unused:
     set `trainer.log_val_generations` to print responses. Raises ConfigError.
     """
-    full_config = config_of(config)
+    full_config = config_of(config, sections=("reward_model", "custom_reward_function"))
     manager = make_reward_manager(full_config, tokenizer, more_kwargs=reward_kwargs)
     return VerlRewardManager(manager)
 
@@ -243,7 +261,7 @@ def get_custom_reward_fn(config: Any) -> Callable[..., Any] | None:
 
     Returns None if it names no function. Raises ConfigError.
     """
-    custom = config_of(config).custom_reward_function
+    custom = config_of(config, sections=("custom_reward_function",)).custom_reward_function
     if custom.path is None:
         return None
     return load_custom_reward_fn(custom.path, custom.name, custom.reward_kwargs)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from slipstream.config.rules import WithoutEffect
 from slipstream.config.schema_speculative import EagleSection, SpeculativeSection
 
 
@@ -19,12 +20,12 @@ def options_without_effect(speculative: SpeculativeSection) -> Iterator[str]:
         key = f"speculative.{name}.optim"
         optim, default = getattr(speculative, name).optim, getattr(defaults, name).optim
         if optim.optimizer != "Muon" and optim.muon_lr not in (None, default.muon_lr):
-            yield (
+            yield WithoutEffect(
                 f"{key}.muon_lr={optim.muon_lr:g} has no effect with {key}.optimizer="
                 f"{optim.optimizer}; set {key}.optimizer=Muon or {key}.muon_lr=null"
             )
         if 0 < (optim.min_lr_ratio or 0) <= 1 and optim.lr_scheduler_type == "constant":
-            yield (
+            yield WithoutEffect(
                 f"{key}.min_lr_ratio={optim.min_lr_ratio:g} has no effect with "
                 f"{key}.lr_scheduler_type=constant; "
                 f"set {key}.lr_scheduler_type=cosine or {key}.min_lr_ratio=null"
@@ -57,7 +58,7 @@ def _selector(speculative: SpeculativeSection) -> Iterator[str]:
                 if isinstance(value, tuple)
                 else f"set {key}.{name}={default}"
             )
-            yield (
+            yield WithoutEffect(
                 f"{key}.{name}{shown} has no effect with {key}.tune_algorithm="
                 f"{eagle.tune_algorithm}; set {key}.tune_algorithm={algorithms[-1]}, or {undo}"
             )
@@ -69,14 +70,14 @@ def _training(speculative: SpeculativeSection) -> Iterator[str]:
     # The type of a head in spec_model_path is not known before it is read.
     depth = 1 if train.depth is None and new and eagle.spec_algorithm == "EAGLE" else train.depth
     if depth == 1 and train.depth_decay not in (None, 1):
-        yield (
+        yield WithoutEffect(
             f"{key}.depth_decay={train.depth_decay:g} has no effect with {key}.depth=1; set "
             f"{key}.depth=2 or {key}.depth_decay=null"
         )
     if new and eagle.spec_algorithm == "EAGLE":
         for name in ("draft_vocab_size", "aux_hidden_state_layer_ids"):
             if getattr(eagle, name) is not None:
-                yield (
+                yield WithoutEffect(
                     f"speculative.eagle.{name} has no effect with "
                     "speculative.eagle.spec_algorithm=EAGLE; set "
                     f"speculative.eagle.spec_algorithm=EAGLE3 or speculative.eagle.{name}=null"

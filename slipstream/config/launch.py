@@ -13,21 +13,19 @@ import re
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from slipstream.config.bases import BASES
 from slipstream.config.load import load_config, to_yaml
 from slipstream.config.mode import Mode, resolve_mode
+from slipstream.config.notices import Warned
 from slipstream.config.schema import Config
 from slipstream.config.sources import Places, recipe_names
-from slipstream.config.tree import options, show, to_dict
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.reading import reason, shown, shown_path
-
-VERL_CONFIG_NAMES = ("ppo_trainer", "fastrl_trainer")
-"""Config names of VERL and FastRL that correspond to the recipe `default`."""
 
 EXIT_CODES = """\
 exit codes:
@@ -69,7 +67,13 @@ def add_source_flags(command: argparse.ArgumentParser, *, show_flag: bool = True
     )
     group.add_argument("--config", metavar="FILE", type=Path, help="your own settings in YAML")
     group.add_argument(
-        "--config-path", "-cp", metavar="DIR", type=Path, help="folder with the --config-name file"
+        "--config-path",
+        "-cp",
+        "--config-dir",
+        "-cd",
+        metavar="DIR",
+        type=Path,
+        help="folder with the --config-name file",
     )
     group.add_argument(
         "--config-name",
@@ -129,10 +133,10 @@ def read_overrides(command: argparse.ArgumentParser, rest: Sequence[str]) -> lis
 
 
 def note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
+    print(f"{'WARNING' if isinstance(text, Warned) else 'note'}: {text}", file=sys.stderr)
 
 
-def _source(args: argparse.Namespace) -> tuple[str | None, Path | None]:
+def source_of(args: argparse.Namespace) -> tuple[str | None, Path | None]:
     """Return the recipe and the file that the flags name; at least one of them is None."""
     flags = {"--recipe": args.recipe, "--config": args.config, "--config-name": args.config_name}
     present = [flag for flag, value in flags.items() if value is not None]
@@ -141,14 +145,16 @@ def _source(args: argparse.Namespace) -> tuple[str | None, Path | None]:
             f"{' and '.join(present)} cannot be combined, because each selects the settings to "
             "start from; pass only one of them"
         )
+    name = None if args.config_name is None else args.config_name.removesuffix(".yaml")
     if args.config_path is not None:
         if args.config_name is None:
             raise ConfigError(
                 f"--config-path {args.config_path} needs a file name; add --config-name NAME"
             )
-        folder: Path = args.config_path
-        return None, folder / f"{args.config_name.removesuffix('.yaml')}.yaml"
-    if args.config_name in VERL_CONFIG_NAMES:
+        file: Path = args.config_path / f"{name}.yaml"
+        if name not in BASES or file.is_file():
+            return None, file
+    if name in BASES:
         note(f"--config-name {args.config_name} selects --recipe default")
         return "default", None
     return args.recipe or args.config_name, args.config
@@ -160,21 +166,39 @@ def config_from(
     *,
     file: Path | None = None,
     complete: bool = True,
+    verl: bool = False,
+    defaults: tuple[str, Mapping[str, Any]] | None = None,
 ) -> Config:
     """Return the configuration for parsed flags and overrides.
 
-    If the flags name no source, `file` is the source. Notices are printed to standard error. Raises
-    ConfigError like `load_config`.
+    If the flags name no source, `file` is the source. Notices are printed to standard error. With
+    `verl`, the settings are written for VERL or FastRL, and must ask for a training. `defaults` is
+    as in `load_config`. Raises ConfigError like it.
     """
-    recipe, named = _source(args)
+    recipe, named = source_of(args)
     if recipe is None and named is None:
         named = file
     places = Places(named)
     config = load_config(
-        overrides, recipe=recipe, file=named, notify=note, complete=complete, places=places
+        overrides,
+        recipe=recipe,
+        file=named,
+        notify=note,
+        complete=complete,
+        verl=verl,
+        rules=_mode_problems if verl else None,
+        defaults=defaults,
+        places=places,
     )
     _PLACES.set(places)
     return config
+
+
+def _mode_problems(config: Config) -> Iterator[str]:
+    try:
+        resolve_mode(config)
+    except ConfigError as error:
+        yield str(error)
 
 
 def program() -> str:
@@ -284,8 +308,7 @@ def launch_training(
     overrides = read_overrides(command, rest)
 
     def run() -> int:
-        config = config_from(args, overrides)
-        _note_defaults(config, overrides, system, system_defaults)
+        config = config_from(args, overrides, verl=True, defaults=(system, system_defaults))
         if args.cfg:
             print_settings(config)
             return 0
@@ -293,18 +316,3 @@ def launch_training(
         return work(config, resolve_mode(config))
 
     return exit_status(run, debug=args.debug)
-
-
-def _note_defaults(
-    config: Config, overrides: Sequence[str], system: str, system_defaults: Mapping[str, Any]
-) -> None:
-    assigned = {text.lstrip("+").partition("=")[0] for text in overrides}
-    differing: list[str] = []
-    for key, theirs in system_defaults.items():
-        ours: Any = to_dict(config)
-        for part in key.split("."):
-            ours = ours[part]
-        if key not in assigned and ours == options()[key].default and ours != theirs:
-            differing.append(f"{key}={show(ours)} ({system}: {show(theirs)})")
-    if differing:
-        note(f"defaults that differ from {system}: {', '.join(differing)}")

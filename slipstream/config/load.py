@@ -12,12 +12,16 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slipstream.config import aliases
 from slipstream.config.hardware import Hardware, detect_hardware
+from slipstream.config.interpolate import resolve_in_sources
+from slipstream.config.notices import Notices
+from slipstream.config.rules import WithoutEffect
 from slipstream.config.schedules import schedule_notices
 from slipstream.config.schema import Config
 from slipstream.config.sources import (
@@ -32,7 +36,10 @@ from slipstream.config.sources import (
 from slipstream.config.suggest import unknown_key
 from slipstream.config.tree import Option, example, from_dict, leaves, options, show, to_dict
 from slipstream.config.validate import validate
-from slipstream.config.validate_algorithm import NEEDS_CRITIC
+from slipstream.config.validate_algorithm import NEEDS_CRITIC, OWN_AGGREGATION
+from slipstream.config.verl_combined import COMBINED, apply_combined
+from slipstream.config.verl_defaults import is_default
+from slipstream.config.verl_keys import REFUSED_VALUES
 from slipstream.errors import ConfigError
 from slipstream.reading import MOST_SHOWN, jinja_text, reading, shown, shown_path, value_problem
 
@@ -44,7 +51,10 @@ _CHAT_TEMPLATE = "actor_rollout_ref.model.custom_chat_template"
 _TEMPLATE_OPTIONS = "apply_chat_template_kwargs"
 _PATHS = re.compile(r"(path|dir|files?|tokenizer|external_lib|python|experiment_name)$")
 """The keys of options whose values become names of files."""
+_KEY = re.compile(r"[\w.]+")
 _INDEX = re.compile(r"[0-9]{1,4}")
+_MISSING = "???"
+"""OmegaConf's value of an option that must be set, which is not set yet."""
 
 RESUMABLE_KEYS = frozenset(
     {
@@ -113,16 +123,21 @@ def _free_form_above(key: str) -> Option | None:
 class _Tree:
     """The plain tree under construction, with the notices and problems of its assignments.
 
-    `assigned` holds the keys that a source has set.
+    `assigned` holds the keys that a source has set. `verl` is true if the sources are written for
+    VERL or FastRL.
     """
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, verl: bool) -> None:
         self.values = to_dict(Config())
-        self.notices: dict[str, None] = {}
+        self.notices = Notices()
         self.problems: list[str] = []
         self.to_compare: list[aliases.Rewritten] = []
         self.assigned: set[str] = set()
         self.places = places
+        self.in_files: set[str] = set()
+        self.mistyped: set[str] = set()
+        self.combined: dict[str, Any] = {}
+        self.verl = verl
 
     def apply(self, assignment: Assignment) -> None:
         """Set or delete one key, and record notices and problems."""
@@ -134,6 +149,8 @@ class _Tree:
 
     def _apply(self, assignment: Assignment) -> None:
         key = assignment.key
+        if assignment.value == _MISSING:
+            return
         if problem := value_problem([key, assignment.value], setting=True):
             self.problems.append(
                 f"{shown_path(key)}: {problem}; set it to a value that can be used, such as "
@@ -143,20 +160,60 @@ class _Tree:
         if problem := _path_problem(key, assignment.value):
             self.problems.append(problem)
             return
+        if key in COMBINED:
+            self.combined[key] = assignment.value
+            return
         inside = _free_form_above(key) is not None and key not in aliases.RENAMED
         known = key in options() or inside
+        if assignment.delete and self.verl:
+            self._reset(key)
+            return
         if assignment.delete:
             self._delete(key)
             return
-        rewritten = aliases.rewrite(key, assignment.value, known=known)
-        self.notices.update(dict.fromkeys(rewritten.notices))
+        rewritten = aliases.rewrite(key, assignment.value, known=known, verl=self.verl)
+        in_file = assignment.in_file
+        if rewritten.alias is not None and self._adds_nothing(rewritten, assignment):
+            return
+        self.notices.warn(rewritten.warnings)
+        # A composed configuration of VERL has its defaults, also under names that differ from ours.
+        unset = in_file and is_default(key, assignment.value)
+        self.notices.add(() if unset else rewritten.notices, in_file=in_file)
+        if rewritten.alias is not None and not unset:
+            assert rewritten.key is not None
+            self.notices.alias(rewritten.alias, rewritten.key, in_file=in_file)
+        if rewritten.inert and not (in_file and assignment.interpolated):
+            self.notices.inert(key, rewritten.inert, in_file=in_file)
         if rewritten.unless_equal is not None:
             self.to_compare.append(rewritten)
         elif rewritten.problem is not None:
             self.problems.append(rewritten.problem)
-        if rewritten.key is not None:
+        if rewritten.key is not None and not self._is_unset(rewritten, in_file):
             self.places.note(assignment, rewritten.key)
             self._set(rewritten.key, rewritten.value)
+            (self.in_files.add if in_file else self.in_files.discard)(rewritten.key)
+
+    def _adds_nothing(self, rewritten: aliases.Rewritten, assignment: Assignment) -> bool:
+        """Return whether an alias has VERL's default, so that it must not replace a setting.
+
+        A composed configuration of VERL has old and new spellings of a setting. The one that nobody
+        has set has the default. On the command line, every spelling is set by the user.
+        """
+        assert rewritten.key is not None
+        option = options().get(rewritten.key)
+        if rewritten.value is None and option is not None and not option.nullable:
+            return True
+        default = is_default(assignment.key, assignment.value)
+        return assignment.in_file and default and rewritten.key in self.assigned
+
+    def _is_unset(self, rewritten: aliases.Rewritten, in_file: bool) -> bool:
+        """Return whether null leaves our key to its default, or to another spelling of it."""
+        key = rewritten.key
+        option = None if key is None else options().get(key)
+        if not self.verl or rewritten.value is not None or option is None:
+            return False
+        spelled_otherwise = in_file and key in self.in_files
+        return spelled_otherwise or (not option.nullable and is_default(option.key, None))
 
     def _section(self, key: str) -> tuple[dict[str, Any], str]:
         """Return the dictionary that contains `key`, and the last name of `key`.
@@ -221,6 +278,20 @@ class _Tree:
         # A list of the settings' source is not changed in place.
         node[name] = [*items[:index], value, *items[index + 1 :]]
 
+    def _reset(self, key: str) -> None:
+        """Delete a key on a line of VERL, where the default then applies."""
+        ours = aliases.ours(key) or key
+        option = options().get(ours)
+        if option is not None and option.section is None:
+            self._set(ours, option.default)
+        elif option is not None and option.section is not None:
+            node, name = self._section(ours)
+            node[name] = to_dict(option.default)
+        elif _free_form_above(ours) is not None:
+            self._delete(ours)
+        elif not (aliases.knows(key) or aliases.knows(f"{key}.x")):
+            self.problems.append(unknown_key(key))
+
     def _delete(self, key: str) -> None:
         if _free_form_above(key) is None:
             self.problems.append(
@@ -246,9 +317,39 @@ class _Tree:
             final = _at(self.values, rewritten.unless_equal)
             if rewritten.problem is not None and final != rewritten.value:
                 self.problems.append(rewritten.problem)
+        for message, problem in apply_combined(
+            self.combined, lambda key: _at(self.values, key), self._set
+        ):
+            if problem:
+                self.problems.append(message)
+            else:
+                self.notices.add([message])
         self._without_critic()
         self._without_reward_model()
         self._micro_batches()
+        self._aggregation()
+
+    def _aggregation(self) -> None:
+        """Add a notice if the policy loss does not use `loss_agg_mode`."""
+        actor = self.values["actor_rollout_ref"]["actor"]
+        mode, loss = actor["loss_agg_mode"], actor["policy_loss"]["loss_mode"]
+        own = OWN_AGGREGATION.get(loss) if isinstance(loss, str) else None
+        key = "actor_rollout_ref.actor"
+        # VERL 0.9.1 aggregates with its default, too, if a line does not set it.
+        given = f"{key}.loss_agg_mode" in self.assigned or (self.verl and loss == "gspo")
+        if own in (None, mode) or actor["policy_loss"]["gspo_uses_loss_agg_mode"] or not given:
+            return
+        newer = (
+            f"; VERL 0.9.1 uses it: for that, set {key}.policy_loss.gspo_uses_loss_agg_mode=true"
+            if loss == "gspo"
+            else ""
+        )
+        self.notices.add(
+            [
+                f"{key}.loss_agg_mode={show(mode)} does not apply to {key}.policy_loss.loss_mode="
+                f"{loss}, which aggregates with {own}{newer}"
+            ]
+        )
 
     def _without_critic(self) -> None:
         critic, algorithm = self.values["critic"], self.values["algorithm"]
@@ -258,12 +359,18 @@ class _Tree:
             defaults = to_dict(Config())
             for key in sorted(self.assigned - {"critic.enable"}):
                 if key.startswith("critic.") and _at(self.values, key) != _at(defaults, key):
-                    self.notices[f"{key} has no effect: no critic is trained"] = None
+                    self._unused(key, "no critic is trained")
 
     def _without_reward_model(self) -> None:
         rewards = self.values["reward_model"]
         if not rewards["enable"] and rewards["model"]["path"] is not None:
-            self.notices["reward_model.model.path has no effect: reward_model.enable=false"] = None
+            self._unused("reward_model.model.path", "reward_model.enable=false")
+
+    def _unused(self, key: str, reason: str) -> None:
+        """Add a notice that our key has no effect, unless it has VERL's default."""
+        value = _at(self.values, key)
+        if not (self.verl and (is_default(key, value) or _is_interpolation(value))):
+            self.notices.inert(key, reason, in_file=key in self.in_files)
 
     def _micro_batches(self) -> None:
         """Turn off dynamic batching if a micro-batch size is set, as in VERL."""
@@ -274,9 +381,9 @@ class _Tree:
             return
         if dynamic not in self.assigned:
             settings["use_dynamic_bsz"] = False
-            self.notices[f"{size} is set, so {dynamic}=false"] = None
+            self.notices.add([f"{size} is set, so {dynamic}=false"])
         elif settings["use_dynamic_bsz"] is True:
-            self.notices[f"{size} has no effect: {dynamic}=true limits tokens instead"] = None
+            self.notices.inert(size, f"{dynamic}=true limits tokens instead")
 
 
 def _path_problem(key: str, value: Any) -> str | None:
@@ -300,23 +407,33 @@ def _merge(target: dict[str, Any], values: dict[str, Any]) -> None:
             target[key] = value
 
 
-def _resolve(values: dict[str, Any]) -> dict[str, Any]:
-    """Replace each interpolation `${key}` by the value of the option `key`."""
+def _resolve(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Replace each interpolation `${key}` by the value of the option `key`.
+
+    Returns the values, and a problem by key. An option with a problem gets its default.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     remedy = "an interpolation must name another option, such as ${trainer.seed}"
-    with reading(_with_interpolation(values), ConfigError, remedy):
-        try:
-            resolved = OmegaConf.to_container(
-                OmegaConf.create(values), resolve=True, throw_on_missing=True
-            )
-        except OmegaConfBaseException as error:
-            where = getattr(error, "full_key", None) or "configuration"
-            first = str(error).splitlines()[0]
-            raise ConfigError(f"{where}: {first}; {remedy}") from error
-    assert isinstance(resolved, dict)
-    return {str(key): value for key, value in resolved.items()}
+    problems: dict[str, str] = {}
+    while True:
+        with reading(_with_interpolation(values), ConfigError, remedy):
+            try:
+                resolved = OmegaConf.to_container(
+                    OmegaConf.create(values), resolve=True, throw_on_missing=True
+                )
+            except OmegaConfBaseException as error:
+                key = str(getattr(error, "full_key", None) or "configuration")
+                first = str(error).splitlines()[0]
+                if key in problems or key not in options():
+                    raise ConfigError(f"{key}: {first}; {remedy}") from error
+                problems[key] = f"{key}: {first}; {remedy}"
+                section, _, name = key.rpartition(".")
+                _at(values, section)[name] = options()[key].default
+                continue
+        assert isinstance(resolved, dict)
+        return {str(key): value for key, value in resolved.items()}, problems
 
 
 def _with_interpolation(values: Mapping[str, Any]) -> str:
@@ -335,6 +452,10 @@ def load_config(
     notify: Callable[[str], None] | None = None,
     complete: bool = True,
     places: Places | None = None,
+    verl: bool = False,
+    sections: Sequence[str] = (),
+    rules: Callable[[Config], Iterable[str]] | None = None,
+    defaults: tuple[str, Mapping[str, Any]] | None = None,
 ) -> Config:
     """Compose, check and freeze a configuration.
 
@@ -343,6 +464,14 @@ def load_config(
     once for each notice, such as an alias or a key without effect; by default notices are logged.
     `complete=False` accepts a configuration without a model, to show it or to evaluate a
     checkpoint. `places` is given the lines of `file` that set options (see `Places`).
+
+    `verl` is true if the settings are written for VERL or FastRL. Then the built-in engine replaces
+    an external one, with a warning. An option without effect because of another one gets its
+    default, with a notice. Otherwise both are problems. `sections` limits the rules between options
+    to those about these sections, for callers that use nothing else. `rules` yields further
+    problems.
+    `defaults` is the name of another system and its defaults by key. A notice lists the keys that
+    no source sets and whose defaults differ.
 
     Raises ConfigError for unknown keys, wrong types, and impossible values or combinations. The
     message contains all problems found, with remedies.
@@ -355,30 +484,99 @@ def load_config(
     parsed = parse_overrides(overrides)
     from_file, parsed = file_assignments(source, parsed)
     places = Places(file) if places is None else places
-    tree = _Tree(places)
+    tree = _Tree(places, verl)
     from_values = flatten("", values or {}, "the configuration")
-    for assignment in [*from_file, *from_values, *override_assignments(parsed)]:
+    in_files = [replace(one, in_file=True) for one in (*from_file, *from_values)]
+    assignments = [*in_files, *override_assignments(parsed, verl=verl)]
+    for assignment in resolve_in_sources(assignments) if verl else assignments:
         tree.apply(assignment)
     tree.imply()
-    _send_notices(tree.notices, notify)
-    raise_problems([places.added(problem) for problem in tree.problems])
     try:
-        values = _resolve(tree.values)
+        values, problems = _checked(tree)
+        problems += _read_chat_template(values)
+        machine = hardware or detect_hardware()
+        config, broken = _validated(tree, values, tuple(sections), machine, complete)
+        problems += broken
+        problems += [] if rules is None else rules(config)
+        if defaults is not None:
+            tree.notices.add(_other_defaults(tree, *defaults))
+        tree.notices.add(schedule_notices(config, tree.assigned))
+    finally:
+        _send_notices(tree.notices.lines(tuple(sections)), notify)
+    raise_problems([places.added(problem) for problem in problems])
+    return config
+
+
+def _checked(tree: _Tree) -> tuple[dict[str, Any], list[str]]:
+    """Return the plain tree, and the problems of its assignments and types.
+
+    An option with a problem has its default in the tree.
+    """
+    try:
+        values, unresolved = _resolve(tree.values)
     except ConfigError as error:
-        raise ConfigError(places.added(str(error))) from error
-    unread = _read_chat_template(values)
+        raise_problems([tree.places.added(text) for text in (*tree.problems, str(error))])
+        raise
     config, mismatches = from_dict(values)
-    refused = {key: aliases.refused_value(key, _at(values, key)) for key in aliases.REFUSED_VALUES}
-    problems = [message for message in refused.values() if message is not None]
+    refused = {key: aliases.refused_value(key, _at(values, key)) for key in REFUSED_VALUES}
+    problems = [*tree.problems, *unresolved.values()]
+    problems += [message for message in refused.values() if message is not None]
     # A refused value also has the wrong type. Only the more helpful message is reported.
     explained = tuple(f"{key}:" for key, message in refused.items() if message is not None)
     problems += [message for message in mismatches if not message.startswith(explained)]
-    problems += unread
-    if not mismatches and not unread:
-        problems += validate(config, hardware or detect_hardware(), complete=complete)
-    raise_problems([places.added(problem) for problem in problems])
-    _send_notices(schedule_notices(config, tree.assigned), notify)
-    return config
+    tree.mistyped = {message.partition(":")[0] for message in mismatches} | unresolved.keys()
+    return to_dict(config), problems
+
+
+def _validated(
+    tree: _Tree,
+    values: dict[str, Any],
+    sections: tuple[str, ...],
+    machine: Hardware,
+    complete: bool,
+) -> tuple[Config, list[str]]:
+    """Return the typed tree, and the broken rules that are about `sections` (none: about any).
+
+    On a line of VERL, an option without effect gets its default, and a notice. A rule about an
+    option of the wrong type is skipped.
+    """
+    while True:
+        config, _ = from_dict(values)
+        broken = [
+            message
+            for message in validate(config, machine, complete=complete)
+            if not any(key in message for key in tree.mistyped)
+            and (not sections or message.startswith(sections))
+        ]
+        without_effect = {
+            _KEY.match(message)[0]: message  # type: ignore[index]
+            for message in broken
+            if tree.verl and isinstance(message, WithoutEffect)
+        }
+        reset = [key for key in without_effect if key in options()]
+        tree.notices.add(message.partition(";")[0] for message in without_effect.values())
+        if not reset:
+            return config, [text for text in broken if text not in without_effect.values()]
+        for key in reset:
+            section, _, name = key.rpartition(".")
+            _at(values, section)[name] = _plain_default(key)
+
+
+def _plain_default(key: str) -> Any:
+    default = _at(to_dict(Config()), key)
+    assert not _is_interpolation(default)
+    return default
+
+
+def _other_defaults(tree: _Tree, system: str, defaults: Mapping[str, Any]) -> Iterator[str]:
+    ours = {key: options()[key].default for key in defaults}
+    differing = [
+        f"{key}={show(ours[key])} ({system}: {show(theirs)})"
+        for key, theirs in defaults.items()
+        if key not in tree.assigned and ours[key] != theirs
+    ]
+    if differing:
+        yield f"defaults that differ from {system}: {', '.join(differing)}"
 
 
 def _read_chat_template(values: dict[str, Any]) -> list[str]:
@@ -410,6 +608,10 @@ def _at(values: dict[str, Any], key: str) -> Any:
     for part in key.split("."):
         node = node[part]
     return node
+
+
+def _is_interpolation(value: Any) -> bool:
+    return isinstance(value, str) and "${" in value
 
 
 def _send_notices(notices: Iterable[str], notify: Callable[[str], None] | None) -> None:

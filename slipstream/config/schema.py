@@ -140,13 +140,30 @@ class SftSection:
     """Demonstration files, one path or a list; null: demonstrations of the built-in task."""
     mixture_weights: tuple[PositiveFloat, ...] | None = None
     """Share of each demonstration file, one number per file; null: in proportion to file length."""
+    train_max_samples: CountOrOff = -1
+    """Maximum number of rows to use, a random choice; -1: all."""
+    messages_key: str = "messages"
+    """Column with the whole conversation. Rows without it have a prompt and a response."""
+    prompt_key: str = "prompt"
+    """Column with the prompt, text or messages. `a.b` is the entry `b` of the column `a`."""
+    response_key: str = "response"
+    """Column with the response, named like `prompt_key`."""
+    wrap_prompts: bool = False
+    """Give a prompt that is plain text to the chat template as a user message. Off: text prompts
+    are used without a chat template."""
+    ignore_input_ids_mismatch: bool = False
+    """Train on turns that are tokenized one by one if the chat template renders a conversation
+    differently, or a token crosses the boundary of a turn; false: such a demonstration is an
+    error."""
+    train_batch_size: PositiveInt | None = None
+    """Demonstrations per optimizer step; null: as many as have `batch_tokens` tokens."""
     batch_tokens: PositiveInt = 16384
-    """Tokens per optimizer step."""
+    """Tokens per optimizer step, unless `train_batch_size` is set."""
     max_length: PositiveInt = 2048
     """Longest demonstration in tokens, including the prompt."""
-    ignore_input_ids_mismatch: bool = False
-    """Train on turns that are tokenized one by one if a token crosses the boundary of a turn;
-    false: such a demonstration is an error."""
+    truncation: Literal["error", "left", "right"] = "error"
+    """What happens to a longer demonstration: `error` stops the run; `left` and `right` cut tokens
+    at that place."""
     max_tokens_per_micro_batch: PositiveInt = 16384
     """Tokens per forward pass. It does not change the update."""
     save_freq: CountOrOff = -1

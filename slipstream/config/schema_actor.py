@@ -80,6 +80,14 @@ class ModelInitSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OverrideConfigSection:
+    """Values that replace those in the `config.json` of the checkpoint at `path`."""
+
+    max_position_embeddings: PositiveInt | None = None
+    """Longest sequence, prompt and response together; null: the checkpoint's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
     """The policy: a checkpoint folder, or a random initialization."""
 
@@ -105,8 +113,8 @@ class ModelSection:
     lora_rank: NonNegativeInt = 0
     """Rank of a LoRA adapter to train while the base weights stay fixed; 0: train all weights. SFT
     and RL each train their own adapter, on the weights that they start from."""
-    lora_alpha: PositiveFloat = 16.0
-    """The adapter's output is multiplied by `lora_alpha / lora_rank`."""
+    lora_alpha: NonNegativeFloat = 16.0
+    """The adapter's output is multiplied by `lora_alpha / lora_rank`; above 0 with an adapter."""
     target_modules: tuple[str, ...] = ("all-linear",)
     """Linear layers with an adapter (`q_proj`, or the end of a dotted name); `all-linear`: all
     except the LM head."""
@@ -115,6 +123,8 @@ class ModelSection:
     lora_adapter_path: str | None = None
     """Adapter to continue training: a folder in peft's format for the model at `path`, a run, or a
     checkpoint. Its own configuration then sets rank, alpha and layers."""
+    override_config: OverrideConfigSection = field(default_factory=OverrideConfigSection)
+    """Values that replace those in the `config.json` of the checkpoint at `path`."""
     init: ModelInitSection | None = None
     """Architecture to initialize at random instead of loading `path`."""
 
@@ -186,6 +196,9 @@ class PolicyLossSection:
     """`kl_cov`: weight of the penalty."""
     dro_beta: PositiveFloat | None = None
     """`dro`: weight of the squared log-ratio; required for this loss."""
+    gspo_uses_loss_agg_mode: bool = False
+    """`gspo`: aggregate with `actor.loss_agg_mode`, as VERL 0.9.1 does. Off: always with
+    `seq-mean-token-mean`, as in the paper and in VERL 0.7."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from slipstream.config.fields import PositiveFloat, PositiveInt
-from slipstream.config.schema_actor import LossAggMode, RLOptimSection
+from slipstream.config.schema_actor import LossAggMode, OverrideConfigSection, RLOptimSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,8 @@ class CriticModelSection:
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. This saves memory and needs about a third more
     time."""
+    override_config: OverrideConfigSection = field(default_factory=OverrideConfigSection)
+    """Values that replace those in the `config.json` of the checkpoint at `path`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

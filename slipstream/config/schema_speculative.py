@@ -222,9 +222,9 @@ class SpeculativeSection:
     """Source of drafts: `eagle`, a draft head; `history`, earlier text (the request's own, and
     finished responses to its prompt); `union`, for each request the source whose drafts were
     accepted more often."""
-    bs_threshold: PositiveInt | None = None
-    """Draft only while at most this many requests run; null: at every batch size where drafts are
-    faster, as measured by the selector."""
+    bs_threshold: NonNegativeInt | None = None
+    """Draft only while at most this many requests run; 0: never; null: at every batch size where
+    drafts are faster, as measured by the selector."""
     trace: bool = False
     """Record every choice of a draft plan in `speculation.jsonl` of the run folder."""
     history: HistorySection = field(default_factory=HistorySection)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config import aliases
+from slipstream.config.bases import GROUPS, bases_folder
 from slipstream.config.tree import options
 from slipstream.errors import ConfigError
 from slipstream.reading import reading, reason, shown, shown_path
@@ -40,6 +41,7 @@ _LONGEST_KEY = 1000
 _SHOWN_OF_OVERRIDE = 400
 _MOST_NODES = 100_000
 _MOST_BYTES = 10_000_000
+_SEARCH_PATH = "hydra.searchpath"
 _YAML = "give a YAML file with one mapping of options, such as `trainer: {seed: 2}`"
 _PLAIN_VALUE = "set the option to a number, a text, a list or a mapping, such as trainer.seed=2"
 
@@ -50,6 +52,9 @@ class Assignment:
 
     `origin` names the source in error messages. `line` is the line of a file that sets the key, 0
     if it is unknown, and None if the source is no file.
+
+    `in_file` is true if the source is a file or a mapping, and false for the command line.
+    `interpolated` is true if `value` was an interpolation.
     """
 
     key: str
@@ -57,6 +62,8 @@ class Assignment:
     origin: str
     delete: bool = False
     line: int | None = None
+    in_file: bool = False
+    interpolated: bool = False
 
 
 class Places:
@@ -167,9 +174,10 @@ def _accepts_text(key: str) -> bool:
     return option is not None and option.takes_text
 
 
-def override_assignments(parsed: Sequence[Override]) -> Iterator[Assignment]:
+def override_assignments(parsed: Sequence[Override], *, verl: bool = False) -> Iterator[Assignment]:
     """Yield the assignments of parsed overrides, one for each key that they set.
 
+    With `verl`, an override may select a file of VERL's config groups, which sets nothing here.
     Raises ConfigError if an override is a sweep over several values.
     """
     for override in parsed:
@@ -185,6 +193,9 @@ def override_assignments(parsed: Sequence[Override]) -> Iterator[Assignment]:
                 f"override {text!r} is a sweep over several values, but a run needs one value; "
                 f"to set a list, write {key}=[a,b]"
             )
+        if override.package is not None and verl and override.key_or_group in GROUPS:
+            yield Assignment(f"{key}@{override.package}", override.value(), text)
+            continue
         if override.package is not None:
             raise ConfigError(
                 f"override {shown(text, _SHOWN_OF_OVERRIDE)} names the package "
@@ -247,7 +258,8 @@ def _read_file(path: Path, parsed: Sequence[Override]) -> tuple[list[Assignment]
     from omegaconf.errors import OmegaConfBaseException
 
     groups = [o for o in parsed if _is_group(o.key_or_group, (path.parent, RECIPES))]
-    rest = [o for o in parsed if o not in groups]
+    paths = [o for o in parsed if o.key_or_group == _SEARCH_PATH]
+    rest = [o for o in parsed if o not in (*groups, *paths)]
     try:
         _check_size(path)
         content = OmegaConf.load(path)
@@ -256,7 +268,8 @@ def _read_file(path: Path, parsed: Sequence[Override]) -> tuple[list[Assignment]
     if not isinstance(content, DictConfig):
         raise ConfigError(f"config file {path} must contain a mapping of options, not a list")
     if "defaults" in content or groups:
-        content = _compose(path, groups)
+        own = OmegaConf.select(content, _SEARCH_PATH) or []
+        content = _compose(path, groups, [*own, *_listed(paths)])
     _check_joined(path)
     plain = OmegaConf.to_container(content, resolve=False)
     assert isinstance(plain, dict)
@@ -361,18 +374,30 @@ def _check_joined(path: Path) -> None:
                 _check_joined(other)
 
 
-def _compose(path: Path, groups: Sequence[Override]) -> Any:
-    """Return the composition of one file by Hydra. Its `defaults` can name built-in recipes."""
+def _listed(overrides: Sequence[Override]) -> list[str]:
+    """Return the folders that overrides of Hydra's search path name."""
+    values = [override.value() for override in overrides]
+    return [str(one) for value in values for one in (value if isinstance(value, list) else [value])]
+
+
+def _compose(path: Path, groups: Sequence[Override], search_path: Sequence[str]) -> Any:
+    """Return the composition of one file by Hydra.
+
+    Its `defaults` can name files in `search_path`, built-in recipes, and files of VERL.
+    """
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    recipes = str(RECIPES).replace("'", r"\'")
-    overrides = [f"hydra.searchpath=['file://{recipes}']", *(o.input_line or "" for o in groups)]
     try:
-        with warnings.catch_warnings():
+        with bases_folder() as bases, warnings.catch_warnings():
             # Without `_self_` in `defaults`, the settings of the file override its defaults.
             warnings.filterwarnings("ignore", message=".*missing `_self_`.*")
+            # A folder of VERL, whose names are known without it.
+            warnings.filterwarnings("ignore", message=".*searchpath.*is not available")
+            folders = (*search_path, f"file://{RECIPES}", f"file://{bases}")
+            quoted = ",".join("'" + folder.replace("'", r"\'") + "'" for folder in folders)
+            overrides = [f"{_SEARCH_PATH}=[{quoted}]", *(o.input_line or "" for o in groups)]
             with initialize_config_dir(version_base="1.3", config_dir=str(path.parent.resolve())):
                 return compose(path.stem, overrides=overrides)
     except (HydraException, OmegaConfBaseException) as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 
+from slipstream.config.rules import WithoutEffect
 from slipstream.config.schema import Config
 from slipstream.config.schema_actor import ValKwargsSection
 from slipstream.config.tree import from_dict, show, to_dict
@@ -67,13 +68,14 @@ def _rules(val: ValKwargsSection, key: str) -> Iterator[str]:
             f"{key}.do_sample=false"
         )
     if not val.do_sample and val.temperature > 0:
-        yield (
+        yield WithoutEffect(
             f"{key}.temperature={val.temperature:g} has no effect with {key}.do_sample=false; set "
             f"{key}.do_sample=true or {key}.temperature=0"
         )
     if not val.do_sample and val.n > 1:
-        yield (
-            f"{key}.n={val.n} with {key}.do_sample=false generates equal responses; set "
+        yield WithoutEffect(
+            f"{key}.n={val.n} with {key}.do_sample=false generates equal responses, so one is "
+            "enough; set "
             f"{key}.do_sample=true and {key}.temperature=1, or {key}.n=1"
         )
     if val.top_p == 0:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import date
 
-from slipstream.config.aliases import REFUSED_VALUES
 from slipstream.config.engines import (
     ENGINE_KEY,
     engine_lacks,
@@ -19,12 +18,14 @@ from slipstream.config.engines import (
 )
 from slipstream.config.hardware import Hardware
 from slipstream.config.inert import options_without_effect
+from slipstream.config.rules import WithoutEffect
 from slipstream.config.schema import Config, DataSection
 from slipstream.config.schema_actor import ModelSection, OptimSection
 from slipstream.config.schema_speculative import MOST_BRANCHES, EagleSection
 from slipstream.config.tree import show
 from slipstream.config.val_settings import check_val_settings
 from slipstream.config.validate_algorithm import NEEDS_CRITIC, algorithm_rules
+from slipstream.config.verl_keys import REFUSED_VALUES
 from slipstream.errors import did_you_mean
 from slipstream.tree_size import candidate_count
 
@@ -168,7 +169,7 @@ def _data(config: Config) -> Iterator[str]:
                     f"{data.task} has no files; set data.{name}=-1 and use {remedy}"
                 )
     elif data.task_kwargs:
-        yield (
+        yield WithoutEffect(
             f"data.task_kwargs={show(data.task_kwargs)} has no effect without a task; set "
             "data.task=countdown, or remove data.task_kwargs"
         )
@@ -214,7 +215,7 @@ def _data_classes(data: DataSection) -> Iterator[str]:
             )
     for section in ("custom_cls", "sampler"):
         if getattr(data, section).kwargs and classes[section][1] is None:
-            yield (
+            yield WithoutEffect(
                 f"data.{section}.kwargs has no effect without a class; set "
                 f"data.{section}.{classes[section][3]}"
             )
@@ -268,7 +269,10 @@ def _sft_data(config: Config) -> Iterator[str]:
             f"sft.total_training_steps={sft.total_training_steps} needs demonstrations; "
             "set sft.train_files=FILE, or data.task=countdown, or sft.total_training_steps=0"
         )
-    for name in ("batch_tokens", "max_tokens_per_micro_batch"):
+    if sft.train_max_samples == 0:
+        yield "sft.train_max_samples=0 leaves no data; set sft.train_max_samples=-1 for all data"
+    names = ("max_tokens_per_micro_batch",)
+    for name in names if sft.train_batch_size is not None else ("batch_tokens", *names):
         if getattr(sft, name) < sft.max_length:
             yield (
                 f"sft.{name}={getattr(sft, name)} is below the maximum length of one "
@@ -284,7 +288,7 @@ def _optim(section: str, optim: OptimSection, run_steps: int | None) -> Iterator
     if steps is not None:
         yield from no_decay(section, optim, steps, max(optim.lr_warmup_steps, 0))
     if optim.muon_lr is not None and optim.optimizer != "Muon":
-        yield (
+        yield WithoutEffect(
             f"{section}.muon_lr={optim.muon_lr:g} has no effect with {section}.optimizer="
             f"{optim.optimizer}; set {section}.optimizer=Muon or {section}.muon_lr=null"
         )
@@ -301,7 +305,7 @@ def _optim(section: str, optim: OptimSection, run_steps: int | None) -> Iterator
             f"set {section}.lr_warmup_steps=-1 or {section}.lr_warmup_steps_ratio=0"
         )
     if optim.min_lr_ratio > 0 and optim.lr_scheduler_type == "constant":
-        yield (
+        yield WithoutEffect(
             f"{section}.min_lr_ratio={optim.min_lr_ratio:g} has no effect with "
             f"{section}.lr_scheduler_type=constant; "
             f"set {section}.lr_scheduler_type=cosine or {section}.min_lr_ratio=0"
@@ -334,7 +338,7 @@ def _critic(config: Config) -> Iterator[str]:
             f" set critic.ppo_mini_batch_size={fitting}"
         )
     if critic.use_dynamic_bsz and critic.ppo_micro_batch_size_per_gpu is not None:
-        yield (
+        yield WithoutEffect(
             f"critic.ppo_micro_batch_size_per_gpu={critic.ppo_micro_batch_size_per_gpu} has no "
             "effect with critic.use_dynamic_bsz=true; set critic.use_dynamic_bsz=false or "
             "critic.ppo_micro_batch_size_per_gpu=null"
@@ -350,7 +354,7 @@ def _critic(config: Config) -> Iterator[str]:
             "critic.ppo_micro_batch_size_per_gpu=8 or critic.use_dynamic_bsz=null"
         )
     if critic.model.tokenizer_path is not None and critic.model.path is None:
-        yield (
+        yield WithoutEffect(
             f"critic.model.tokenizer_path={critic.model.tokenizer_path} has no effect without "
             "critic.model.path, because the critic then starts from the policy; set "
             "critic.model.tokenizer_path=null or critic.model.path=FOLDER"
@@ -446,7 +450,7 @@ def _actor(config: Config) -> Iterator[str]:
         )
     modes = (actor.loss_agg_mode, config.critic.loss_agg_mode)
     if actor.loss_scale_factor is not None and "seq-mean-token-sum-norm" not in modes:
-        yield (
+        yield WithoutEffect(
             f"{_ACTOR}.loss_scale_factor={actor.loss_scale_factor:g} has no effect with "
             f"{_ACTOR}.loss_agg_mode={actor.loss_agg_mode}; set {_ACTOR}.loss_scale_factor=null or "
             f"{_ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"
@@ -518,6 +522,11 @@ def _lora(model: ModelSection) -> Iterator[str]:
             f"{_MODEL}.target_modules is empty with {_MODEL}.lora_rank={model.lora_rank}; set "
             f"{_MODEL}.target_modules=all-linear"
         )
+    if model.lora_rank and model.lora_alpha == 0:
+        yield (
+            f"{_MODEL}.lora_alpha=0 multiplies the adapter's output by 0; set "
+            f"{_MODEL}.lora_alpha={model.lora_rank}"
+        )
     names: tuple[str, ...] = ("target_modules", "exclude_modules")
     if model.lora_adapter_path is not None:
         # Rank and alpha are compared with the adapter's when it is read (`add_adapter`).
@@ -530,8 +539,9 @@ def _lora(model: ModelSection) -> Iterator[str]:
         return
     for name in names:
         value, default = getattr(model, name), getattr(defaults, name)
-        if value != default:
-            yield (
+        # Scripts for VERL switch LoRA off with lora_rank=0 lora_alpha=0.
+        if value not in (default, 0):
+            yield WithoutEffect(
                 f"{_MODEL}.{name}={show(value)} has no effect with {reason}; set {remedy} or "
                 f"{_MODEL}.{name}={show(default)}"
             )
@@ -548,7 +558,7 @@ def _rollout(config: Config) -> Iterator[str]:
     if rollout.top_p == 0:
         yield f"{_ROLLOUT}.top_p=0 excludes all tokens; set {_ROLLOUT}.top_p=1"
     if rollout.partial_rollout and rollout.over_sample_rate == 0:
-        yield (
+        yield WithoutEffect(
             f"{_ROLLOUT}.partial_rollout=true has no effect with {_ROLLOUT}.over_sample_rate=0, "
             "because no response is stopped early; "
             f"set {_ROLLOUT}.over_sample_rate=0.5 or {_ROLLOUT}.partial_rollout=false"
@@ -563,7 +573,7 @@ def _run(config: Config) -> Iterator[str]:
             "not set; set trainer.resume_from_path=FOLDER or trainer.resume_mode=auto"
         )
     if trainer.resume_mode != "resume_path" and trainer.resume_from_path is not None:
-        yield (
+        yield WithoutEffect(
             f"trainer.resume_from_path={trainer.resume_from_path} has no effect with "
             f"trainer.resume_mode={trainer.resume_mode}; set trainer.resume_mode=resume_path or "
             "trainer.resume_from_path=null"
@@ -575,7 +585,7 @@ def _run(config: Config) -> Iterator[str]:
     if config.speculative.train.enable_drafter_training:
         yield from _cotraining(config)
     if config.custom_reward_function.path is None and config.custom_reward_function.reward_kwargs:
-        yield (
+        yield WithoutEffect(
             "custom_reward_function.reward_kwargs has no effect without a reward function; "
             "set custom_reward_function.path=FILE, or remove custom_reward_function.reward_kwargs"
         )

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from slipstream.config.engines import engine_lacks, engines_with
+from slipstream.config.rules import WithoutEffect
 from slipstream.config.schema import Config
 from slipstream.config.schema_actor import ActorSection, PolicyLossSection
 from slipstream.config.schema_algorithm import (
@@ -69,8 +70,17 @@ USED_BY_LOSS = {
     "kl_cov_ratio": "kl_cov",
     "ppo_kl_coef": "kl_cov",
     "dro_beta": "dro",
+    "gspo_uses_loss_agg_mode": "gspo",
 }
 """Settings of `policy_loss` that only one loss mode uses -> that loss mode."""
+
+
+OWN_AGGREGATION = {
+    "gspo": "seq-mean-token-mean",
+    "sapo": "seq-mean-token-mean",
+    "geo_mean": "the mean over sequences",
+}
+"""Policy losses that do not aggregate with `loss_agg_mode` -> how they aggregate."""
 
 
 def algorithm_rules(config: Config) -> Iterator[str]:
@@ -125,7 +135,7 @@ def _advantage_settings(algorithm: AlgorithmSection) -> Iterator[str]:
     for key, users in USED_BY_ESTIMATORS.items():
         value, default = getattr(algorithm, key), getattr(AlgorithmSection(), key)
         if value != default and name in ESTIMATORS and name not in users:
-            yield (
+            yield WithoutEffect(
                 f"algorithm.{key}={show(value)} has no effect with algorithm.adv_estimator={name}; "
                 f"set algorithm.{key}={show(default)} or algorithm.adv_estimator={users[0]}"
             )
@@ -147,7 +157,7 @@ def _advantage_settings(algorithm: AlgorithmSection) -> Iterator[str]:
     else:
         for key, value in (("gdpo_reward_keys", keys), ("gdpo_reward_weights", weights)):
             if value is not None:
-                yield (
+                yield WithoutEffect(
                     f"algorithm.{key}={show(value)} has no effect with algorithm.adv_estimator="
                     f"{algorithm.adv_estimator}; set algorithm.adv_estimator=gdpo or "
                     f"algorithm.{key}=null"
@@ -156,7 +166,7 @@ def _advantage_settings(algorithm: AlgorithmSection) -> Iterator[str]:
 
 def _sampling_of_groups(algorithm: AlgorithmSection, n: int) -> Iterator[str]:
     if algorithm.filter_groups.enable and n < 2:
-        yield (
+        yield WithoutEffect(
             f"algorithm.filter_groups.enable=true has no effect with {_ROLLOUT}.n={n}, because it "
             f"keeps all groups of one response; set {_ROLLOUT}.n=8 or "
             "algorithm.filter_groups.enable=false"
@@ -166,7 +176,11 @@ def _sampling_of_groups(algorithm: AlgorithmSection, n: int) -> Iterator[str]:
         (
             "filter_groups",
             algorithm.filter_groups,
-            FilterGroupsSection(enable=algorithm.filter_groups.enable),
+            FilterGroupsSection(
+                enable=algorithm.filter_groups.enable,
+                # It has the same meaning as null, and is VERL's default.
+                metric="score" if algorithm.filter_groups.metric == "score" else None,
+            ),
             "filter_groups.enable",
         ),
     ):
@@ -177,7 +191,7 @@ def _sampling_of_groups(algorithm: AlgorithmSection, n: int) -> Iterator[str]:
                 for f in fields(settings)
                 if getattr(settings, f.name) != getattr(defaults, f.name)
             )
-            yield (
+            yield WithoutEffect(
                 f"algorithm.{section}.{name}={show(getattr(settings, name))} has no effect with "
                 f"algorithm.{switch}=false; set algorithm.{switch}=true or "
                 f"algorithm.{section}.{name}={show(getattr(defaults, name))}"
@@ -204,7 +218,7 @@ def _loss(actor: ActorSection) -> Iterator[str]:
 
 def _unused_by_loss(key: str, value: object, default: object, mode: str, user: str) -> str:
     """Return the message for a setting that the loss `mode` ignores and the loss `user` uses."""
-    return (
+    return WithoutEffect(
         f"{key}={show(value)} has no effect with {_ACTOR}.policy_loss.loss_mode={mode}; set "
         f"{_ACTOR}.policy_loss.loss_mode={user} or {key}={show(default)}"
     )
@@ -247,7 +261,7 @@ def _replay(config: Config) -> Iterator[str]:
         return
     truncates = rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
     if not truncates or not rollout.do_sample:
-        yield (
+        yield WithoutEffect(
             f"{key}=true has no effect, because the rollout samples from the whole vocabulary or "
             f"greedily; set {_ROLLOUT}.top_p=0.95 with {_ROLLOUT}.do_sample=true, or {key}=false"
         )
@@ -292,7 +306,7 @@ def _reference(config: Config) -> Iterator[str]:
     without_teacher = name in ESTIMATORS - {DISTILLATION}
     uses_kl = actor.use_kl_loss or algorithm.use_kl_in_reward
     if path is not None and without_teacher and not uses_kl:
-        yield (
+        yield WithoutEffect(
             f"{_REF}={path} has no effect without a KL term; set "
             f"{_ACTOR}.use_kl_loss=true or {_REF}=null"
         )

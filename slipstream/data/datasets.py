@@ -52,6 +52,7 @@ _FIXED_OPTIONS = {
     "tools",
 }
 """Options of `apply_chat_template` that are not variables of a template."""
+_SINGLE_TURN = "single_turn_agent"
 _NAMED = 5  # how many bad rows an error message lists
 
 log = logging.getLogger(__name__)
@@ -62,15 +63,17 @@ class LoadedPrompts:
     """Prompts and their rows, and what was left out.
 
     `filtered` is the number of overlong prompts; `failed` lists rows whose chat template failed.
+    `with_tools` is the number of prompts whose rows ask for tools or further turns.
     """
 
     prompts: list[Prompt]
     filtered: int = 0
+    with_tools: int = 0
     failed: list[str] = field(default_factory=list)
     rows: list[Any] = field(default_factory=list)
 
     def warn(self, max_prompt_length: int) -> None:
-        """Log a warning if rows were left out, or if responses continue a message."""
+        """Log a warning if rows were left out or ask for tools, or continue a message."""
         if self.filtered:
             log.warning(
                 "%d prompts longer than data.max_prompt_length %d tokens were left out, %d remain",
@@ -85,6 +88,13 @@ class LoadedPrompts:
                 "%d of %d prompts end with an assistant message: responses continue that message, "
                 "and rewards get only the continuation",
                 continued,
+                len(self.prompts),
+            )
+        if self.with_tools:
+            log.warning(
+                "%d of %d rows ask for tools or further turns (agent_name, tools_kwargs, "
+                "interaction_kwargs), but every response is a single turn without tools",
+                self.with_tools,
                 len(self.prompts),
             )
 
@@ -128,7 +138,7 @@ class PromptReader:
     def keep(self, rows: Iterable[tuple[Any, str, Callable[[], Prompt]]]) -> LoadedPrompts:
         """Like `read`, for tuples of a row, its name in messages, and a function to render it."""
         loaded = LoadedPrompts([])
-        filtered = 0
+        filtered = with_tools = 0
         for row, where, render in rows:
             try:
                 prompt = render()
@@ -142,9 +152,10 @@ class PromptReader:
                 filtered += 1
                 continue
             self.truncate(prompt, where)
+            with_tools += asks_for_tools(prompt.extra_info)
             loaded.prompts.append(prompt)
             loaded.rows.append(row)
-        return replace(loaded, filtered=filtered)
+        return replace(loaded, filtered=filtered, with_tools=with_tools)
 
     def truncate(self, prompt: Prompt, where: str) -> None:
         """Truncate a prompt in place if it is too long. Raises DataError if that is not allowed."""
@@ -223,6 +234,15 @@ class PromptReader:
 def continues_message(messages: str | Sequence[Message]) -> bool:
     """Return whether a response continues the last message, which is one of the assistant."""
     return not isinstance(messages, str) and messages[-1].get("role") == "assistant"
+
+
+def asks_for_tools(extra_info: Mapping[str, Any]) -> bool:
+    """Return whether a row of verl's schema asks for an agent loop, tools or an interaction."""
+    agent = extra_info.get("agent_name") or _SINGLE_TURN
+    asked = [extra_info.get(key) for key in ("tools_kwargs", "interaction_kwargs")]
+    # Parquet gives every row all keys of all rows; missing ones are None.
+    given = [value for value in asked if isinstance(value, Mapping) and any(value.values())]
+    return agent != _SINGLE_TURN or bool(extra_info.get("need_tools_kwargs")) or bool(given)
 
 
 def load_prompts(

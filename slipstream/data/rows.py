@@ -69,6 +69,19 @@ def read_rows(files: str | Path | Sequence[str | Path]) -> list[DataRow]:
     return rows
 
 
+def count_rows(files: str | Path | Sequence[str | Path]) -> int:
+    """Return the number of rows of all files. Raises DataError for a file that cannot be read."""
+    paths = [files] if isinstance(files, str | Path) else list(files)
+    count = 0
+    for path in (Path(p).expanduser() for p in paths):
+        with reading(path, DataError, _REMEDY, noun="data file "):
+            if path.suffix == ".parquet" and path.is_file():
+                count += pyarrow.parquet.ParquetFile(path).metadata.num_rows
+            else:
+                count += sum(1 for _ in _read_file(path))
+    return count
+
+
 def _check_values(row: DataRow) -> None:
     """Raise DataError for values that no prompt, score or record can hold."""
     for key, value in row.values.items():

@@ -7,6 +7,7 @@ line for data checks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -113,6 +114,7 @@ def load_sft_samples(
     messages_key: str = "messages",
     prompt_key: str = "prompt",
     response_key: str = "response",
+    wrap_prompts: bool = False,
     tools_key: str = "tools",
     enable_thinking_key: str = "enable_thinking",
     max_length: int | None = None,
@@ -125,9 +127,10 @@ def load_sft_samples(
     """Return the conversations of parquet, JSONL or JSON files as samples.
 
     A row has either a column `messages_key` with the whole conversation, or the columns
-    `prompt_key` and `response_key` (text). A prompt that is plain text is used without a chat
-    template, and the response ends with the end-of-sequence token. Assistant messages in a prompt
-    have no loss, unless they have a `loss_mask` of 1. The columns `tools_key` and
+    `prompt_key` and `response_key` (text). `a.b` is the entry `b` of the column `a`. A prompt that
+    is plain text is a user message if `wrap_prompts`. Otherwise it is used without a chat template,
+    and the response ends with the end-of-sequence token. Assistant messages in a prompt have no
+    loss, unless they have a `loss_mask` of 1. The columns `tools_key` and
     `enable_thinking_key`, if present, are passed to the chat template. At most `max_samples` rows
     (-1: all) are used: the first ones, or with `seed` a random choice. Raises DataError that names
     file, row and setting.
@@ -135,15 +138,17 @@ def load_sft_samples(
 
     def tokenize(row: DataRow) -> tuple[list[Message], TokenizedConversation]:
         pair = _text_pair(row, messages_key, prompt_key, response_key)
+        messages: list[Message] = []
         if pair is not None:
             messages = [
                 {"role": role, "content": text}
                 for role, text in zip(("user", "assistant"), pair, strict=True)
             ]
+        if pair is not None and not wrap_prompts:
             return messages, tokenize_text_pair(
                 *pair, tokenizer, max_length=max_length, truncation=truncation
             )
-        messages = _row_messages(row, messages_key, prompt_key, response_key)
+        messages = messages or _row_messages(row, messages_key, prompt_key, response_key)
         return messages, tokenize_conversation(
             messages,
             tokenizer,
@@ -188,13 +193,23 @@ def _template_kwargs(
     return {**(common or {}), "enable_thinking": thinking}
 
 
+def _entry(row: DataRow, key: str) -> Any:
+    """Return the column `key`, or for `a.b` the entry `b` of the column `a`; None without it."""
+    if key in row.values:
+        return row.values[key]
+    value: Any = row.values
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
 def _text_pair(
     row: DataRow, messages_key: str, prompt_key: str, response_key: str
 ) -> tuple[str, str] | None:
     """Return prompt and response if both are plain text, else None."""
     if row.values.get(messages_key) is not None:
         return None
-    prompt, response = row.values.get(prompt_key), row.values.get(response_key)
+    prompt, response = _entry(row, prompt_key), _entry(row, response_key)
     return (prompt, response) if isinstance(prompt, str) and isinstance(response, str) else None
 
 
@@ -206,21 +221,22 @@ def _row_messages(
     if messages_key in row.values and prompt_key not in row.values:
         raise missing_column(row, messages_key, "")
     for key in (prompt_key, response_key):
-        if row.values.get(key) is None:
+        if _entry(row, key) is None:
             if key in row.values:
                 raise missing_column(row, key, "")
             raise DataError(
                 f"{row.where} has no column {key!r} (columns found: {', '.join(row.values)}): a "
                 f"row needs {messages_key!r} with a conversation, or {prompt_key!r} and "
-                f"{response_key!r}. Rename the columns"
+                f"{response_key!r}. Set sft.messages_key, or sft.prompt_key and sft.response_key"
             )
-    response = row.values[response_key]
+    response = _entry(row, response_key)
     if not isinstance(response, str):
         raise DataError(
             f"{row.where}: column {response_key!r} must be text, got {type(response).__name__}; "
             f"put whole conversations into a column {messages_key!r}"
         )
-    prompt = as_messages(row, prompt_key)
+    found = replace(row, values={**row.values, prompt_key: _entry(row, prompt_key)})
+    prompt = as_messages(found, prompt_key)
     # As in TRL and verl, only the response has loss.
     given = [m if m["role"] != "assistant" else {"loss_mask": 0, **m} for m in prompt]
     return [*given, {"role": "assistant", "content": response}]

@@ -60,6 +60,8 @@ class ContextLimit:
     reason: str
     of_decoder: bool = False
     """Whether only Slipstream's decoder has this limit, and transformers' own class does not."""
+    of_config: bool = False
+    """Whether the limit is `max_position_embeddings`, which a user may raise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,9 +146,9 @@ class ModelConfig:
             # Qwen's model cards tell users to add YaRN, but not to raise max_position_embeddings.
             reason += (
                 f", but its RoPE scaling {scaling.kind!r} extends to {reach} (to use that, set "
-                f"max_position_embeddings={reach} in its config.json)"
+                f"override_config.max_position_embeddings={reach})"
             )
-        limits = [ContextLimit(positions, reason)]
+        limits = [ContextLimit(positions, reason, of_config=True)]
         if isinstance(scaling, LongRopeScaling):
             original = scaling.original_max_position_embeddings
             limits.append(

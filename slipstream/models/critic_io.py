@@ -32,18 +32,21 @@ _CAUSAL = "ForCausalLM"
 _REWARD = "ForSequenceClassification"
 
 
-def load_critic(folder: Path, *, device: torch.device | None = None) -> ValueModel:
+def load_critic(
+    folder: Path, *, device: torch.device | None = None, positions: int | None = None
+) -> ValueModel:
     """Return a value model with fp32 parameters.
 
     The folder may hold a critic that `save_critic` or transformers wrote, a reward model (sequence
     classification with one label), or a language model. A language model loses its LM head and
-    gets a value head whose values are all 0.
+    gets a value head whose values are all 0. `positions` replaces the `max_position_embeddings` of
+    config.json.
 
     Raises:
         CheckpointError: as `load_checkpoint`; or the folder holds another kind of model, or a model
             with several labels.
     """
-    config = load_config(folder)
+    config = load_config(folder, positions=positions)
     check_bytes(config, folder)
     tensors = dict(read_tensors(folder))
     (architecture,) = (architectures(folder) or [f"?{_CAUSAL}"])[:1]

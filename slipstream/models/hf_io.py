@@ -33,8 +33,10 @@ _MOST_JSON_BYTES = 200_000_000
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def load_config(folder: Path) -> ModelConfig:
+def load_config(folder: Path, *, positions: int | None = None) -> ModelConfig:
     """Return the architecture in `folder/config.json`.
+
+    `positions` replaces its `max_position_embeddings`.
 
     End-of-sequence ids come from `generation_config.json` if it has some, as in transformers'
     `generate`. Chat models also list the end-of-turn token there. Raises CheckpointError, which
@@ -49,16 +51,22 @@ def load_config(folder: Path) -> ModelConfig:
             own = read_json(generation)
             if own.get("eos_token_id") is not None:
                 raw = {**raw, "eos_token_id": read_tokens(own, "eos_token_id", str(generation))}
+        if positions is not None:
+            raw = {**raw, "max_position_embeddings": positions}
         return ModelConfig.from_hf(raw, source=str(path))
 
 
-def load_checkpoint(folder: Path, *, device: torch.device | None = None) -> Decoder:
+def load_checkpoint(
+    folder: Path, *, device: torch.device | None = None, positions: int | None = None
+) -> Decoder:
     """Return a decoder with fp32 parameters from a Hugging Face folder.
+
+    `positions` replaces the `max_position_embeddings` of its config.json.
 
     Raises CheckpointError for missing or corrupt files, for pickle files, for missing, unexpected
     or misshapen tensors, and for NaN or infinite values. The error names the file and the problem.
     """
-    config = load_config(folder)
+    config = load_config(folder, positions=positions)
     check_bytes(config, folder)
     decoder = Decoder(config)
     load_tensors(decoder, read_tensors(folder), source=str(folder))

@@ -213,9 +213,10 @@ class PackedHFPolicy:
         return torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32)
 
 
-def hf_policy_config(folder: Path) -> HFPolicyConfig:
+def hf_policy_config(folder: Path, *, positions: int | None = None) -> HFPolicyConfig:
     """Return the configuration in `folder`, without loading weights.
 
+    `positions` replaces the longest sequence in its config.json.
     Raises CheckpointError if transformers does not know the architecture or has no causal language
     model for it, or if the weights are quantized.
     """
@@ -223,7 +224,7 @@ def hf_policy_config(folder: Path) -> HFPolicyConfig:
         if folder.is_dir() and (odd := special_file(folder)):
             raise CheckpointError(f"{odd} is not a regular file; {_SAVED}")
         _check_sizes(read_json(folder / "config.json"), folder / "config.json")
-        return _config_of(_read_config(folder), folder)
+        return _config_of(_read_config(folder, positions), folder)
 
 
 def _check_sizes(raw: Mapping[str, Any], path: Path) -> None:
@@ -239,25 +240,29 @@ def _check_sizes(raw: Mapping[str, Any], path: Path) -> None:
             )
 
 
-def load_hf_policy(folder: Path, *, device: torch.device | None = None) -> HFPolicy:
+def load_hf_policy(
+    folder: Path, *, device: torch.device | None = None, positions: int | None = None
+) -> HFPolicy:
     """Return a model with fp32 parameters from a Hugging Face folder.
 
+    `positions` replaces the longest sequence in its config.json.
     Raises CheckpointError as `hf_policy_config` does, and if weights are missing, unexpected, not
     finite or stored in pickle files.
     """
     with reading(folder, CheckpointError, _SAVED):
-        return _load(folder, device)
+        return _load(folder, device, positions)
 
 
-def _load(folder: Path, device: torch.device | None) -> HFPolicy:
+def _load(folder: Path, device: torch.device | None, positions: int | None) -> HFPolicy:
     from transformers import AutoModelForCausalLM
 
-    config = hf_policy_config(folder)
+    config = hf_policy_config(folder, positions=positions)
     _check_bytes(folder)
     try:
         with _quiet():
             model, loading_info = AutoModelForCausalLM.from_pretrained(
                 str(folder),
+                config=_read_config(folder, positions),
                 dtype=torch.float32,
                 local_files_only=True,
                 use_safetensors=True,
@@ -303,7 +308,7 @@ def _check_bytes(folder: Path) -> None:
             )
 
 
-def _read_config(folder: Path) -> Any:
+def _read_config(folder: Path, positions: int | None = None) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -320,6 +325,11 @@ def _read_config(folder: Path) -> Any:
         raise CheckpointError(
             f"{folder / 'config.json'}: quantized checkpoints are not supported; save the model in "
             "bf16 or fp32"
+        )
+    if positions is not None:
+        text = raw.get_text_config()
+        setattr(
+            text, next((key for key in _POSITIONS if hasattr(text, key)), _POSITIONS[0]), positions
         )
     return raw
 
@@ -340,6 +350,7 @@ def _config_of(raw: Any, folder: Path) -> HFPolicyConfig:
         context_limit=ContextLimit(
             sys.maxsize if positions is None else int(positions),
             f"the model has max_position_embeddings={positions}",
+            of_config=True,
         ),
         pad_token_id=text.pad_token_id,
         eos_token_ids=tuple(eos)

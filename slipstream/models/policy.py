@@ -43,16 +43,19 @@ PolicyConfig: TypeAlias = ModelConfig | HFPolicyConfig
 PackedPolicy: TypeAlias = PackedDecoder | PackedHFPolicy | ShardedDecoder
 
 
-def policy_config(folder: Path, implementation: Implementation = "auto") -> PolicyConfig:
+def policy_config(
+    folder: Path, implementation: Implementation = "auto", *, positions: int | None = None
+) -> PolicyConfig:
     """Return the architecture of the checkpoint in `folder`.
 
+    `positions` replaces the `max_position_embeddings` of its config.json.
     `auto` selects the built-in decoder for the families that it supports, and transformers for all
     others. Raises CheckpointError, which names the file, if the configuration cannot be read.
     """
     return (
-        hf_policy_config(folder)
+        hf_policy_config(folder, positions=positions)
         if _needs_transformers(folder, implementation)
-        else load_config(folder)
+        else load_config(folder, positions=positions)
     )
 
 
@@ -61,23 +64,26 @@ def load_policy(
     implementation: Implementation = "auto",
     *,
     device: torch.device | None = None,
+    positions: int | None = None,
 ) -> Policy:
     """Return the policy in `folder` with fp32 parameters.
 
-    `implementation` is as in `policy_config`. Raises CheckpointError.
+    `implementation` and `positions` are as in `policy_config`. Raises CheckpointError.
     """
     if _needs_transformers(folder, implementation):
-        return load_hf_policy(folder, device=device)
-    return load_checkpoint(folder, device=device)
+        return load_hf_policy(folder, device=device, positions=positions)
+    return load_checkpoint(folder, device=device, positions=positions)
 
 
-def load_sharded(folder: Path, mesh: DeviceMesh, *, device: torch.device) -> Decoder:
+def load_sharded(
+    folder: Path, mesh: DeviceMesh, *, device: torch.device, positions: int | None = None
+) -> Decoder:
     """Return the decoder in `folder`, sharded over `mesh`. No process ever holds all weights.
 
-    Raises CheckpointError.
+    `positions` is as in `policy_config`. Raises CheckpointError.
     """
     with torch.device("meta"):
-        decoder = Decoder(load_config(folder))
+        decoder = Decoder(load_config(folder, positions=positions))
     shard(decoder, mesh).to_empty(device=device)
     load_sharded_weights(decoder, folder)
     return decoder

@@ -20,9 +20,11 @@ from slipstream.rollout.manager import with_over_sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftBatches:
-    """Sizes of SFT: optimizer steps, tokens of one step, and maximum tokens of a forward pass."""
+    """Sizes of SFT: optimizer steps, demonstrations or tokens of one step, and maximum tokens of a
+    forward pass."""
 
     steps: int
+    step_samples: int | None
     step_tokens: int
     micro_batch_tokens: int
 
@@ -100,8 +102,11 @@ def _sft(config: Config) -> SftBatches:
     sft = config.sft
     # A step ends with a whole text, so it can exceed batch_tokens by up to max_length - 1.
     step = sft.batch_tokens + sft.max_length - 1
+    if sft.train_batch_size is not None:
+        step = sft.train_batch_size * sft.max_length
     return SftBatches(
         steps=sft.total_training_steps,
+        step_samples=sft.train_batch_size,
         step_tokens=sft.batch_tokens,
         micro_batch_tokens=min(sft.max_tokens_per_micro_batch, step),
     )
@@ -153,7 +158,8 @@ def table_rows(batches: Batches) -> Iterator[tuple[str, str]]:
     """Yield the rows of the printed table: a label and a value."""
     if (sft := batches.sft) is not None:
         yield "SFT steps", f"{sft.steps:,}"
-        yield "SFT step", f"{sft.step_tokens:,} tokens"
+        samples, tokens = sft.step_samples, f"{sft.step_tokens:,} tokens"
+        yield "SFT step", tokens if samples is None else f"{samples:,} demonstrations"
         yield "SFT micro-batches", f"at most {sft.micro_batch_tokens:,} tokens"
     if (rl := batches.rl) is not None:
         yield "RL steps", f"{rl.steps:,}"

@@ -217,6 +217,7 @@ def tiny_values(config: Config, folder: Path) -> dict[str, Any]:
     validation settings already.
     """
     actor_ref, critic = config.actor_rollout_ref, config.critic
+    sft_samples = config.sft.train_batch_size
     prompts = min(TINY_PROMPTS, config.data.train_batch_size)
     responses = min(TINY_RESPONSES, actor_ref.rollout.n)
     sequences = prompts * responses
@@ -252,6 +253,7 @@ def tiny_values(config: Config, folder: Path) -> dict[str, Any]:
         "algorithm.filter_groups.metric": None,
         "algorithm.filter_groups.max_num_gen_batches": 0,
         "sft.total_training_steps": min(1, config.sft.total_training_steps),
+        "sft.train_batch_size": sft_samples and min(TINY_PROMPTS, sft_samples),
         "sft.batch_tokens": min(config.sft.batch_tokens, config.sft.max_length),
         "sft.test_freq": -1,
         "sft.save_freq": -1,

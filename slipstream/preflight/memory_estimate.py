@@ -239,7 +239,11 @@ def _named_reference(config: Config) -> PolicyConfig | None:
     ref, model = config.actor_rollout_ref.ref, config.actor_rollout_ref.model
     if ref.path is None or not wants_reference(config):
         return None
-    return policy_config(policy_folder(Path(ref.path)), model.implementation)
+    return policy_config(
+        policy_folder(Path(ref.path)),
+        model.implementation,
+        positions=model.override_config.max_position_embeddings,
+    )
 
 
 def _trainer(config: Config, policy: ModelConfig, optim: OptimSettings) -> TrainerBytes:
@@ -263,7 +267,12 @@ def _critic(config: Config, policy: ModelConfig, rl_steps: int) -> tuple[ModelCo
     A critic needs as much memory as a policy of the same sizes without logits and LoRA adapter.
     """
     critic = config.critic.model
-    model = policy if critic.path is None else load_config(policy_folder(Path(critic.path)))
+    positions = critic.override_config.max_position_embeddings
+    model = (
+        policy
+        if critic.path is None
+        else load_config(policy_folder(Path(critic.path)), positions=positions)
+    )
     # A critic has no LM head.
     model = replace(model, tie_word_embeddings=True)
     make = _maker(config, critic_optim(config, rl_steps), None)

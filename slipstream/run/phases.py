@@ -133,7 +133,12 @@ async def sft_phase(run: Run, *, validate_last: bool = False) -> Path | None:
             history = await run_sft_training(
                 backend,
                 stream,
-                SFTTrainingConfig(num_steps=total, batch_tokens=sft.batch_tokens, start_step=done),
+                SFTTrainingConfig(
+                    num_steps=total,
+                    batch_size=sft.train_batch_size,
+                    batch_tokens=sft.batch_tokens if sft.train_batch_size is None else None,
+                    start_step=done,
+                ),
                 logger,
                 after_step=after_step,
                 save=save,
@@ -432,10 +437,15 @@ def check_rl(run: Run, start: Path | None) -> None:
         check_cotraining(config, policy, steps)
     if (path := config.actor_rollout_ref.ref.path) is not None:
         folder = policy_folder(Path(path))
-        reference = policy_config(folder, config.actor_rollout_ref.model.implementation)
+        model = config.actor_rollout_ref.model
+        reference = policy_config(
+            folder, model.implementation, positions=model.override_config.max_position_embeddings
+        )
         check_reference(config, reference, policy, folder, run.tokenizer)
     if (path := config.critic.model.path) is not None and wants_critic(config):
-        check_critic(config, load_config(policy_folder(Path(path))), run.tokenizer, policy)
+        positions = config.critic.model.override_config.max_position_embeddings
+        critic = load_config(policy_folder(Path(path)), positions=positions)
+        check_critic(config, critic, run.tokenizer, policy)
 
 
 def result_of_sft(run: Run) -> Path | None:

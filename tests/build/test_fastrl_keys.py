@@ -61,7 +61,7 @@ train.optim.lr train.optim.lr_warmup_steps train.optim.min_lr_ratio train.optim.
 
 UNLISTED = """
 train.buffer_max_samples train.data_buffer_max_size train.enable_step_barrier
-train.ulysses_sequence_parallel_size train.optim.weight_decay train.optim.total_training_steps
+train.optim.weight_decay train.optim.total_training_steps
 train.vloss_weight train.ploss_weight train.data_augment_std
 """
 """Keys that FastRL's code reads or passes on, but its settings do not list."""
@@ -342,11 +342,6 @@ REFUSED: dict[str, tuple[str, str, str]] = {
         "train.enable_step_barrier=true",
         "enable_step_barrier=true",
         "set it to false",
-    ),
-    "train.ulysses_sequence_parallel_size": (
-        "train.ulysses_sequence_parallel_size=2",
-        "sequence parallelism is not supported",
-        "set it to 1",
     ),
     "train.optim.total_training_steps": (
         "train.optim.total_training_steps=800000",

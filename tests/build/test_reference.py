@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.build.policy import make_backend, make_decoder, make_reference
+from slipstream.build.policy import (
+    initial_policy,
+    make_backend,
+    make_decoder,
+    make_reference,
+)
 from slipstream.config import Config, Hardware, load_config
 from slipstream.data.tokenizer import build_tokenizer
 from slipstream.errors import CheckpointError
@@ -65,3 +70,12 @@ def test_reference_that_does_not_fit_the_policy_is_refused(
         make("other")
     with pytest.raises(CheckpointError, match=r"the reference's vocabulary.* with the policy's to"):
         make("bare")
+
+
+def test_a_folder_in_the_home_folder_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_checkpoint(make_decoder(load(), build_tokenizer(), None), tmp_path / "policy")
+    config = load("actor_rollout_ref.model.init=null", "actor_rollout_ref.model.path='~/policy'")
+    assert initial_policy(config) == tmp_path / "policy"

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 
 from slipstream.config import Config, Hardware, load_config
-from slipstream.config.aliases import (
+from slipstream.config.aliases import RENAMED, RENAMED_VALUES
+from slipstream.config.notices import Warned
+from slipstream.config.tree import options
+from slipstream.config.verl_keys import (
     ONLY_NEUTRAL,
     REFUSED_VALUES,
-    RENAMED,
-    RENAMED_VALUES,
+    TAKEN_VALUES,
     WITHOUT_EFFECT,
 )
-from slipstream.config.tree import options
 from slipstream.errors import ConfigError
 
 CPU = Hardware(gpus=0)
@@ -22,9 +23,9 @@ ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def load(*overrides: str) -> tuple[Config, list[str]]:
+def load(*overrides: str, verl: bool = False) -> tuple[Config, list[str]]:
     notices: list[str] = []
-    config = load_config(overrides, recipe="tiny", hardware=CPU, notify=notices.append)
+    config = load_config(overrides, recipe="tiny", hardware=CPU, notify=notices.append, verl=verl)
     return config, notices
 
 
@@ -100,11 +101,32 @@ def test_an_alias_that_interpolates_our_key_sets_nothing() -> None:
 
 
 @pytest.mark.parametrize("size", ["4", "${data.train_batch_size}", "null"])
-def test_gen_batch_size_is_accepted_only_if_it_equals_train_batch_size(size: str) -> None:
+def test_gen_batch_size_may_equal_train_batch_size(size: str) -> None:
     line = ("data.gen_batch_size=" + size, "data.train_batch_size=4")
-    assert load(*line)[0] == load("data.train_batch_size=4")[0]
-    with pytest.raises(ConfigError, match=r"data.gen_batch_size=12: .*set .*over_sample_rate"):
-        load("data.gen_batch_size=12", "data.train_batch_size=4")
+    assert load(*line, verl=True) == load("data.train_batch_size=4", verl=True)
+
+
+def test_without_a_filter_gen_batch_size_is_the_batch() -> None:
+    config, notices = load("data.gen_batch_size=12", "data.train_batch_size=4")
+    assert config == load("data.train_batch_size=12")[0]
+    assert ["data.gen_batch_size=12: " in notice for notice in notices] == [True]
+
+
+def test_with_a_filter_gen_batch_size_only_scales_the_limit() -> None:
+    filtered = ("data.train_batch_size=4", "algorithm.filter_groups.enable=true")
+    limit = "algorithm.filter_groups.max_num_gen_batches"
+    config, notices = load(*filtered, "data.gen_batch_size=10", f"{limit}=3")
+    # Three batches of 10 prompts are 30 prompts: 7.5 batches of 4.
+    assert config == load(*filtered, f"{limit}=8")[0]
+    assert [notice.startswith("data.gen_batch_size=10 has no effect") for notice in notices] == [
+        True
+    ]
+
+
+@pytest.mark.parametrize("size", ["0", "x", "true", "2.5"])
+def test_gen_batch_size_is_a_count(size: str) -> None:
+    with pytest.raises(ConfigError, match=r"data.gen_batch_size=.*set it to"):
+        load(f"data.gen_batch_size={size}")
 
 
 def test_null_of_verl_equals_our_default() -> None:
@@ -121,16 +143,33 @@ def test_null_of_verl_equals_our_default() -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        f"{ROLLOUT}.enable_chunked_prefill=True",
+        f"{ROLLOUT}.enable_chunked_prefill=False",
+        f"{ROLLOUT}.tensor_model_parallel_size=4",
+        f"{ACTOR}.ulysses_sequence_parallel_size=4",
+        f"{ACTOR}.fsdp_config.param_offload=True",
+        f"{ACTOR}.fsdp_config.model_dtype=bf16",
+        f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=bf16",
+        f"{ACTOR}.megatron.tensor_model_parallel_size=2",
+        f"{ACTOR}.checkpoint.save_contents=[model]",
+        f"{ACTOR}.profiler.enable=True",
+        "global_profiler.tool=nsys",
+        "critic.fsdp.param_offload=True",
+        "reward_model.rollout.name=vllm",
+        "reward.reward_model.rollout.tensor_model_parallel_size=4",
+        "actor_rollout_ref.model.enable_activation_offload=True",
+        "+actor_rollout_ref.model.override_config.attn_implementation=eager",
+        f"{ROLLOUT}.multi_turn.format=gpt-oss",
+        f"{ROLLOUT}.multi_turn.tool_response_truncate_side=left",
+        f"{ROLLOUT}.multi_turn.max_tool_response_length=99",
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=40",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=40",
-        "actor_rollout_ref.model.use_remove_padding=True",
-        "trainer.balance_batch=True",
+        "actor_rollout_ref.model.use_liger=True",
+        "trainer.balance_batch=False",
         f"{ROLLOUT}.disable_log_stats=False",
         f"{ROLLOUT}.load_format=auto",
         f"+{ROLLOUT}.engine_kwargs.vllm.swap_space=4",
         "critic.forward_micro_batch_size_per_gpu=4",
-        "critic.model.target_modules=all-linear",
+        "critic.model.target_modules=[q_proj]",
         "hydra.run.dir=outputs",
         "hydra/job_logging=none",
         "+ray_kwargs.ray_init.num_cpus=4",
@@ -146,26 +185,21 @@ def test_keys_without_effect_are_accepted_with_one_notice(override: str) -> None
 @pytest.mark.parametrize(
     ("off", "on", "remedy"),
     [
-        (f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.tensor_model_parallel_size=2", "1"),
         (
-            f"{ACTOR}.fsdp_config.param_offload=False",
-            f"{ACTOR}.fsdp_config.param_offload=True",
-            "set it to false",
+            f"{ROLLOUT}.quantization=null",
+            f"{ROLLOUT}.quantization=fp8",
+            "set it to null",
+        ),
+        (f"{ACTOR}.qat.enable=False", f"{ACTOR}.qat.enable=True", "set it to false"),
+        (
+            "trainer.v1.trainer_mode=sync",
+            "trainer.v1.trainer_mode=separate_async",
+            "set sync",
         ),
         (
             f"{ROLLOUT}.multi_turn.enable=false",
             f"{ROLLOUT}.multi_turn.enable=true",
             "single turns",
-        ),
-        (
-            f"{ROLLOUT}.multi_turn.tool_response_truncate_side=middle",
-            f"{ROLLOUT}.multi_turn.tool_response_truncate_side=left",
-            "tools are not supported",
-        ),
-        (
-            f"{ROLLOUT}.multi_turn.max_tool_response_length=256",
-            f"{ROLLOUT}.multi_turn.max_tool_response_length=99",
-            "tools are not supported",
         ),
         ("critic.model.lora_rank=0", "critic.model.lora_rank=8", "trains all weights"),
     ],
@@ -187,9 +221,46 @@ def test_settings_of_an_untrained_critic_give_notices() -> None:
     assert "critic.ppo_micro_batch_size_per_gpu has no effect: no critic is trained" in notices
 
 
-def test_a_parallel_size_of_true_is_an_error() -> None:
-    with pytest.raises(ConfigError):
-        load(f"{ROLLOUT}.tensor_model_parallel_size=true")
+@pytest.mark.parametrize("size", ["true", "0", "-2", "1.5"])
+def test_a_parallel_size_is_a_count(size: str) -> None:
+    with pytest.raises(ConfigError, match=r"_parallel_size=.*set it to a count"):
+        load(f"{ROLLOUT}.tensor_model_parallel_size={size}")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"{ROLLOUT}.tensor_model_parallel_size=2",
+        f"{ROLLOUT}.multi_turn.format=hermes",
+        f"{ROLLOUT}.load_format=dummy",
+        f"{ACTOR}.fsdp_config.param_offload=False",
+        f"{ACTOR}.fsdp_config.model_dtype=fp32",
+        f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra]",
+        "actor_rollout_ref.model.use_remove_padding=True",
+        "critic.fsdp.fsdp_size=-1",
+        "reward.reward_model.rollout.load_format=auto",
+        "trainer.balance_batch=True",
+        "ray_kwargs.ray_init.num_cpus=null",
+    ],
+)
+def test_a_default_of_verl_gives_no_notice(override: str) -> None:
+    assert load(override) == load()
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "trtllm"])
+def test_a_line_of_verl_generates_with_the_embedded_engine_and_a_warning(name: str) -> None:
+    config, notices = load(f"{ROLLOUT}.name={name}", verl=True)
+    assert config == load()[0]
+    (notice,) = notices
+    assert isinstance(notice, Warned)
+    assert f"{ROLLOUT}.name={name} " in notice
+    assert f"{ROLLOUT}.name=embedded" in notice
+
+
+def test_a_line_of_verl_trains_in_pytorch_and_a_warning_says_so() -> None:
+    config, notices = load(f"{ACTOR}.strategy=megatron", verl=True)
+    assert config == load()[0]
+    assert [isinstance(notice, Warned) for notice in notices] == [True]
 
 
 @pytest.mark.parametrize(
@@ -283,32 +354,163 @@ def test_a_command_line_of_verl_is_accepted() -> None:
         "checkpoints/verl_grpo_example_gsm8k/qwen2_function_rm"
     )
     assert [notice.split()[0].rpartition(".")[2] for notice in notices] == [
-        "use_remove_padding",
         "log_prob_micro_batch_size_per_gpu",
         "log_prob_micro_batch_size_per_gpu",
         "ppo_micro_batch_size_per_gpu",
     ]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "mode"),
+    [
+        (("loss_mode=sapo", "token-mean"), "sapo"),
+        (("loss_mode=geo_mean", "seq-mean-token-mean"), "geo_mean"),
+        (("loss_mode=gspo", "token-mean"), "gspo"),
+        (("loss_mode=gspo", None), "gspo"),
+        (("loss_mode=gspo", "seq-mean-token-mean"), None),
+        (("loss_mode=sapo", "seq-mean-token-mean"), None),
+        (("loss_mode=sapo", None), None),
+        (("loss_mode=vanilla", "seq-mean-token-mean"), None),
+    ],
+)
+def test_losses_with_an_aggregation_of_their_own(
+    overrides: tuple[str, str | None], mode: str | None
+) -> None:
+    loss, aggregation = overrides
+    line = [f"{ACTOR}.policy_loss.{loss}"]
+    line += [] if aggregation is None else [f"{ACTOR}.loss_agg_mode={aggregation}"]
+    _, notices = load(*line, verl=True)
+    about = [notice for notice in notices if f"{ACTOR}.loss_agg_mode=" in notice]
+    assert len(about) == (mode is not None)
+    assert [f"loss_mode={mode}," in notice for notice in about] in ([], [True])
+    if mode == "gspo":
+        setting = f"{ACTOR}.policy_loss.gspo_uses_loss_agg_mode=true"
+        assert setting in about[0]
+        assert load(*line, setting, verl=True)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "same"),
+    [
+        ((f"{ACTOR}.optim.min_lr=2e-5",), (f"{ACTOR}.optim.min_lr_ratio=0.2",)),
+        ((f"{ACTOR}.optim.min_lr=0",), ()),
+        ((f"{ACTOR}.tis_imp_ratio_cap=-1",), ()),
+        (
+            (f"{ACTOR}.tis_imp_ratio_cap=5",),
+            (
+                "algorithm.rollout_correction.rollout_is=token",
+                "algorithm.rollout_correction.rollout_is_threshold=5",
+            ),
+        ),
+        (
+            ("actor_rollout_ref.model.lora.rank=4", "actor_rollout_ref.model.lora.alpha=32"),
+            ("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=32"),
+        ),
+        (("actor_rollout_ref.model.lora.rank=0", "actor_rollout_ref.model.lora.alpha=32"), ()),
+        (
+            ("reward_model.reward_manager=dapo", "reward_model.overlong_buffer.enable=True"),
+            (
+                "reward_model.reward_manager=dapo",
+                "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True",
+                "+reward_model.reward_kwargs.max_resp_len=32",
+            ),
+        ),
+        (("reward_model.overlong_buffer.enable=False", "reward_model.overlong_buffer.len=4"), ()),
+        (("reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=4"), ()),
+        (("actor_rollout_ref.model.lora_alpha=0",), ("actor_rollout_ref.model.lora_alpha=0",)),
+    ],
+)
+def test_keys_of_verl_that_combine(overrides: tuple[str, ...], same: tuple[str, ...]) -> None:
+    schedule = (f"{ACTOR}.optim.lr=1e-4", f"{ACTOR}.optim.lr_scheduler_type=linear")
+    assert load(*schedule, *overrides, verl=True)[0] == load(*schedule, *same)[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        (f"{ACTOR}.optim.min_lr=1", "optim.lr=0.0001"),
+        (f"{ACTOR}.optim.min_lr=low", "set it to a number"),
+        (f"{ACTOR}.tis_imp_ratio_cap=0", "or to -1"),
+    ],
+)
+def test_keys_of_verl_that_combine_are_checked(override: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(override)
+    assert str(caught.value).startswith(override)
+    assert remedy in str(caught.value)
+
+
+def test_an_adapter_without_alpha_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"lora_alpha=0 .*set .*lora_alpha=4"):
+        load("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=0")
+
+
 def test_one_error_lists_all_unsupported_settings() -> None:
     with pytest.raises(ConfigError) as caught:
         load(
-            f"{ROLLOUT}.tensor_model_parallel_size=2",
-            f"{ROLLOUT}.multi_turn.enable=True",
-            "actor_rollout_ref.model.enable_activation_offload=True",
+            f"{ROLLOUT}.multi_turn.enable=True",  # a missing feature
+            f"{ROLLOUT}.name=vllm",  # a value that only VERL supports
+            "trainer.nodes=2",  # no such option
+            "data.train_batch_size=many",  # the wrong type
+            f"{ACTOR}.clip_ratio_c=0.5",  # an impossible value
+            "algorithm.lam=0.9",  # no effect
+            f"{ACTOR}.grad_clip=${{trainer.nothing}}",  # an interpolation of nothing
         )
-    assert str(caught.value).startswith("3 settings cannot be used:")
+    message = str(caught.value)
+    assert message.startswith("7 settings cannot be used:")
+    for part in (
+        "multi_turn.enable=true: ",
+        f"{ROLLOUT}.name=vllm: ",
+        "trainer.nodes: ",
+        "data.train_batch_size: ",
+        "clip_ratio_c=0.5: ",
+        "algorithm.lam=0.9 has no effect",
+        "trainer.nothing",
+    ):
+        assert part in message, part
+
+
+def test_an_option_of_the_wrong_type_breaks_no_rule() -> None:
     with pytest.raises(ConfigError) as caught:
-        load(f"{ROLLOUT}.name=vllm", "trainer.logger=[clearml]", f"{ACTOR}.strategy=megatron")
-    assert str(caught.value).startswith("3 settings cannot be used:")
+        load("data.max_response_length=long", f"{ROLLOUT}.max_model_len=20")
+    assert "settings cannot be used" not in str(caught.value)
+
+
+def test_on_a_line_of_verl_options_without_effect_are_notices() -> None:
+    overrides = (
+        "algorithm.lam=0.95",
+        f"{ROLLOUT}.val_kwargs.temperature=0.7",
+        f"{ROLLOUT}.val_kwargs.n=4",
+        "trainer.resume_from_path=old",
+        "algorithm.filter_groups.max_num_gen_batches=10",
+        f"{ACTOR}.optim.min_lr_ratio=0.1",
+        f"{ACTOR}.loss_scale_factor=100",
+        f"{ACTOR}.policy_loss.kl_cov_ratio=0.02",
+        f"{ACTOR}.tau_pos=2.0",
+        "actor_rollout_ref.model.lora_alpha=32",
+        "actor_rollout_ref.ref.path=other",
+        "+custom_reward_function.reward_kwargs.k=3",
+    )
+    config, notices = load(*overrides, verl=True)
+    assert config == load()[0]
+    assert len(notices) == len(overrides)
+    for override in overrides:
+        key = override.lstrip("+").partition("=")[0].removesuffix(".k")
+        assert any(notice.startswith(key) for notice in notices), override
+        with pytest.raises(ConfigError):
+            load(override)
 
 
 def test_the_tables_of_aliases_agree_with_the_schema() -> None:
     known = set(options())
+    free_form = {key for key, option in options().items() if option.free_form}
     for old, new in RENAMED.items():
         assert old not in known
-        assert new.removesuffix(".0").removesuffix(".1") in known
+        assert new.removesuffix(".0").removesuffix(".1") in known or (
+            new.rpartition(".")[0] in free_form
+        )
     assert known >= set(RENAMED_VALUES) | set(REFUSED_VALUES)
+    assert set(TAKEN_VALUES) <= set(REFUSED_VALUES)
     assert not known & (set(ONLY_NEUTRAL) | set(WITHOUT_EFFECT))
     assert not set(ONLY_NEUTRAL) & set(WITHOUT_EFFECT)
     assert not set(RENAMED) & (set(ONLY_NEUTRAL) | set(WITHOUT_EFFECT))

@@ -465,7 +465,7 @@ def test_to_dict_returns_plain_lists_and_dictionaries() -> None:
 
 
 def test_notices_are_logged_without_notify(caplog: pytest.LogCaptureFixture) -> None:
-    load_config(["trainer.balance_batch=true"], recipe="tiny", hardware=CPU)
+    load_config(["trainer.balance_batch=false"], recipe="tiny", hardware=CPU)
     assert [record.name for record in caplog.records] == ["slipstream.config"]
 
 

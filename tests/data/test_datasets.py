@@ -51,6 +51,40 @@ def test_rows_are_read_from_every_format(tmp_path: Path, suffix: str) -> None:
     assert second.ability == "math"
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"agent_name": "tool_agent"},
+        {"need_tools_kwargs": True},
+        {"tools_kwargs": {"search": {"create_kwargs": {"k": 1}}}},
+        {"interaction_kwargs": {"name": "gsm8k"}},
+    ],
+)
+def test_rows_that_ask_for_tools_are_announced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, asked: dict[str, Any]
+) -> None:
+    with_tools = row(1)
+    if "agent_name" in asked:
+        with_tools |= asked
+    else:
+        with_tools["extra_info"] |= asked
+    path = write(tmp_path / "a.jsonl", [row(0), with_tools, row(2)])
+    with caplog.at_level(logging.WARNING):
+        assert len(load_prompts(path, char_tokenizer(), max_prompt_length=100)) == 3
+    assert "1 of 3 rows ask for tools" in caplog.text
+
+
+def test_rows_of_a_single_turn_are_not_announced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = row(0) | {"agent_name": "single_turn_agent"}
+    plain["extra_info"] |= {"need_tools_kwargs": False, "tools_kwargs": {}}
+    path = write(tmp_path / "a.jsonl", [plain, row(1) | {"agent_name": None}])
+    with caplog.at_level(logging.WARNING):
+        load_prompts(path, char_tokenizer(), max_prompt_length=100)
+    assert caplog.text == ""
+
+
 def test_plain_text_is_tokenized_without_a_template(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"question": "Say hi", "source": "mine", "level": 3}])
     (prompt,) = load_prompts(

@@ -7,9 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from slipstream.data.countdown import CountdownTask
+from slipstream.data.rows import count_rows
 from slipstream.data.sft import (
     TurnSpan,
     compute_loss_mask,
@@ -265,6 +268,33 @@ def test_load_sft_samples_from_conversations_and_pairs(tmp_path: Path) -> None:
     assert text.tokens == [*ids("1234"), 129]
     assert text.loss_mask == [0.0, 0.0, 1.0, 1.0, 1.0]
     assert text.response == "34"
+
+
+def test_load_sft_samples_reads_entries_of_columns(tmp_path: Path) -> None:
+    rows = [{"extra": {"question": "12", "answer": {"text": "34"}}}]
+    path = write(tmp_path / "a.jsonl", rows)
+    keys: dict[str, Any] = {"prompt_key": "extra.question", "response_key": "extra.answer.text"}
+    (plain,) = load_sft_samples(path, char_tokenizer(), **keys)
+    assert plain.tokens == [*ids("1234"), 129]
+    (wrapped,) = load_sft_samples(path, char_tokenizer(), wrap_prompts=True, **keys)
+    assert wrapped.tokens == ids("<s>user:12<e>\n<s>assistant:34<e>\n")
+    assert wrapped.loss_mask.count(1.0) == 3
+    keys["response_key"] = "extra.answer.none"
+    with pytest.raises(DataError, match=r"'extra.answer.none'"):
+        load_sft_samples(path, char_tokenizer(), **keys)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
+def test_rows_are_counted_in_every_format(tmp_path: Path, suffix: str) -> None:
+    path, rows = tmp_path / f"a{suffix}", [{"messages": CHAT[:3]}] * 3
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text(
+            json.dumps(rows) if suffix == ".json" else "\n".join([json.dumps(rows[0])] * 3)
+        )
+    assert count_rows(path) == 3
+    assert count_rows([path, str(path)]) == 6
 
 
 def test_load_sft_samples_passes_tools_and_options_to_the_template(tmp_path: Path) -> None:

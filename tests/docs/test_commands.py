@@ -141,7 +141,7 @@ COMPOSE = sources._compose
 
 @cache
 def composed(recipe: Path) -> Any:
-    return COMPOSE(recipe, ())
+    return COMPOSE(recipe, (), ())
 
 
 @pytest.fixture(autouse=True)
@@ -149,9 +149,9 @@ def recipes_are_composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cache composed recipes: Hydra needs half of the time to load settings, and most commands
     name the same recipe."""
 
-    def once(path: Path, groups: Sequence[Any]) -> Any:
-        shared = not groups and path.parent == sources.RECIPES
-        return composed(path) if shared else COMPOSE(path, groups)
+    def once(path: Path, groups: Sequence[Any], search_path: Sequence[str]) -> Any:
+        shared = not groups and not search_path and path.parent == sources.RECIPES
+        return composed(path) if shared else COMPOSE(path, groups, search_path)
 
     monkeypatch.setattr(sources, "_compose", once)
 

@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from slipstream.config.aliases import ONLY_NEUTRAL, REFUSED_VALUES, RENAMED
+from slipstream.config.aliases import RENAMED
 from slipstream.config.tree import options, show
+from slipstream.config.verl_keys import ONLY_NEUTRAL, REFUSED_VALUES
 from tests.build.test_fastrl_keys import KEYS, REFUSED
 from tests.docs.pages import DOCS
 
@@ -42,7 +43,7 @@ def test_fastrl_guide_states_the_current_defaults() -> None:
 def test_keys_that_the_fastrl_guide_calls_refused_are_refused() -> None:
     table = read("from_fastrl.md").split("## What is refused")[1].split("## What is different")[0]
     keys = re.findall(r"^\| `([\w.]+)`", table, re.MULTILINE)
-    assert len(keys) == 10
+    assert len(keys) == 7
     known = {f"speculative.{key}" for key in REFUSED} | ONLY_NEUTRAL.keys() | REFUSED_VALUES.keys()
     assert set(keys) <= known
 

@@ -153,6 +153,29 @@ def test_master_weights_stay_fp32_if_computing_in_bf16(tmp_path: Path) -> None:
     assert {p.dtype for p in copied.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("kind", ["decoder", KINDS[-1]])
+def test_positions_replace_those_of_the_checkpoint(kind: str, tmp_path: Path) -> None:
+    if kind == "decoder":
+        save_policy(make_decoder(), tmp_path)
+    else:
+        save_hf_policy(kind, tmp_path)
+    before = policy_config(tmp_path).context_limit.tokens
+    longer = 2 * before
+    config = policy_config(tmp_path, positions=longer)
+    assert config.context_limit.tokens == longer
+    assert config.context_limit.of_config
+    policy = load_policy(tmp_path, positions=longer)
+    assert policy.config.context_limit.tokens == longer
+    token_ids = random_ids(1, before + 5, seed=4)
+    packed = policy.pack(torch.float32)
+    at = torch.arange(before + 5)[None]
+    logits = packed.forward(token_ids, at).final
+    assert bool(logits.isfinite().all())
+    # A saved policy keeps its new length.
+    save_policy(policy, tmp_path / "saved")
+    assert policy_config(tmp_path / "saved").context_limit.tokens == longer
+
+
 def test_auto_selects_the_decoder_or_transformers(tmp_path: Path) -> None:
     save_policy(make_decoder("qwen3"), tmp_path / "ours")
     save_hf_policy("gpt2", tmp_path / "theirs")

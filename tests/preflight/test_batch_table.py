@@ -94,7 +94,12 @@ def test_requests_in_flight_with_over_sampling_greedy_baselines_and_max_num_seqs
 def test_an_sft_step_can_exceed_batch_tokens_by_one_text() -> None:
     budget = "sft.max_tokens_per_micro_batch=4096"
     found = table(budget, "sft.batch_tokens=512", "sft.max_length=64").sft
-    assert found == SftBatches(steps=2, step_tokens=512, micro_batch_tokens=512 + 63)
+    assert found == SftBatches(
+        steps=2, step_samples=None, step_tokens=512, micro_batch_tokens=512 + 63
+    )
+    found = table(budget, "sft.train_batch_size=3", "sft.max_length=64").sft
+    assert found is not None
+    assert (found.step_samples, found.micro_batch_tokens) == (3, 3 * 64)
     found = table("sft.max_tokens_per_micro_batch=256", "sft.max_length=64").sft
     assert found is not None
     assert found.micro_batch_tokens == 256

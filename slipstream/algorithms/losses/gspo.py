@@ -28,8 +28,9 @@ def gspo(
     s_t = exp(sg(mean_t k) + log_prob_t - sg(log_prob_t)), k = log_prob - old_log_prob:
 
     Each token has the value of the row's ratio and the gradient of its own log-prob. The log-ratio
-    is clamped to at most 10. The aggregation is always `seq-mean-token-mean`, because the objective
-    is a mean over sequences; `loss_agg_mode` is ignored.
+    is clamped to at most 10. The aggregation is `seq-mean-token-mean`, because the objective is a
+    mean over sequences. With `config.policy_loss.gspo_uses_loss_agg_mode` it is `loss_agg_mode`, as
+    in VERL 0.9.1.
 
     Metrics are those of `vanilla`; `actor/ppo_kl` is the mean over tokens.
 
@@ -42,4 +43,6 @@ def gspo(
     log_ratio = of_row + terms.log_prob - terms.log_prob.detach()
     ratio = log_ratio.clamp(max=LOG_SEQUENCE_RATIO_BOUND).exp()
     loss_mat, clipped = clipped_objective(ratio, terms.advantages, terms.config)
-    return terms.aggregate(loss_mat, LossAggMode.SEQ_MEAN_TOKEN_MEAN), terms.metrics(clipped)
+    given = terms.config.policy_loss.gspo_uses_loss_agg_mode
+    mode = loss_agg_mode if given else LossAggMode.SEQ_MEAN_TOKEN_MEAN
+    return terms.aggregate(loss_mat, mode), terms.metrics(clipped)

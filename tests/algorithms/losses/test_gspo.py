@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from slipstream.algorithms import PolicyLossConfig, gspo
+from slipstream.algorithms import PolicyLossConfig, PolicyLossModeConfig, gspo
 
 
 def test_gspo_values() -> None:
@@ -37,3 +37,22 @@ def test_clip_range_of_the_paper_has_an_effect() -> None:
     one = torch.ones(1, 1, dtype=torch.float64)
     assert gspo(0 * one, 0.01 * one, one, one, config=config)[0].item() == pytest.approx(-1.0004)
     assert gspo(0 * one, -0.01 * one, -one, one, config=config)[0].item() == pytest.approx(0.9997)
+
+
+def test_with_the_setting_gspo_aggregates_like_other_losses() -> None:
+    # One token of row 0 has the ratio exp(0.3), both of row 1 exp(0.1), and nothing is clipped.
+    config = PolicyLossConfig(
+        clip_ratio=0.5, policy_loss=PolicyLossModeConfig(gspo_uses_loss_agg_mode=True)
+    )
+    log_prob = torch.tensor([[0.3, 9.0], [0.2, 0.0]], dtype=torch.float64)
+    mask = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    first, second = math.exp(0.3), math.exp(0.1)
+    losses = {
+        mode: gspo(0 * log_prob, log_prob, mask.double(), mask, mode, config)[0].item()
+        for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
+    }
+    assert losses == {
+        "token-mean": pytest.approx(-(first + 2 * second) / 3),
+        "seq-mean-token-mean": pytest.approx(-(first + second) / 2),
+        "seq-mean-token-sum": pytest.approx(-(first + 2 * second) / 2),
+    }

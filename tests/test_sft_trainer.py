@@ -1,0 +1,191 @@
+"""Launch lines of VERL's SFT trainers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slipstream import fsdp_sft_trainer, sft_trainer
+from slipstream.build.policy import make_decoder
+from slipstream.config import Hardware, load_config
+from slipstream.data.tokenizer import build_tokenizer
+from slipstream.models import save_checkpoint
+from tests.run.helpers import metrics_of
+
+PAIRS = [{"question": f"{i} + 1 =", "answer": f"{i + 1}"} for i in range(10)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = build_tokenizer()
+    config = load_config(recipe="tiny", hardware=Hardware(gpus=0), notify=lambda _: None)
+    decoder = make_decoder(config, tokenizer, None)
+    save_checkpoint(decoder, folder, save_tokenizer=tokenizer.save_pretrained)
+    return folder
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    file = tmp_path / "train.jsonl"
+    file.write_text("\n".join(map(json.dumps, PAIRS)))
+    return file
+
+
+def settings(capsys: pytest.CaptureFixture[str], *line: str, module: Any = sft_trainer) -> Any:
+    """Return the settings that a line leads to."""
+    assert module.main([*line, "trainer.device=cpu", "--cfg", "job"]) == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def test_keys_of_sft_become_ours(
+    capsys: pytest.CaptureFixture[str], rows: Path, model: Path
+) -> None:
+    found = settings(
+        capsys,
+        f"data.train_files={rows}",
+        "data.train_batch_size=4",
+        "data.micro_batch_size_per_gpu=2",
+        "data.max_length=64",
+        "data.max_token_len_per_gpu=4096",
+        "data.truncation=right",
+        "data.multiturn.messages_key=turns",
+        "data.pad_mode=no_padding",
+        f"model.path={model}",
+        "model.use_remove_padding=True",
+        "model.lora_rank=4",
+        "engine=fsdp",
+        "engine.ulysses_sequence_parallel_size=2",
+        "optim=fsdp",
+        "optim.lr=2e-4",
+        "optim.betas=[0.9,0.95]",
+        "optim.lr_warmup_steps_ratio=0.2",
+        "optim.clip_grad=0.5",
+        "optim.lr_scheduler=cosine",
+        "trainer.total_epochs=3",
+        "trainer.project_name=p",
+        "trainer.experiment_name=e",
+        "trainer.save_freq=after_each_epoch",
+        "trainer.test_freq=after_each_epoch",
+        "trainer.max_ckpt_to_keep=2",
+        "ulysses_sequence_parallel_size=4",
+        "use_remove_padding=true",
+    )
+    sft = found["sft"]
+    # 10 rows have two whole batches of 4 in an epoch.
+    assert (sft["total_training_steps"], sft["save_freq"]) == (6, 2)
+    assert (sft["train_batch_size"], sft["max_length"]) == (4, 64)
+    assert (sft["max_tokens_per_micro_batch"], sft["truncation"]) == (4096, "right")
+    assert (sft["messages_key"], sft["prompt_key"]) == ("turns", "question")
+    assert sft["wrap_prompts"] is True
+    assert (sft["optim"]["lr"], sft["optim"]["betas"]) == (2e-4, [0.9, 0.95])
+    assert sft["optim"]["lr_warmup_steps_ratio"] == 0.2
+    assert sft["optim"]["lr_scheduler_type"] == "cosine"
+    assert found["actor_rollout_ref"]["actor"]["grad_clip"] == 0.5
+    assert found["actor_rollout_ref"]["model"]["path"] == str(model)
+    assert found["actor_rollout_ref"]["model"]["lora_rank"] == 4
+    assert found["trainer"]["max_actor_ckpt_to_keep"] == 2
+    assert found["trainer"]["default_local_dir"] == "checkpoints/p/e"
+    assert found["trainer"]["mode"] == "sft"
+
+
+def test_entries_of_columns_are_read(
+    capsys: pytest.CaptureFixture[str], rows: Path, model: Path
+) -> None:
+    found = settings(
+        capsys,
+        f"data.train_files={rows}",
+        "data.train_batch_size=4",
+        "data.prompt_key=extra_info",
+        "data.response_key=extra_info",
+        "data.prompt_dict_keys=['question']",
+        "+data.response_dict_keys=['answer']",
+        f"model.partial_pretrain={model}",
+        "trainer.total_training_steps=5",
+        module=fsdp_sft_trainer,
+    )
+    assert found["sft"]["prompt_key"] == "extra_info.question"
+    assert found["sft"]["response_key"] == "extra_info.answer"
+    assert found["sft"]["total_training_steps"] == 5
+
+
+def test_all_problems_of_a_line_are_in_one_error(
+    capsys: pytest.CaptureFixture[str], rows: Path, model: Path
+) -> None:
+    line = [
+        f"data.train_files={rows}",
+        "data.train_batch_size=11",
+        "data.custom_cls.path=mine.py",
+        "data.train_file=x",
+        f"model.path={model}",
+        "optim.lr=fast",
+    ]
+    assert sft_trainer.main([*line, "--cfg", "job"]) == 2
+    error = capsys.readouterr().err.partition("error: ")[2]
+    assert error.startswith("4 settings")
+    for part in (
+        "data.train_batch_size=11 ",
+        "data.custom_cls.path=",
+        "data.train_file: ",
+        "optim.lr",
+    ):
+        assert part in error, part
+
+
+def test_a_file_that_starts_from_verls_is_composed(
+    capsys: pytest.CaptureFixture[str], rows: Path, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [sft_trainer, _self_]\n"
+        f"data: {{train_files: {rows}, train_batch_size: 5}}\nmodel: {{path: {model}}}\n"
+    )
+    found = settings(capsys, "--config-path", str(tmp_path), "--config-name", "mine")
+    assert found["sft"]["total_training_steps"] == 2 * 4
+
+
+def test_under_torchrun_the_first_process_starts_the_others(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    rows: Path,
+    model: Path,
+) -> None:
+    line = (f"data.train_files={rows}", "data.train_batch_size=4", f"model.path={model}")
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "3")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert sft_trainer.main(["no such argument"]) == 0
+    monkeypatch.setenv("RANK", "0")
+    found = settings(capsys, *line)
+    assert (found["trainer"]["nnodes"], found["trainer"]["n_gpus_per_node"]) == (1, 3)
+
+
+def test_torchrun_on_several_machines_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rows: Path, model: Path
+) -> None:
+    for name, value in (("LOCAL_RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    line = [f"data.train_files={rows}", "data.train_batch_size=4", f"model.path={model}"]
+    assert sft_trainer.main([*line, "trainer.device=cpu"]) == 2
+    assert "trainer.nnodes=2 trainer.n_gpus_per_node=2" in capsys.readouterr().err
+
+
+def test_a_line_trains(rows: Path, model: Path, tmp_path: Path) -> None:
+    line = [
+        f"data.train_files={rows}",
+        "data.train_batch_size=5",
+        "data.max_length=64",
+        f"model.path={model}",
+        "trainer.total_epochs=1",
+        "trainer.device=cpu",
+        "trainer.logger=[file]",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    ]
+    assert sft_trainer.main(line) == 0
+    found = metrics_of(tmp_path / "run" / "sft")
+    assert sorted(found) == [1, 2]
+    # Each of the ten answers is one token, and an end-of-turn token follows.
+    assert sum(metrics["sft/tokens"] for metrics in found.values()) == 2 * len(PAIRS)
