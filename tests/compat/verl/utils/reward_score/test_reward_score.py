@@ -224,11 +224,11 @@ def test_math_verify_passes_its_time_limit_on(monkeypatch: pytest.MonkeyPatch) -
             raise TooMuchWorkError("slow")
 
     monkeypatch.setattr(math_verified, "POOL", Slow())
-    assert math_verify.compute_score(r"\boxed{x+1}", "1+x", timeout_score=-0.5, timeout=3.0) == -0.5
-    assert math_verify.compute_score(r"\boxed{x+1}", "1+x") == 0.0
+    assert math_verify.compute_score(r"\boxed{x}", "y", timeout_score=-0.5, timeout=3.0) == -0.5
+    assert math_verify.compute_score(r"\boxed{x}", "y") == 0.0
     token = CALL_TIMEOUT_S.set(1.0)
     try:
-        math_verify.compute_score(r"\boxed{x+1}", "1+x")
+        math_verify.compute_score(r"\boxed{x}", "y")
     finally:
         CALL_TIMEOUT_S.reset(token)
     assert seen == [3.0, 30.0, 1.0]

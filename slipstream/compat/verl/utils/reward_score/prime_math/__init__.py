@@ -31,9 +31,9 @@ def match_answer(response: str) -> tuple[bool, str]:
     Without an answer in a box or in words, it is the whole response.
     """
     answer = scorer.extract_answer(response)
-    found = response if answer is None else answer
-    in_box_or_words = answer is not None and answer != response.strip()
-    return in_box_or_words and any(c.isdigit() for c in found), found
+    if answer is None or answer == response.strip():
+        return False, response
+    return any(c.isdigit() for c in answer), answer
 
 
 def remove_boxed(s: str) -> str | None:
