@@ -188,5 +188,13 @@ def same_value(begin: Callable[[], None], response: str, truth: str) -> bool | N
     return bool(verify(parsed, of_response(response), timeout_seconds=None))
 
 
-POOL = WorkerPool(f"{__name__}:same_value", prepare=f"{__name__}:library")
+def prepare() -> None:
+    """Load the library in a worker, and what it loads at the first comparison.
+
+    Otherwise the limit of CPU time of the first answer would include that.
+    """
+    same_value(lambda: None, r"\boxed{\sqrt{4}x}", "2x")
+
+
+POOL = WorkerPool(f"{__name__}:same_value", prepare=f"{__name__}:prepare")
 """Workers that compare math answers."""
