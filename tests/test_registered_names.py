@@ -99,7 +99,9 @@ def test_a_registry_stores_the_value_of_an_enum_member(kind: str, name: Any) -> 
 
 
 @pytest.mark.parametrize("kind", REGISTRIES)
-@pytest.mark.parametrize("name", [Number.MINE, 3, None, given], ids=repr)
+@pytest.mark.parametrize(
+    "name", [Number.MINE, 3, None, given], ids=["number", "int", "null", "function"]
+)
 def test_a_name_that_is_not_text_is_refused(kind: str, name: Any) -> None:
     register, names = REGISTRIES[kind]
     before = set(names())
