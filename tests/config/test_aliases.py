@@ -253,10 +253,20 @@ def test_a_line_of_verl_generates_with_the_embedded_engine_and_a_warning(name: s
     assert f"{ROLLOUT}.name=embedded" in notice
 
 
-def test_a_line_of_verl_trains_in_pytorch_and_a_warning_says_so() -> None:
-    config, notices = load(f"{ACTOR}.strategy=megatron", verl=True)
-    assert config == load()[0]
+@pytest.mark.parametrize(
+    ("override", "used"),
+    [
+        (f"{ACTOR}.strategy=megatron", f"{ACTOR}.strategy=fsdp2"),
+        ("trainer.device=npu", "trainer.device=auto"),
+    ],
+)
+def test_a_line_of_verl_for_other_hardware_or_trainers_warns(override: str, used: str) -> None:
+    config, notices = load(override, verl=True)
+    assert config == load(used)[0]
     assert [isinstance(notice, Warned) for notice in notices] == [True]
+    assert f"({used})" in notices[0]
+    with pytest.raises(ConfigError, match=used):
+        load(override)
 
 
 @pytest.mark.parametrize(
