@@ -37,7 +37,7 @@ from slipstream.config.suggest import unknown_key
 from slipstream.config.tree import Option, example, from_dict, leaves, options, show, to_dict
 from slipstream.config.validate import validate
 from slipstream.config.validate_algorithm import NEEDS_CRITIC, OWN_AGGREGATION
-from slipstream.config.verl_combined import COMBINED, apply_combined
+from slipstream.config.verl_combined import COMBINED, SEQUENCE_PARALLEL, apply_combined
 from slipstream.config.verl_defaults import is_default
 from slipstream.config.verl_keys import REFUSED_VALUES
 from slipstream.errors import ConfigError
@@ -160,8 +160,9 @@ class _Tree:
         if problem := _path_problem(key, assignment.value):
             self.problems.append(problem)
             return
-        if key in COMBINED:
+        if key in COMBINED or key in SEQUENCE_PARALLEL:
             self.combined[key] = assignment.value
+        if key in COMBINED:
             return
         inside = _free_form_above(key) is not None and key not in aliases.RENAMED
         known = key in options() or inside

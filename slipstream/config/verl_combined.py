@@ -25,6 +25,18 @@ MIN_LR = (f"{_ACTOR}.optim.min_lr", "critic.optim.min_lr", "sft.optim.min_lr")
 COMBINED = (GEN_BATCH, TIS_CAP, LORA_RANK, LORA_ALPHA, *MIN_LR)
 """Keys that this module translates."""
 
+SEQUENCE_PARALLEL = {
+    f"{section}.{key}": section
+    for section in (_ACTOR, "critic")
+    for key in (
+        "ulysses_sequence_parallel_size",
+        "fsdp_config.ulysses_sequence_parallel_size",
+        "fsdp.ulysses_sequence_parallel_size",
+        "megatron.context_parallel_size",
+    )
+}
+"""Keys without effect of their own that this module reads -> their section."""
+
 Get = Callable[[str], Any]
 Set = Callable[[str, Any], None]
 
@@ -37,6 +49,8 @@ def apply_combined(given: Mapping[str, Any], get: Get, set_: Set) -> Iterator[tu
     yield from _gen_batch(given.get(GEN_BATCH), get, set_)
     yield from _tis(given.get(TIS_CAP), get, set_)
     yield from _lora(given, get, set_)
+    for section in (_ACTOR, "critic"):
+        yield from _token_budget(section, given, get, set_)
     for key in MIN_LR:
         yield from _min_lr(key, given.get(key), get, set_)
     yield from _overlong(get)
@@ -99,6 +113,30 @@ def _lora(given: Mapping[str, Any], get: Get, set_: Set) -> Iterator[tuple[str, 
     if (alpha := given.get(LORA_ALPHA)) is not None:
         set_(f"{_MODEL}.lora_alpha", alpha)
     yield f"{LORA_RANK} and {LORA_ALPHA} are aliases of {_MODEL}.lora_rank and lora_alpha", False
+
+
+def _token_budget(
+    section: str, given: Mapping[str, Any], get: Get, set_: Set
+) -> Iterator[tuple[str, bool]]:
+    """Raise a budget of tokens per GPU that holds only a part of the longest sequence.
+
+    In VERL, the processes of a sequence add up their budgets. Here one process holds the sequence.
+    """
+    sizes = [given[key] for key, of in SEQUENCE_PARALLEL.items() if of == section and key in given]
+    size = max((size for size in sizes if _is_count(size)), default=1)
+    key = f"{section}.ppo_max_token_len_per_gpu"
+    lengths = (get("data.max_prompt_length"), get("data.max_response_length"))
+    budget = get(key)
+    if not all(map(_is_count, (budget, *lengths))):
+        return
+    needed = sum(lengths)
+    if budget < needed <= budget * size:
+        set_(key, needed)
+        yield (
+            f"{key}={budget} is for a part of a sequence, which {size} processes share in VERL; "
+            f"one process holds a whole sequence, so {key}={needed}",
+            False,
+        )
 
 
 def _min_lr(key: str, least: Any, get: Get, set_: Set) -> Iterator[tuple[str, bool]]:

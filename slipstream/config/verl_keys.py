@@ -49,6 +49,9 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "*.fsdp_config.*offload*",
         "*.fsdp.*offload*",
         "*.megatron.*offload*",
+        "*.param_offload",
+        "*.grad_offload",
+        "*.optimizer_offload",
         f"{_MODEL}.enable_activation_offload",
         "critic.model.enable_activation_offload",
     ),
@@ -479,6 +482,10 @@ REFUSED_VALUES: dict[str, dict[Any, str]] = {
         "external engines are not supported; "
         f"set {engines_with(generates_with(PolicyKind.DECODER))}",
     ),
+    "trainer.device": dict.fromkeys(
+        ("npu", "xpu"),
+        "only CPUs and CUDA are supported; set trainer.device=auto",
+    ),
     "trainer.logger": dict.fromkeys(
         ("swanlab", "vemlp_wandb", "clearml"),
         "this logger is not supported (supported: console, file, tensorboard, wandb, mlflow, "
@@ -500,6 +507,10 @@ TAKEN_VALUES: dict[str, tuple[str, str]] = {
     f"{_ACTOR}.strategy": (
         "fsdp2",
         f"is not used: PyTorch trains, with FSDP2 for several processes ({_ACTOR}.strategy=fsdp2)",
+    ),
+    "trainer.device": (
+        "auto",
+        "is not used: the run computes with CUDA, or on the CPU without it (trainer.device=auto)",
     ),
 }
 """Our key -> the value that the launchers of VERL and FastRL set instead of one in

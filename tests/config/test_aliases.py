@@ -257,10 +257,20 @@ def test_a_line_of_verl_generates_with_the_embedded_engine_and_a_warning(name: s
     assert f"{ROLLOUT}.name=embedded" in notice
 
 
-def test_a_line_of_verl_trains_in_pytorch_and_a_warning_says_so() -> None:
-    config, notices = load(f"{ACTOR}.strategy=megatron", verl=True)
-    assert config == load()[0]
+@pytest.mark.parametrize(
+    ("override", "used"),
+    [
+        (f"{ACTOR}.strategy=megatron", f"{ACTOR}.strategy=fsdp2"),
+        ("trainer.device=npu", "trainer.device=auto"),
+    ],
+)
+def test_a_line_of_verl_for_other_hardware_or_trainers_warns(override: str, used: str) -> None:
+    config, notices = load(override, verl=True)
+    assert config == load(used)[0]
     assert [isinstance(notice, Warned) for notice in notices] == [True]
+    assert f"({used})" in notices[0]
+    with pytest.raises(ConfigError, match=used):
+        load(override)
 
 
 @pytest.mark.parametrize(
@@ -418,6 +428,15 @@ def test_losses_with_an_aggregation_of_their_own(
         (("reward_model.overlong_buffer.enable=False", "reward_model.overlong_buffer.len=4"), ()),
         (("reward_model.overlong_buffer.enable=True", "reward_model.overlong_buffer.len=4"), ()),
         (("actor_rollout_ref.model.lora_alpha=0",), ("actor_rollout_ref.model.lora_alpha=0",)),
+        # Four processes share a sequence of 48 tokens.
+        (
+            (f"{ACTOR}.ulysses_sequence_parallel_size=4", f"{ACTOR}.ppo_max_token_len_per_gpu=12"),
+            (f"{ACTOR}.ppo_max_token_len_per_gpu=48",),
+        ),
+        (
+            (f"{ACTOR}.ulysses_sequence_parallel_size=4", f"{ACTOR}.ppo_max_token_len_per_gpu=64"),
+            (f"{ACTOR}.ppo_max_token_len_per_gpu=64",),
+        ),
     ],
 )
 def test_keys_of_verl_that_combine(overrides: tuple[str, ...], same: tuple[str, ...]) -> None:
@@ -438,6 +457,12 @@ def test_keys_of_verl_that_combine_are_checked(override: str, remedy: str) -> No
         load(override)
     assert str(caught.value).startswith(override)
     assert remedy in str(caught.value)
+
+
+def test_a_token_budget_below_a_shared_sequence_is_an_error() -> None:
+    budget = f"{ACTOR}.ppo_max_token_len_per_gpu=11"
+    with pytest.raises(ConfigError, match="ppo_max_token_len_per_gpu=48"):
+        load(budget, f"{ACTOR}.ulysses_sequence_parallel_size=4", verl=True)
 
 
 def test_an_adapter_without_alpha_is_an_error() -> None:
