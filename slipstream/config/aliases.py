@@ -120,6 +120,9 @@ RENAMED_VALUES: dict[str, dict[Any, Any]] = {
     f"{_MODEL}.exclude_modules": {None: ()},
     f"{_ACTOR}.optim.min_lr_ratio": {None: 0.0},
     "critic.optim.min_lr_ratio": {None: 0.0},
+    f"{_ACTOR}.optim.lr_warmup_steps": {None: -1},
+    "critic.optim.lr_warmup_steps": {None: -1},
+    "sft.optim.lr_warmup_steps": {None: -1},
     "custom_reward_function.name": {None: "compute_score"},
     # Megatron's name of the optimizer.
     f"{_ACTOR}.optim.optimizer": {"adam": "AdamW", "adamw": "AdamW"},

@@ -214,7 +214,9 @@ class _Tree:
         if not self.verl or rewritten.value is not None or option is None:
             return False
         spelled_otherwise = in_file and key in self.in_files
-        return spelled_otherwise or (not option.nullable and is_default(option.key, None))
+        return spelled_otherwise or (
+            not option.nullable and (in_file or is_default(option.key, None))
+        )
 
     def _section(self, key: str) -> tuple[dict[str, Any], str]:
         """Return the dictionary that contains `key`, and the last name of `key`.

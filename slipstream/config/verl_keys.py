@@ -102,6 +102,7 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     ),
     "external profilers can be attached": (
         "*.profiler.*",
+        "*.profile.*",
         "*.profile_*",
         "profile.*",
         "global_profiler.*",

@@ -67,6 +67,17 @@ def test_settings_of_a_composed_configuration_reach_their_aliases() -> None:
     assert config.custom_reward_function.name == "score"
 
 
+def test_null_in_a_file_is_the_default() -> None:
+    config, _ = load(
+        actor_rollout_ref__actor__optim__lr_warmup_steps=None,
+        reward_model__reward_manager=None,
+        data__max_prompt_length=None,
+    )
+    assert config.actor_rollout_ref.actor.optim.lr_warmup_steps == -1
+    assert config.reward_model.reward_manager == "naive"
+    assert config.data.max_prompt_length == 512
+
+
 def test_changed_keys_without_effect_are_named() -> None:
     _, notices = load(
         actor_rollout_ref__rollout__tensor_model_parallel_size=8,
