@@ -185,8 +185,8 @@ def check_options(options: Mapping[str, Any]) -> None:
         key = f"reward_model.compute_score_kwargs.{name}"
         if name not in known:
             raise ConfigError(
-                f"{key} is unknown{did_you_mean(name, known)}; the options of the built-in reward "
-                f"functions are {', '.join(known)}"
+                f"{key} is unknown{did_you_mean(name, known) or '.'} The options of the built-in "
+                f"reward functions are {', '.join(known)}"
             )
         if name == "method" and value not in ("strict", "flexible"):
             raise ConfigError(f"{key}={value!r} is unknown; set strict or flexible")
