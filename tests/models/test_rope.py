@@ -321,7 +321,7 @@ def test_the_limit_names_the_context_that_yarn_would_allow() -> None:
     short, whole = replace(own, max_position_embeddings=64), int(4.0 * ORIGINAL)
     assert short.context_limit.tokens == 64
     assert f"'yarn' extends to {whole}" in short.context_limit.reason
-    assert f"set max_position_embeddings={whole} in" in short.context_limit.reason
+    assert f"override_config.max_position_embeddings={whole}" in short.context_limit.reason
     allowed = replace(own, max_position_embeddings=whole).context_limit
     assert allowed.tokens == whole
     assert "extends" not in allowed.reason
