@@ -170,7 +170,7 @@ def test_verify_refuses_newer_and_corrupt_manifests(tmp_path: Path) -> None:
     manifest.write_text(whole[:-9])
     with pytest.raises(CheckpointError, match=r"manifest\.json is corrupt"):
         verify(path)
-    manifest.write_text('{"format_version": 1, "step": 1, "files": {"a": 1}}')
+    manifest.write_text('{"format_version": 1, "step": 1, "serial": 1, "files": {"a": 1}}')
     with pytest.raises(CheckpointError, match="files has 'a': 1, which is not a file of this"):
         verify(path)
 
