@@ -44,7 +44,7 @@ def resolve_in_sources(assignments: Sequence[Assignment]) -> list[Assignment]:
         except (OmegaConfBaseException, KeyError, TypeError, ValueError):
             return marked
         plain = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-        return replace(marked, value=_escaped(plain))
+        return replace(marked, value=escaped(plain))
 
     return [resolved(assignment) for assignment in assignments]
 
@@ -70,10 +70,11 @@ def _place(tree: dict[str, Any], assignment: Assignment) -> None:
         node[name] = assignment.value
 
 
-def _escaped(value: Any) -> Any:
-    """Escape `${` in resolved text, which is no interpolation any more."""
+def escaped(value: Any) -> Any:
+    """Escape `${` in the texts of a resolved tree, so that a reader does not take it for an
+    interpolation."""
     if isinstance(value, dict):
-        return {key: _escaped(item) for key, item in value.items()}
+        return {key: escaped(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_escaped(item) for item in value]
+        return [escaped(item) for item in value]
     return value.replace("${", r"\${") if isinstance(value, str) else value

@@ -19,7 +19,7 @@ from typing import Any
 
 from slipstream.config import aliases
 from slipstream.config.hardware import Hardware, detect_hardware
-from slipstream.config.interpolate import resolve_in_sources
+from slipstream.config.interpolate import escaped, resolve_in_sources
 from slipstream.config.notices import Notices
 from slipstream.config.rules import WithoutEffect
 from slipstream.config.schedules import schedule_notices
@@ -627,16 +627,7 @@ def to_yaml(config: Config) -> str:
     """Return the resolved tree as YAML. `load_config(file=...)` reads it to an equal tree."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(to_dict(config))))
-
-
-def _escaped(value: Any) -> Any:
-    """Escape `${` in strings, so that reading the YAML does not take it for an interpolation."""
-    if isinstance(value, dict):
-        return {key: _escaped(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_escaped(item) for item in value]
-    return value.replace("${", r"\${") if isinstance(value, str) else value
+    return OmegaConf.to_yaml(OmegaConf.create(escaped(to_dict(config))))
 
 
 def diff(old: Config, new: Config) -> list[str]:
