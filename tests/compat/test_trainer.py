@@ -116,8 +116,11 @@ def test_unsupported_arguments_raise_or_warn(
     assert result.config.trainer.total_training_steps == 2
 
 
-def test_device_name_sets_trainer_device(tmp_path: Path) -> None:
+def test_device_name_sets_trainer_device(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     result = trainer(tmp_path / "run", train_dataset=Sums(4), device_name="cpu")
     assert result.config.trainer.device == "cpu"
+    result = trainer(tmp_path / "run", train_dataset=Sums(4), device_name="npu")
+    assert result.config.trainer.device == "auto"
+    assert "trainer.device=npu" in caplog.text
     with pytest.raises(ConfigError, match=r"trainer\.device"):
-        trainer(tmp_path / "run", train_dataset=Sums(4), device_name="npu")
+        trainer(tmp_path / "run", train_dataset=Sums(4), device_name="tpu")
