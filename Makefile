@@ -6,8 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BENCH_OUT ?= runs/bench
 BENCH_MODEL ?= runs/bench-model
-# One test process more than processors, because many tests wait for other processes.
-JOBS ?= $(shell echo $$(( $$(nproc) < 3 ? $$(nproc) + 1 : 4 )))
+JOBS ?= 4
 POLICY ?= runs/quickstart
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
@@ -34,9 +33,9 @@ endif
 quickstart: install ## train a small reasoning model with SFT and RL; SEED=n, ARGS="--sft-control"
 	@$(BIN)/slipstream quickstart $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-test: install ## run the tests, JOBS=n at a time (2 to 4); ARGS="tests/models -k rope"
+test: install ## run the tests, at most JOBS=4 at a time; ARGS="tests/models -k rope"
 	@tools/install-system.sh
-	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	@$(BIN)/python -m pytest -n logical --maxprocesses $(JOBS) --dist worksteal $(ARGS)
 
 check: install ## check lint, format, import ranks and types, and print the time of each
 	@tools/check.sh $(BIN)
