@@ -39,7 +39,12 @@ from slipstream.metrics.tables import Page
 from slipstream.models.config import ModelConfig
 from slipstream.models.policy import PolicyConfig
 from slipstream.preflight.batch_table import Batches, batches_of, table_rows
-from slipstream.preflight.memory_estimate import POLICY, MemoryEstimate, estimate_memory
+from slipstream.preflight.memory_estimate import (
+    POLICY,
+    MemoryEstimate,
+    estimate_memory,
+    least_bytes,
+)
 from slipstream.run.context import check_resumable, open_run
 from slipstream.run.folder import check_same_run
 from slipstream.run.train import check_phases, check_validation, trial
@@ -97,6 +102,8 @@ def _checked(page: Page, config: Config, mode: Mode) -> int:
     page.table(list(table_rows(batches)))
     page.title("memory")
     if isinstance(policy, ModelConfig):
+        # The estimate of a model that cannot fit would take long.
+        _check_fits(config, least_bytes(config, policy), "the weights of the policy need at least")
         estimate = estimate_memory(config, mode, policy, batches)
         _print_memory(page, estimate, config)
         _check_weights_fit(estimate, config)
@@ -175,10 +182,14 @@ def _print_memory(page: Page, estimate: MemoryEstimate, config: Config) -> None:
 def _check_weights_fit(estimate: MemoryEstimate, config: Config) -> None:
     """Raise ConfigError if the policy and its optimizer do not fit, as in the tiny step too."""
     need = max(phase.held[POLICY] for phase in estimate.phases.values())
+    _check_fits(config, need, "the policy and its optimizer need")
+
+
+def _check_fits(config: Config, need: int, what: str) -> None:
     free = free_bytes(device_of(config))
     if need * memory_sharers(config) > free:
         raise ConfigError(
-            f"the policy and its optimizer need {_size(need)}, but {_size(free)} are free; choose "
+            f"{what} {_size(need)}, but {_size(free)} are free; choose "
             "a smaller model (actor_rollout_ref.model.path or .init), or trainer.nnodes or "
             "trainer.n_gpus_per_node with more memory"
         )
