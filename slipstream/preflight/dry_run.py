@@ -43,7 +43,6 @@ from slipstream.preflight.memory_estimate import (
     POLICY,
     MemoryEstimate,
     estimate_memory,
-    least_bytes,
 )
 from slipstream.run.context import check_resumable, open_run
 from slipstream.run.folder import check_same_run
@@ -61,6 +60,9 @@ TINY_TOKENS = 16
 
 TINY_RESPONSES = 16
 """Maximum number of responses per prompt in the tiny step."""
+
+TINY_LAYERS, TINY_WIDTH = 64, 4096
+"""Layers, and width of the MLP, of a model with random weights in the tiny step."""
 
 TINY_EPOCHS = 2
 """Maximum number of passes over the samples in the tiny step."""
@@ -102,8 +104,6 @@ def _checked(page: Page, config: Config, mode: Mode) -> int:
     page.table(list(table_rows(batches)))
     page.title("memory")
     if isinstance(policy, ModelConfig):
-        # The estimate of a model that cannot fit would take long.
-        _check_fits(config, least_bytes(config, policy), "the weights of the policy need at least")
         estimate = estimate_memory(config, mode, policy, batches)
         _print_memory(page, estimate, config)
         _check_weights_fit(estimate, config)
@@ -182,14 +182,10 @@ def _print_memory(page: Page, estimate: MemoryEstimate, config: Config) -> None:
 def _check_weights_fit(estimate: MemoryEstimate, config: Config) -> None:
     """Raise ConfigError if the policy and its optimizer do not fit, as in the tiny step too."""
     need = max(phase.held[POLICY] for phase in estimate.phases.values())
-    _check_fits(config, need, "the policy and its optimizer need")
-
-
-def _check_fits(config: Config, need: int, what: str) -> None:
     free = free_bytes(device_of(config))
     if need * memory_sharers(config) > free:
         raise ConfigError(
-            f"{what} {_size(need)}, but {_size(free)} are free; choose "
+            f"the policy and its optimizer need {_size(need)}, but {_size(free)} are free; choose "
             "a smaller model (actor_rollout_ref.model.path or .init), or trainer.nnodes or "
             "trainer.n_gpus_per_node with more memory"
         )
@@ -218,6 +214,26 @@ def _tiny_step(config: Config, mode: Mode) -> bool:
         file.write_text(to_yaml(config))
         values = tiny_values(config, Path(folder) / "run")
         return trial(load_config(file=file, values=values, notify=lambda _: None), mode)
+
+
+def _tiny_model(config: Config) -> dict[str, Any]:
+    """Return settings that shrink a very deep or very wide model with random weights.
+
+    All its layers are alike, so a few of them take the same step. A draft head fits one model only.
+    """
+    init, eagle = config.actor_rollout_ref.model.init, config.speculative.eagle
+    if init is None or eagle.spec_model_path is not None:
+        return {}
+    layers = max(TINY_LAYERS, 1 + max(eagle.aux_hidden_state_layer_ids or (0,)))
+    width = max(TINY_WIDTH, 4 * init.hidden_size)
+    key = "actor_rollout_ref.model.init"
+    return {
+        f"{key}.num_layers": min(init.num_layers, layers),
+        # Widths are multiples of 16 in exact mode.
+        f"{key}.intermediate_size": init.intermediate_size
+        if init.intermediate_size <= 2 * width
+        else width,
+    }
 
 
 def tiny_values(config: Config, folder: Path) -> dict[str, Any]:
@@ -270,6 +286,7 @@ def tiny_values(config: Config, folder: Path) -> dict[str, Any]:
     }
     if built_in:
         values["data.val_size"] = TINY_PROMPTS
+    values |= _tiny_model(config)
     if critic.ppo_epochs is not None:
         values["critic.ppo_epochs"] = min(TINY_EPOCHS, critic.ppo_epochs)
     for key, rows in (

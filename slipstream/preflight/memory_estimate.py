@@ -48,7 +48,6 @@ from slipstream.preflight.trainer_memory import (
     MAX_TOKENS,
     MakeTrainer,
     TrainerBytes,
-    layer_weights,
     logits_bytes,
     measure_trainer,
     rope_bytes,
@@ -364,13 +363,6 @@ def _optimizer_state(config: Config, trainer: TrainerBytes, policy: ModelConfig)
         return 0
     own = _kept(trainer, policy) - weights // count
     return max(0, own if own > weights else count * own)
-
-
-def least_bytes(config: Config, policy: ModelConfig) -> int:
-    """Return a lower bound of the bytes that a policy needs: its fp32 weights, in each process, and
-    its table of rotary embeddings. Makes no model."""
-    weights = policy.num_layers * layer_weights(policy) + policy.vocab_size * policy.hidden_size
-    return 4 * weights // process_count(config) + rope_bytes(policy, rollout_dtype(config))
 
 
 def _parameters(model: ModelConfig) -> int:

@@ -229,22 +229,27 @@ def narrower(config: ModelConfig) -> list[tuple[float, ModelConfig]]:
 
 def _in_proportion(config: ModelConfig) -> ModelConfig:
     """Return a model with small layers whose widths are about in the proportion of `config`'s."""
-    factor = math.sqrt(8 * layer_weights(config) / MOST_WEIGHTS)
+    head_dim = min(config.head_dim, _NARROW["head_dim"][1])
+    heads, kv_heads = (
+        count * config.head_dim / head_dim for count in (config.num_heads, config.num_kv_heads)
+    )
+    small, factor = config, math.sqrt(8 * layer_weights(config) / MOST_WEIGHTS)
 
-    def narrow(size: float, multiple: int) -> int:
+    def narrow(size: float, multiple: int = 1) -> int:
         return max(1, round(size / factor / multiple)) * multiple
 
-    head_dim = min(config.head_dim, _NARROW["head_dim"][1])
-    heads = narrow(config.num_heads * config.head_dim / head_dim, 1)
-    kv_heads = narrow(config.num_kv_heads * config.head_dim / head_dim, 1)
-    return _with_widths(
-        config,
-        hidden_size=narrow(config.hidden_size, 16),
-        intermediate_size=narrow(config.intermediate_size, 16),
-        num_kv_heads=kv_heads,
-        queries=max(1, heads // kv_heads),
-        head_dim=head_dim,
-    )
+    while layer_weights(small) > MOST_WEIGHTS:
+        small = _with_widths(
+            config,
+            hidden_size=narrow(config.hidden_size, 16),
+            intermediate_size=narrow(config.intermediate_size, 16),
+            num_kv_heads=narrow(kv_heads),
+            queries=max(1, narrow(heads) // narrow(kv_heads)),
+            head_dim=head_dim,
+        )
+        # Widths have a minimum, so the first factor may be too small.
+        factor *= 2
+    return small
 
 
 def _with_widths(config: ModelConfig, queries: int, **widths: int) -> ModelConfig:
