@@ -179,10 +179,13 @@ class Saved:
         if isinstance(kind, type) and issubclass(kind, Enum):
             known = [member.value for member in kind]
             return kind(self.value) if self.value in known else self.refuse(f"one of {known}")
-        readers = {int: lambda: self.count(least=-MOST), float: self.number, str: self.text}
-        if kind not in readers:
-            raise TypeError(f"a saved value cannot be read as {kind}")
-        return readers[kind]()
+        if kind is int:
+            return self.count(least=-MOST)
+        if kind is float:
+            return self.number()
+        if kind is str:
+            return self.text()
+        raise TypeError(f"a saved value cannot be read as {kind}")
 
     def _one_of(self, kinds: tuple[Any, ...]) -> Any:
         if self.value is None and type(None) in kinds:
@@ -205,17 +208,24 @@ class Saved:
 
     def _are_numbers(self, kind: Any) -> bool:
         """Whether this is a list of numbers of a kind. Lists of tokens are long; this is fast."""
-        kinds = {int: {int}, float: {int, float}}.get(kind)
-        if kinds is None or not isinstance(self.value, list) or not self.value:
+        kinds: dict[Any, set[type]] = {int: {int}, float: {int, float}}
+        if kind not in kinds or not isinstance(self.value, list) or not self.value:
             return False
         # The bounds exclude infinities, and the sum excludes NaN.
-        return set(map(type, self.value)) <= kinds and bool(
+        return set(map(type, self.value)) <= kinds[kind] and bool(
             min(self.value) >= -MOST and max(self.value) <= MOST and math.isfinite(sum(self.value))
         )
 
     def _inner(self, name: str) -> str:
         name = shown_path(name, 60)
         return f"{self.place}.{name}" if self.place else name
+
+
+def drawn_from(source: object) -> int | None:
+    """Return how much was drawn from a source of samples since its start; None if it does not
+    count that, in an attribute `drawn`."""
+    drawn = getattr(source, "drawn", None)
+    return drawn if type(drawn) is int else None
 
 
 def check_finite(weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -21,6 +21,7 @@ from slipstream.build.data import rl_steps
 from slipstream.build.policy import (
     device_of,
     initial_policy,
+    max_model_len,
     memory_sharers,
     model_config,
     process_count,
@@ -61,8 +62,8 @@ TINY_TOKENS = 16
 TINY_RESPONSES = 16
 """Maximum number of responses per prompt in the tiny step."""
 
-TINY_LAYERS, TINY_WIDTH = 64, 4096
-"""Layers, and width of the MLP, of a model with random weights in the tiny step."""
+TINY_LAYERS, TINY_WIDTH, TINY_POSITIONS = 64, 4096, 131_072
+"""Layers, width of the MLP, and positions of a model with random weights in the tiny step."""
 
 TINY_EPOCHS = 2
 """Maximum number of passes over the samples in the tiny step."""
@@ -217,7 +218,7 @@ def _tiny_step(config: Config, mode: Mode) -> bool:
 
 
 def _tiny_model(config: Config) -> dict[str, Any]:
-    """Return settings that shrink a very deep or very wide model with random weights.
+    """Return settings that shrink a very deep, wide or long model with random weights.
 
     All its layers are alike, so a few of them take the same step. A draft head fits one model only.
     """
@@ -226,8 +227,10 @@ def _tiny_model(config: Config) -> dict[str, Any]:
         return {}
     layers = max(TINY_LAYERS, 1 + max(eagle.aux_hidden_state_layer_ids or (0,)))
     width = max(TINY_WIDTH, 4 * init.hidden_size)
+    longest = max(TINY_POSITIONS, max_model_len(config), config.sft.max_length)
     key = "actor_rollout_ref.model.init"
     return {
+        f"{key}.max_position_embeddings": min(init.max_position_embeddings, longest),
         f"{key}.num_layers": min(init.num_layers, layers),
         # Widths are multiples of 16 in exact mode.
         f"{key}.intermediate_size": init.intermediate_size

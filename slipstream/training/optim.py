@@ -235,8 +235,8 @@ class PolicyOptimizer:
                 f"{REMEDY}"
             )
         if self._muon is not None and self._muon.started != (steps > 0):
-            found = "a" if self._muon.started else "no"
-            raise CheckpointError(f"muon has {found} momentum after {steps} updates; {REMEDY}")
+            state = "a" if self._muon.started else "no"
+            raise CheckpointError(f"muon has {state} momentum after {steps} updates; {REMEDY}")
 
 
 def _entries(

@@ -133,7 +133,8 @@ if __name__ == "__main__":
 
 
 def test_plain_trees_with_odd_sections_are_reported() -> None:
-    for odd in (5, "a", [], True):
+    odds: tuple[object, ...] = (5, "a", [], True)
+    for odd in odds:
         _, problems = from_dict({"trainer": odd, "data": {"seed": 1}})
         assert len(problems) == 1
         assert problems[0].startswith("trainer: expected a section")

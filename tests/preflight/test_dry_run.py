@@ -120,6 +120,11 @@ def test_the_tiny_step_has_a_model_of_bounded_size(tmp_path: Path) -> None:
     assert sizes(f"{init}.num_layers=64", f"{init}.intermediate_size=8192") == (64, 8192)
     assert sizes(f"{init}.num_layers=5000") == (dry_run.TINY_LAYERS, 64)
     assert sizes(f"{init}.intermediate_size=1000000") == (2, dry_run.TINY_WIDTH)
+    config = load_config(
+        [*rl_only(tmp_path)[3:], f"{init}.max_position_embeddings=16777216"], recipe="tiny"
+    )
+    values = dry_run.tiny_values(config, tmp_path)
+    assert values[f"{init}.max_position_embeddings"] == dry_run.TINY_POSITIONS
     deep = ("spec_algorithm=EAGLE3", "aux_hidden_state_layer_ids=[1,80,90]")
     eagle = (f"speculative.eagle.{setting}" for setting in deep)
     assert sizes(f"{init}.num_layers=5000", *eagle)[0] == 91
