@@ -57,7 +57,8 @@ def test_numbers_are_finite_and_in_their_range(odd: object) -> None:
 
 def test_texts_and_lists() -> None:
     assert Saved("é", "t").text() == "é"
-    for odd in (5, None, [], "a\ud800"):
+    odds: tuple[object, ...] = (5, None, [], "a\ud800")
+    for odd in odds:
         assert "t is " in refused(lambda odd=odd: Saved(odd, "t").text())
     assert [part.value for part in Saved([1, 2], "l").elements(2)] == [1, 2]
     assert "l has 1 elements, not 2" in refused(lambda: Saved([1], "l").elements(2))
