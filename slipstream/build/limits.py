@@ -74,8 +74,10 @@ def check_weights(config: Config, policy: PolicyConfig) -> None:
             f"actor_rollout_ref.model.lora_rank={rank} is more than the {side} rows of the "
             f"policy's largest matrix; set at most {side}"
         )
-    # Positions have one table of angles.
-    size = 2 * weights // count + 4 * policy.max_position_embeddings
+    # All layers use one table with the sine and cosine of each position and entry of a head. When
+    # it is made, angles and intermediate results exist, too.
+    table = 14 * policy.max_position_embeddings * policy.head_dim
+    size = 2 * weights // count + table
     if size > (free := free_bytes(device)):
         raise ConfigError(
             f"the policy has {weights:,} weights and {policy.max_position_embeddings:,} positions, "

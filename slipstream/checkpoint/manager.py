@@ -303,18 +303,18 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{file} is corrupt: files or step are missing; resume from another checkpoint"
         )
+    for name, entry in files.items():
+        if not _is_entry(name, entry):
+            raise CheckpointError(
+                f"{file} is corrupt: files has {shown(name)}: {shown(entry)}, which is not a file "
+                "of this folder with its size and crc32; resume from another checkpoint"
+            )
     for key in ("step", "serial"):
         value = manifest.get(key)
         if type(value) is not int or not 0 <= value < 1 << 63:
             raise CheckpointError(
                 f"{file} is corrupt: {key}={shown(value)} must be a whole number; resume from "
                 "another checkpoint"
-            )
-    for name, entry in files.items():
-        if not _is_entry(name, entry):
-            raise CheckpointError(
-                f"{file} is corrupt: files has {shown(name)}: {shown(entry)}, which is not a file "
-                "of this folder with its size and crc32; resume from another checkpoint"
             )
     return manifest
 

@@ -223,6 +223,13 @@ class Saved:
         return f"{self.place}.{name}" if self.place else name
 
 
+def drawn_from(source: object) -> int | None:
+    """Return how much was drawn from a source of samples since its start; None if it does not
+    count that, in an attribute `drawn`."""
+    drawn = getattr(source, "drawn", None)
+    return drawn if type(drawn) is int else None
+
+
 def check_finite(weights: Iterable[tuple[str, Tensor]]) -> None:
     """Raise CheckpointError if a weight, or this process's shard of it, is NaN or infinite."""
     for name, weight in weights:

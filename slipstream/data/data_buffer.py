@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from slipstream.checkpoint.saved import REMEDY, Saved, is_same, restoring
+from slipstream.checkpoint.saved import REMEDY, Saved, drawn_from, is_same, restoring
 from slipstream.data.keyed import KeyedDraws
 from slipstream.errors import ConfigError, DataError
 from slipstream.reading import shown
@@ -336,12 +336,6 @@ class DataBuffer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position. Raises DataError if the data are not the same."""
         self._source.load_state_dict(state)
-
-
-def drawn_from(source: PromptSource) -> int | None:
-    """Return the number of prompts drawn from a source; None if it does not count them."""
-    drawn = getattr(source, "drawn", None)
-    return drawn if type(drawn) is int else None
 
 
 def saved_position(state: Mapping[str, Any], identity: State, *names: str) -> dict[str, Saved]:

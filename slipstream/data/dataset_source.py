@@ -206,8 +206,8 @@ class DatasetSource:
             )
         self.epoch_id, self.sample_offset, self._length = epoch, offset, length
         self._drawn, self._places = drawn, places
-        if (sampler_state := saved["sampler_state"]).value is not None:
-            _restore(self._sampler, sampler_state)
+        _restore(self._sampler, saved["sampler_state"])
+        if saved["sampler_state"].value is not None:
             draws = self._sampler.drawn if isinstance(self._sampler, PassRateSampler) else times
             if not times <= draws <= (epoch + 1) * rows:
                 raise DataError(

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from slipstream.checkpoint.saved import Saved, restoring
+from slipstream.checkpoint.saved import Saved, drawn_from, restoring
 from slipstream.drafter.acceptance import HeldOut
 from slipstream.drafter.sequences import DraftSequence, policy_features
 from slipstream.errors import DataError, EngineError
@@ -40,11 +40,6 @@ Stop = Callable[[], bool]
 class SequenceSource(Protocol):
     """Endless rounds of sequences; the position can be saved and restored."""
 
-    @property
-    def drawn(self) -> int | None:
-        """The number of prompts or records drawn so far; None if it is unknown."""
-        ...
-
     def next_round(self, stop: Stop) -> list[DraftSequence] | None:
         """The sequences of one round; None if `stop` became true. Do not save the position after
         None."""
@@ -57,9 +52,6 @@ class SequenceSource(Protocol):
 
 class PromptFeed(Protocol):
     """Source of prompts (`data.data_buffer.DataBuffer`)."""
-
-    @property
-    def drawn(self) -> int | None: ...
 
     def get_prompts(self, n: int) -> list[Prompt]: ...
 
@@ -149,7 +141,8 @@ class FreshResponses:
 
     @property
     def drawn(self) -> int | None:
-        return self._prompts.drawn
+        """The number of prompts drawn so far; None if it is unknown."""
+        return drawn_from(self._prompts)
 
     def state_dict(self) -> State:
         return {"prompts": self._prompts.state_dict()}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Protocol
 
-from slipstream.checkpoint.saved import REMEDY, Saved, is_same, restoring
+from slipstream.checkpoint.saved import REMEDY, Saved, drawn_from, is_same, restoring
 from slipstream.deadlines import Deadlines
 from slipstream.errors import ConfigError, DataError, check_at_least_one
 from slipstream.loops.steps import checkpoint_due
@@ -61,11 +61,6 @@ class SFTTrainingConfig:
 class SampleStream(Protocol):
     """An endless sequence of training samples whose position can be saved and restored."""
 
-    @property
-    def drawn(self) -> int:
-        """The number of samples drawn since the start of the run."""
-        ...
-
     def next_sample(self) -> Sample: ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -94,6 +89,7 @@ class ShuffledSamples:
 
     @property
     def drawn(self) -> int:
+        """The number of samples drawn since the start of the run."""
         return self._epoch * len(self._samples) + self._offset
 
     def next_sample(self) -> Sample:
@@ -174,8 +170,10 @@ class MixedSamples:
         for stream, position in zip(self._streams, streams, strict=True):
             with restoring(position.place):
                 stream.load_state_dict(position.value)
-        if (total := sum(stream.drawn for stream in self._streams)) != drawn:
-            raise DataError(f"drawn is {drawn}, but the streams together are at {total}; {REMEDY}")
+        parts = [drawn_from(stream) for stream in self._streams]
+        known = [count for count in parts if count is not None]
+        if len(known) == len(parts) and sum(known) != drawn:
+            raise DataError(f"drawn is {drawn}, but the streams are at {parts}; {REMEDY}")
         self._drawn = drawn
 
 

@@ -21,6 +21,7 @@ from slipstream.build.data import rl_steps
 from slipstream.build.policy import (
     device_of,
     initial_policy,
+    max_model_len,
     memory_sharers,
     model_config,
     process_count,
@@ -39,7 +40,11 @@ from slipstream.metrics.tables import Page
 from slipstream.models.config import ModelConfig
 from slipstream.models.policy import PolicyConfig
 from slipstream.preflight.batch_table import Batches, batches_of, table_rows
-from slipstream.preflight.memory_estimate import POLICY, MemoryEstimate, estimate_memory
+from slipstream.preflight.memory_estimate import (
+    POLICY,
+    MemoryEstimate,
+    estimate_memory,
+)
 from slipstream.run.context import check_resumable, open_run
 from slipstream.run.folder import check_same_run
 from slipstream.run.train import check_phases, check_validation, trial
@@ -56,6 +61,9 @@ TINY_TOKENS = 16
 
 TINY_RESPONSES = 16
 """Maximum number of responses per prompt in the tiny step."""
+
+TINY_LAYERS, TINY_WIDTH, TINY_POSITIONS = 64, 4096, 131_072
+"""Layers, width of the MLP, and positions of a model with random weights in the tiny step."""
 
 TINY_EPOCHS = 2
 """Maximum number of passes over the samples in the tiny step."""
@@ -209,6 +217,28 @@ def _tiny_step(config: Config, mode: Mode) -> bool:
         return trial(load_config(file=file, values=values, notify=lambda _: None), mode)
 
 
+def _tiny_model(config: Config) -> dict[str, Any]:
+    """Return settings that shrink a very deep, wide or long model with random weights.
+
+    All its layers are alike, so a few of them take the same step. A draft head fits one model only.
+    """
+    init, eagle = config.actor_rollout_ref.model.init, config.speculative.eagle
+    if init is None or eagle.spec_model_path is not None:
+        return {}
+    layers = max(TINY_LAYERS, 1 + max(eagle.aux_hidden_state_layer_ids or (0,)))
+    width = max(TINY_WIDTH, 4 * init.hidden_size)
+    longest = max(TINY_POSITIONS, max_model_len(config), config.sft.max_length)
+    key = "actor_rollout_ref.model.init"
+    return {
+        f"{key}.max_position_embeddings": min(init.max_position_embeddings, longest),
+        f"{key}.num_layers": min(init.num_layers, layers),
+        # Widths are multiples of 16 in exact mode.
+        f"{key}.intermediate_size": init.intermediate_size
+        if init.intermediate_size <= 2 * width
+        else width,
+    }
+
+
 def tiny_values(config: Config, folder: Path) -> dict[str, Any]:
     """Return settings by dotted key that reduce the run of `config` to one tiny step in `folder`.
 
@@ -261,6 +291,7 @@ def tiny_values(config: Config, folder: Path) -> dict[str, Any]:
     }
     if built_in:
         values["data.val_size"] = TINY_PROMPTS
+    values |= _tiny_model(config)
     if critic.ppo_epochs is not None:
         values["critic.ppo_epochs"] = min(TINY_EPOCHS, critic.ppo_epochs)
     for key, rows in (

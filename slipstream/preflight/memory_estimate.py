@@ -50,6 +50,7 @@ from slipstream.preflight.trainer_memory import (
     TrainerBytes,
     logits_bytes,
     measure_trainer,
+    rope_bytes,
 )
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.optim import OptimSettings
@@ -126,7 +127,7 @@ def estimate_memory(
         phases["RL"] = _rl(config, policy, batches)
     # Measured last: libraries that the small trainers have loaded stay in memory, as in a run.
     return MemoryEstimate(
-        base=_process(device_of(config)),
+        base=_process(device_of(config)) + rope_bytes(policy, rollout_dtype(config)),
         phases=phases,
         uncounted=tuple(_uncounted(config)) if batches.rl is not None else (),
     )
@@ -251,7 +252,9 @@ def _trainer(config: Config, policy: ModelConfig, optim: OptimSettings) -> Train
     recompute = config.actor_rollout_ref.model.enable_gradient_checkpointing
     make = _maker(config, optim, _small_adapter(config))
     device = device_of(config)
-    trainer = measure_trainer(policy, make, device=device, recomputes=recompute)
+    trainer = measure_trainer(
+        policy, make, device=device, recomputes=recompute, squares=optim.optimizer == "Muon"
+    )
     count = process_count(config)
     if count == 1:
         return trainer
@@ -275,10 +278,14 @@ def _critic(config: Config, policy: ModelConfig, rl_steps: int) -> tuple[ModelCo
     )
     # A critic has no LM head.
     model = replace(model, tie_word_embeddings=True)
-    make = _maker(config, critic_optim(config, rl_steps), None)
-    recompute = critic.enable_gradient_checkpointing
-    device = device_of(config)
-    return model, measure_trainer(model, make, device=device, recomputes=recompute)
+    optim = critic_optim(config, rl_steps)
+    return model, measure_trainer(
+        model,
+        _maker(config, optim, None),
+        device=device_of(config),
+        recomputes=critic.enable_gradient_checkpointing,
+        squares=optim.optimizer == "Muon",
+    )
 
 
 def _maker(config: Config, optim: OptimSettings, lora: LoraConfig | None) -> MakeTrainer:

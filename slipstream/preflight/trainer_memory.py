@@ -5,16 +5,21 @@ activations exist; at the end of the backward pass, when all gradients exist; an
 optimizer. The memory at each point is linear in L, V, T and L T. If attention stores its scores, it
 is also linear in T S and L T S. Steps of models with one and two layers determine the coefficients.
 Each point is predicted separately, because a small step can have its peak at another point than a
-large step. The memory of logits is computed, because their chunks are not linear in T. Called by
-`memory_estimate`. This module does not know runs or options.
+large step. The memory of logits is computed, because their chunks are not linear in T.
+
+Layers of more than `MOST_WEIGHTS` weights are not made. The memory is also linear in each width, as
+far as it is proportional to weights or activations: a matrix has two different widths. So trainers
+of narrower models, two for each wide dimension, determine it. Called by `memory_estimate`. This
+module does not know runs or options.
 
 Shapes: L layers, V vocabulary size, T tokens of a micro-batch, S tokens of each sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -37,6 +42,23 @@ WORDS = 64
 
 MAX_TOKENS = 2 * ROWS * LENGTH
 """Maximum tokens of a small step. A trainer must process them in one forward pass."""
+
+MOST_WEIGHTS = 1 << 22
+"""Weights of a layer of the small models. With gradients and moments, two such layers need 130 MB,
+and all steps a few seconds."""
+
+MOST_POSITIONS = 1 << 17
+"""Positions of the small models. The process has one table of rotary embeddings for all models,
+which `rope_bytes` counts beyond these positions."""
+
+_NARROW = {
+    "hidden_size": (64, 128),
+    "intermediate_size": (256, 512),
+    "num_kv_heads": (2, 4),
+    "queries": (2, 4),
+    "head_dim": (64, 128),
+}
+"""Two smaller sizes of each wide dimension. Kernels need no padding for them."""
 
 MakeTrainer = Callable[[ModelConfig, ComputeThread, bool], TrainingBackend]
 """Makes a trainer: arguments are the model's sizes, the thread that the trainer is made and works
@@ -132,13 +154,124 @@ class TrainerBytes:
 
 
 def measure_trainer(
-    config: ModelConfig, make: MakeTrainer, *, device: torch.device, recomputes: bool = False
+    config: ModelConfig,
+    make: MakeTrainer,
+    *,
+    device: torch.device,
+    recomputes: bool = False,
+    squares: bool = False,
 ) -> TrainerBytes:
     """Measure trainers that `make` returns, for small models with the widths of `config`.
 
-    `recomputes` turns on gradient checkpointing.
+    If a layer has more than `MOST_WEIGHTS` weights, the widths are smaller, and the result is
+    extrapolated. `recomputes` turns on gradient checkpointing. `squares` is for optimizers that
+    multiply a matrix by itself (Muon).
     """
+    narrow = narrower(config)
+    if len(narrow) == 1:
+        return _measured(config, make, device, recomputes)
+    # The first measurement of a process also counts tables that all later trainers use. These few
+    # bytes would be multiplied by the extrapolation.
+    _measured(narrow[0][1], make, device, recomputes)
+    shares = [(share, _measured(small, make, device, recomputes)) for share, small in narrow]
+    parts = {
+        part.name: _combined([(share, getattr(found, part.name)) for share, found in shares])
+        for part in fields(TrainerBytes)
+    }
+    if squares:
+        # Products of matrices are not linear in each width. Their memory grows like the gradients'
+        # if all widths grow in proportion.
+        found = _measured(_in_proportion(config), make, device, recomputes)
+        ratio = found.optimizer.layer / found.gradients.layer
+        gradients = parts["gradients"]
+        parts["optimizer"] = replace(gradients, layer=ratio * gradients.layer)
+    return TrainerBytes(**parts)
 
+
+def _combined(shares: Sequence[tuple[float, Linear]]) -> Linear:
+    return Linear(
+        **{
+            part.name: sum(share * getattr(found, part.name) for share, found in shares)
+            for part in fields(Linear)
+        }
+    )
+
+
+def narrower(config: ModelConfig) -> list[tuple[float, ModelConfig]]:
+    """Return models whose memory, multiplied by a factor each and added, is that of `config`.
+
+    It is `config` itself if its layers have at most `MOST_WEIGHTS` weights. Otherwise each wide
+    dimension has two smaller values, and there is a model for each combination of them. The factors
+    extrapolate a function that is linear in each dimension.
+    """
+    if layer_weights(config) <= MOST_WEIGHTS:
+        return [(1.0, config)]
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_kv_heads": config.num_kv_heads,
+        # Query heads of each key and value head: the number of heads is a product.
+        "queries": config.num_heads // config.num_kv_heads,
+        "head_dim": config.head_dim,
+    }
+    found: list[tuple[float, dict[str, int]]] = [(1.0, {})]
+    for name, size in sizes.items():
+        low, high = _NARROW[name]
+        above = (size - low) / (high - low)
+        values = [(1.0, size)] if size <= high else [(1.0 - above, low), (above, high)]
+        found = [
+            (share * factor, {**chosen, name: value})
+            for share, chosen in found
+            for factor, value in values
+        ]
+    return [(share, _with_widths(config, **chosen)) for share, chosen in found]
+
+
+def _in_proportion(config: ModelConfig) -> ModelConfig:
+    """Return a model with small layers whose widths are about in the proportion of `config`'s."""
+    head_dim = min(config.head_dim, _NARROW["head_dim"][1])
+    heads, kv_heads = (
+        count * config.head_dim / head_dim for count in (config.num_heads, config.num_kv_heads)
+    )
+    small, factor = config, math.sqrt(8 * layer_weights(config) / MOST_WEIGHTS)
+
+    def narrow(size: float, multiple: int = 1) -> int:
+        return max(1, round(size / factor / multiple)) * multiple
+
+    while layer_weights(small) > MOST_WEIGHTS:
+        small = _with_widths(
+            config,
+            hidden_size=narrow(config.hidden_size, 16),
+            intermediate_size=narrow(config.intermediate_size, 16),
+            num_kv_heads=narrow(kv_heads),
+            queries=max(1, narrow(heads) // narrow(kv_heads)),
+            head_dim=head_dim,
+        )
+        # Widths have a minimum, so the first factor may be too small.
+        factor *= 2
+    return small
+
+
+def _with_widths(config: ModelConfig, queries: int, **widths: int) -> ModelConfig:
+    heads = widths["num_kv_heads"] * queries
+    return replace(config, num_heads=heads, **widths)  # type: ignore[arg-type]
+
+
+def rope_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of the table of rotary embeddings that the small models do not make."""
+    positions = max(0, config.max_position_embeddings - MOST_POSITIONS)
+    return 2 * positions * config.head_dim * dtype.itemsize
+
+
+def layer_weights(config: ModelConfig) -> int:
+    """Return the number of weights in the matrices of a layer."""
+    heads = 2 * (config.num_heads + config.num_kv_heads)
+    return config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
+
+
+def _measured(
+    config: ModelConfig, make: MakeTrainer, device: torch.device, recomputes: bool
+) -> TrainerBytes:
     def step(
         layers: int = 1,
         words: int = WORDS,
@@ -150,7 +283,9 @@ def measure_trainer(
             config,
             num_layers=layers,
             vocab_size=words,
-            max_position_embeddings=max(config.max_position_embeddings, 2 * LENGTH),
+            max_position_embeddings=max(
+                min(config.max_position_embeddings, MOST_POSITIONS), 2 * LENGTH
+            ),
             # A layer needs the same memory with a sliding window and without.
             sliding_window=None,
             windowed_layers=(),

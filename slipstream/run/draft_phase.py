@@ -23,7 +23,14 @@ from slipstream.build import draft as build_draft
 from slipstream.build.policy import initial_policy
 from slipstream.checkpoint.files import read_json, write_json
 from slipstream.checkpoint.manager import CheckpointManager
-from slipstream.checkpoint.saved import MOST_PER_STEP, REMEDY, Saved, check_finite, restoring
+from slipstream.checkpoint.saved import (
+    MOST_PER_STEP,
+    REMEDY,
+    Saved,
+    check_finite,
+    drawn_from,
+    restoring,
+)
 from slipstream.checkpoint.state import (
     RunState,
     data_file,
@@ -237,7 +244,7 @@ def restore_draft(
             )
     with restoring(data_file(folder)), restoring("source"):
         source.load_state_dict(data["source"].value)
-        if (drawn := source.drawn) is not None:
+        if (drawn := drawn_from(source)) is not None:
             Saved(drawn, "the number of prompts drawn").count((1 + state.step) * MOST_PER_STEP)
     trainer.head.load_state_dict(head.state_dict())
     return before

@@ -18,7 +18,7 @@ from torch import Tensor
 from slipstream import __version__
 from slipstream.checkpoint.files import read_json
 from slipstream.checkpoint.manager import CheckpointManager
-from slipstream.checkpoint.saved import MOST_PER_STEP, REMEDY, Saved, restoring
+from slipstream.checkpoint.saved import MOST_PER_STEP, REMEDY, Saved, drawn_from, restoring
 from slipstream.checkpoint.state import (
     RunState,
     adapter_folder,
@@ -244,9 +244,8 @@ def restore_sft(
         position = Saved(data).fields("stream")["stream"]
         with restoring(position.place):
             stream.load_state_dict(position.value)
-            Saved(stream.drawn, "the number of samples drawn").count(
-                step * MOST_PER_STEP, least=step
-            )
+            if (drawn := drawn_from(stream)) is not None:
+                Saved(drawn, "the number of samples drawn").count(step * MOST_PER_STEP, least=step)
     return step
 
 

@@ -108,6 +108,28 @@ def test_tiny_values_bound_every_count(tmp_path: Path) -> None:
     assert values[f"{ACTOR}.ppo_epochs"] == values["critic.ppo_epochs"] == dry_run.TINY_EPOCHS
 
 
+def test_the_tiny_step_has_a_model_of_bounded_size(tmp_path: Path) -> None:
+    init = f"{MODEL}.init"
+
+    def sizes(*settings: str) -> tuple[int, int]:
+        config = load_config([*rl_only(tmp_path)[3:], *settings], recipe="tiny")
+        values = dry_run.tiny_values(config, tmp_path)
+        return values[f"{init}.num_layers"], values[f"{init}.intermediate_size"]
+
+    assert sizes() == (2, 64)
+    assert sizes(f"{init}.num_layers=64", f"{init}.intermediate_size=8192") == (64, 8192)
+    assert sizes(f"{init}.num_layers=5000") == (dry_run.TINY_LAYERS, 64)
+    assert sizes(f"{init}.intermediate_size=1000000") == (2, dry_run.TINY_WIDTH)
+    config = load_config(
+        [*rl_only(tmp_path)[3:], f"{init}.max_position_embeddings=16777216"], recipe="tiny"
+    )
+    values = dry_run.tiny_values(config, tmp_path)
+    assert values[f"{init}.max_position_embeddings"] == dry_run.TINY_POSITIONS
+    deep = ("spec_algorithm=EAGLE3", "aux_hidden_state_layer_ids=[1,80,90]")
+    eagle = (f"speculative.eagle.{setting}" for setting in deep)
+    assert sizes(f"{init}.num_layers=5000", *eagle)[0] == 91
+
+
 @pytest.mark.parametrize(
     ("setting", "key"),
     [

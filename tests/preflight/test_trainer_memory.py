@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from slipstream.config.load import load_config
 from slipstream.models import decoder as decoders
 from slipstream.models import functional
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.lora import LoraConfig, add_lora
+from slipstream.preflight import trainer_memory
 from slipstream.preflight.trainer_memory import MakeTrainer, logits_bytes, measure_trainer, one_step
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.optim import OptimizerName, OptimSettings
@@ -106,3 +108,84 @@ def test_weights_and_adam_moments_need_12_bytes_per_parameter_and_gradients_4() 
 def test_logits_bytes_kept_for_the_backward_pass_are_limited() -> None:
     assert logits_bytes(1000, 100, chunk=512, keep=10**9) == 3 * 400_000
     assert logits_bytes(1000, 1000, chunk=100, keep=10**6) == 10**6 + 2 * 400_000
+
+
+WIDE = replace(CONFIG, intermediate_size=640, eos_token_id=None)
+
+
+@pytest.fixture
+def low_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide starts early, so that wide trainers can be measured for comparison."""
+    monkeypatch.setattr(trainer_memory, "MOST_WEIGHTS", 100_000)
+    monkeypatch.setitem(trainer_memory._NARROW, "intermediate_size", (128, 192))
+
+
+@pytest.mark.parametrize(("optimizer", "rank"), [("AdamW", 4), ("Muon", 0)])
+@pytest.mark.usefixtures("low_limit")
+def test_the_memory_of_wide_layers_is_extrapolated_from_narrow_ones(
+    optimizer: OptimizerName, rank: int
+) -> None:
+    make, squares = maker(optimizer, rank=rank), optimizer == "Muon"
+    assert len(trainer_memory.narrower(WIDE)) == 2
+    found = measure_trainer(WIDE, make, device=CPU, squares=squares)
+    measured = trainer_memory._measured(WIDE, make, CPU, False)
+    for layers, words, tokens, length in ((5, 512, 320, 64), (40, 50_000, 4000, 200)):
+        assert found.kept.at(layers, words) == pytest.approx(
+            measured.kept.at(layers, words), rel=0.01
+        )
+        for part in ("forward", "gradients", "layer"):
+            one, other = (
+                getattr(m, part).at(layers, words, tokens, length) for m in (found, measured)
+            )
+            assert one == pytest.approx(other, rel=0.01), part
+        # Muon's products of matrices are only in proportion.
+        assert found.optimizer.at(layers, words) == pytest.approx(
+            measured.optimizer.at(layers, words), rel=0.35 if squares else 0.01
+        )
+
+
+HUGE = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    "widths",
+    [
+        {"intermediate_size": 999_984},
+        {"hidden_size": HUGE, "intermediate_size": HUGE},
+        {"num_heads": 10**6, "num_kv_heads": 1},
+        {"num_heads": 10**6, "num_kv_heads": 10**6, "head_dim": HUGE - 1},
+        {"hidden_size": 3584, "intermediate_size": 18944, "num_heads": 28, "head_dim": 128},
+    ],
+)
+def test_no_small_model_has_many_weights(widths: dict[str, int]) -> None:
+    config = replace(CONFIG, max_position_embeddings=2**24, **widths)  # type: ignore[arg-type]
+    weights = trainer_memory.layer_weights
+    narrow = trainer_memory.narrower(config)
+    assert len(narrow) > 1
+    # The number of weights is a product of two widths, like the memory.
+    total = sum(share * weights(small) for share, small in narrow)
+    assert total == pytest.approx(weights(config), rel=1e-6)
+    for small in (*(small for _, small in narrow), trainer_memory._in_proportion(config)):
+        assert weights(small) <= trainer_memory.MOST_WEIGHTS
+
+
+def test_the_table_of_many_positions_is_counted_and_not_made() -> None:
+    ordinary = replace(CONFIG, max_position_embeddings=131_072)
+    assert trainer_memory.rope_bytes(ordinary, torch.float32) == 0
+    longer = replace(CONFIG, max_position_embeddings=131_072 + 1000)
+    assert trainer_memory.rope_bytes(longer, torch.bfloat16) == 2 * 1000 * 16 * 2
+
+
+@pytest.mark.parametrize("recipe", ["tiny", "quickstart", "quickstart_small", "long_tail"])
+def test_models_of_the_recipes_are_measured_in_their_own_widths(recipe: str) -> None:
+    init = load_config(recipe=recipe, notify=lambda text: None).actor_rollout_ref.model.init
+    assert init is not None
+    model = replace(
+        CONFIG,
+        hidden_size=init.hidden_size,
+        intermediate_size=init.intermediate_size,
+        num_heads=init.num_heads,
+        num_kv_heads=init.num_kv_heads,
+        head_dim=init.head_dim or init.hidden_size // init.num_heads,
+    )
+    assert trainer_memory.narrower(model) == [(1.0, model)]
