@@ -463,6 +463,8 @@ class SingleProcessBackend:
                 full_kl=full_kl,
                 kept=kept_ids(batch, micro),
             )
+            # The caller has taken its backward pass. Gaps in the heap would add up.
+            self._freed.give_back()
 
     def _micro_batches(self, batch: TrainBatch, also: set[int]) -> Iterator[MicroBatch]:
         c = self.decoder.config
@@ -559,7 +561,6 @@ class SingleProcessBackend:
 
     def _optim_step(self, schedule_step: int | None) -> dict[str, float]:
         metrics = self._guarded.step(self._freeze_snapshots, schedule_step=schedule_step)
-        # Without this, the heap has more gaps after each step, and the process grows.
         self._freed.give_back()
         metrics["training/skipped_steps"] = float(self._guarded.skipped_steps)
         return metrics

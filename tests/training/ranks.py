@@ -23,7 +23,9 @@ def on_ranks(size: int, work: Callable[..., Any], *args: Any, timeout_s: float =
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
+    # The server imports the modules once, for all processes of all tests.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["slipstream.training.fsdp2", "tests.training.helpers"])
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     processes = [
         context.Process(target=_run, args=(rank, size, port, pipes[rank][1], work, args))
