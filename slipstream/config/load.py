@@ -181,8 +181,9 @@ class _Tree:
         unset = in_file and is_default(key, assignment.value)
         self.notices.add(() if unset else rewritten.notices, in_file=in_file)
         if rewritten.alias is not None and not unset:
-            assert rewritten.key is not None
-            self.notices.alias(rewritten.alias, rewritten.key, in_file=in_file)
+            ours = aliases.ours(rewritten.alias)
+            assert ours is not None
+            self.notices.alias(rewritten.alias, ours, in_file=in_file)
         if rewritten.inert and not (in_file and assignment.interpolated):
             self.notices.inert(key, rewritten.inert, in_file=in_file)
         if rewritten.unless_equal is not None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from slipstream.config.tree import show
+from slipstream.config.tree import is_count, show
 
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
@@ -56,15 +56,11 @@ def apply_combined(given: Mapping[str, Any], get: Get, set_: Set) -> Iterator[tu
     yield from _overlong(get)
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def _gen_batch(size: Any, get: Get, set_: Set) -> Iterator[tuple[str, bool]]:
     batch = get("data.train_batch_size")
     if size is None or size == batch:
         return
-    if not _is_count(size) or not _is_count(batch):
+    if not is_count(size) or not is_count(batch):
         yield f"{GEN_BATCH}={show(size)}: set it to a number of prompts, or to null", True
         return
     if get("algorithm.filter_groups.enable") is not True:
@@ -78,7 +74,7 @@ def _gen_batch(size: Any, get: Get, set_: Set) -> Iterator[tuple[str, bool]]:
         return
     limit = "algorithm.filter_groups.max_num_gen_batches"
     tries, more = get(limit), ""
-    if _is_count(tries):
+    if is_count(tries):
         set_(limit, math.ceil(tries * size / batch))
         more = f"; {limit}={get(limit)} batches of {batch} prompts are as many prompts as {tries}"
         more += f" of {size}"
@@ -123,11 +119,11 @@ def _token_budget(
     In VERL, the processes of a sequence add up their budgets. Here one process holds the sequence.
     """
     sizes = [given[key] for key, of in SEQUENCE_PARALLEL.items() if of == section and key in given]
-    size = max((size for size in sizes if _is_count(size)), default=1)
+    size = max((size for size in sizes if is_count(size)), default=1)
     key = f"{section}.ppo_max_token_len_per_gpu"
     lengths = (get("data.max_prompt_length"), get("data.max_response_length"))
     budget = get(key)
-    if not all(map(_is_count, (budget, *lengths))):
+    if not all(map(is_count, (budget, *lengths))):
         return
     needed = sum(lengths)
     if budget < needed <= budget * size:
