@@ -147,6 +147,41 @@ def test_a_file_that_starts_from_verls_is_composed(
     assert found["sft"]["total_training_steps"] == 2 * 4
 
 
+def test_deleted_keys_get_their_defaults(
+    capsys: pytest.CaptureFixture[str], rows: Path, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        f"data: {{train_files: {rows}, train_batch_size: 5, truncation: left, max_length: 64}}\n"
+        f"model: {{path: {model}}}\noptim: {{lr: 0.5, betas: [0.1, 0.2]}}\n"
+        "trainer: {total_epochs: 1}\n"
+    )
+    deleted = ("~data.truncation", "~data.max_length", "~optim", "~trainer.total_epochs")
+    line = ("--config", str(tmp_path / "mine.yaml"), *deleted, "~data.multiturn", "~engine")
+    sft = settings(capsys, *line)["sft"]
+    assert (sft["truncation"], sft["max_length"]) == ("error", 1024)
+    assert (sft["optim"]["lr"], sft["optim"]["betas"]) == (1e-5, [0.9, 0.999])
+    assert sft["total_training_steps"] == 2 * 4
+    assert settings(capsys, *line, "data.truncation=right")["sft"]["truncation"] == "right"
+
+
+@pytest.mark.parametrize("key", ["data.nothing", "optim.nothing", "nothing"])
+def test_deleting_an_unknown_key_is_an_error(
+    key: str, capsys: pytest.CaptureFixture[str], rows: Path, model: Path
+) -> None:
+    line = [f"data.train_files={rows}", "data.train_batch_size=5", f"model.path={model}"]
+    assert sft_trainer.main([*line, f"~{key}", "--cfg", "job"]) == 2
+    assert f"error: {key}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("setting", ["data.train_batch_size=null", "trainer.total_epochs=0"])
+def test_settings_that_leave_the_number_of_steps_open_are_errors(
+    setting: str, capsys: pytest.CaptureFixture[str], rows: Path, model: Path
+) -> None:
+    line = [f"data.train_files={rows}", "data.train_batch_size=5", f"model.path={model}"]
+    assert sft_trainer.main([*line, setting, "--cfg", "job"]) == 2
+    assert f"error: {setting}: set it to" in capsys.readouterr().err
+
+
 def test_under_torchrun_the_first_process_starts_the_others(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
