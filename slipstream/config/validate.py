@@ -310,6 +310,14 @@ def _optim(section: str, optim: OptimSection, run_steps: int | None) -> Iterator
             f"{section}.lr_scheduler_type=constant; "
             f"set {section}.lr_scheduler_type=cosine or {section}.min_lr_ratio=0"
         )
+    for name, users in (("num_cycles", ("cosine", "wsd")), ("lr_wsd_stable_steps_ratio", ("wsd",))):
+        value, default = getattr(optim, name), getattr(OptimSection(), name)
+        if value != default and optim.lr_scheduler_type not in users:
+            yield WithoutEffect(
+                f"{section}.{name}={value:g} has no effect with {section}.lr_scheduler_type="
+                f"{optim.lr_scheduler_type}; set {section}.lr_scheduler_type={users[0]} or "
+                f"{section}.{name}={default:g}"
+            )
 
 
 def no_decay(section: str, optim: OptimSection, steps: int, warmup: int) -> Iterator[str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from slipstream.config.tree import is_count, show
+from slipstream.config.verl_defaults import is_default
 
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
@@ -102,11 +103,13 @@ def _tis(cap: Any, get: Get, set_: Set) -> Iterator[tuple[str, bool]]:
 
 
 def _lora(given: Mapping[str, Any], get: Get, set_: Set) -> Iterator[tuple[str, bool]]:
-    rank = given.get(LORA_RANK)
+    rank, alpha = given.get(LORA_RANK), given.get(LORA_ALPHA)
     if rank in (None, 0):
+        if alpha is not None and not is_default(LORA_ALPHA, alpha):
+            yield f"{LORA_ALPHA}={show(alpha)} has no effect without {LORA_RANK}", False
         return
     set_(f"{_MODEL}.lora_rank", rank)
-    if (alpha := given.get(LORA_ALPHA)) is not None:
+    if alpha is not None:
         set_(f"{_MODEL}.lora_alpha", alpha)
     yield f"{LORA_RANK} and {LORA_ALPHA} are aliases of {_MODEL}.lora_rank and lora_alpha", False
 
@@ -165,6 +168,7 @@ def _overlong(get: Get) -> Iterator[tuple[str, bool]]:
         kwargs.pop("max_resp_len", None)
         if isinstance(buffer, Mapping) and buffer.get("enable"):
             yield (
-                "overlong_buffer.enable=true has no effect with reward_model.reward_manager=naive",
+                f"{_KWARGS}.overlong_buffer_cfg has no effect with "
+                "reward_model.reward_manager=naive",
                 False,
             )
