@@ -147,6 +147,27 @@ def test_a_file_that_starts_from_verls_is_composed(
     assert found["sft"]["total_training_steps"] == 2 * 4
 
 
+@pytest.mark.parametrize(
+    ("in_file", "on_line", "steps"), [("after_each_epoch", "3", 3), ("3", "after_each_epoch", 2)]
+)
+def test_the_last_save_freq_counts(
+    in_file: str,
+    on_line: str,
+    steps: int,
+    capsys: pytest.CaptureFixture[str],
+    rows: Path,
+    model: Path,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "mine.yaml").write_text(f"trainer: {{save_freq: {in_file}}}\n")
+    found = settings(
+        capsys,
+        *("--config", str(tmp_path / "mine.yaml"), f"trainer.save_freq={on_line}"),
+        *(f"data.train_files={rows}", "data.train_batch_size=5", f"model.path={model}"),
+    )
+    assert found["sft"]["save_freq"] == steps
+
+
 def test_deleted_keys_get_their_defaults(
     capsys: pytest.CaptureFixture[str], rows: Path, model: Path, tmp_path: Path
 ) -> None:

@@ -166,7 +166,7 @@ def show(value: Any) -> str:
 
 
 def is_count(value: Any) -> bool:
-    """Return whether `value` is an integer of at least 1; true is none."""
+    """Return whether `value` is an integer of at least 1. True is no integer here."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 

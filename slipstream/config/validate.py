@@ -19,6 +19,7 @@ from slipstream.config.engines import (
 from slipstream.config.hardware import Hardware
 from slipstream.config.inert import options_without_effect
 from slipstream.config.rules import WithoutEffect
+from slipstream.config.schedules import updates_per_step
 from slipstream.config.schema import Config, DataSection
 from slipstream.config.schema_actor import ModelSection, OptimSection
 from slipstream.config.schema_speculative import MOST_BRANCHES, EagleSection
@@ -465,7 +466,7 @@ def _actor(config: Config) -> Iterator[str]:
         )
     rounds = config.trainer.total_training_steps or None
     if actor.optim.lr_schedule_unit == "optimizer_step":
-        rounds = rounds and rounds * -(-batch // (mini or batch)) * actor.ppo_epochs
+        rounds = rounds and rounds * updates_per_step(batch, mini, actor.ppo_epochs)
     yield from _optim(f"{_ACTOR}.optim", actor.optim, rounds)
 
 

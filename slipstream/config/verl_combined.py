@@ -77,8 +77,7 @@ def _gen_batch(size: Any, get: Get, set_: Set) -> Iterator[tuple[str, bool]]:
     tries, more = get(limit), ""
     if is_count(tries):
         set_(limit, math.ceil(tries * size / batch))
-        more = f"; {limit}={get(limit)} batches of {batch} prompts are as many prompts as {tries}"
-        more += f" of {size}"
+        more = f"; {limit}={get(limit)} (instead of {tries}) allows the same number of prompts"
     yield (
         f"{GEN_BATCH}={size} has no effect: rejected groups are replaced one by one, until "
         f"data.train_batch_size={batch} groups are accepted{more}",
@@ -92,14 +91,19 @@ def _tis(cap: Any, get: Get, set_: Set) -> Iterator[tuple[str, bool]]:
     if isinstance(cap, bool) or not isinstance(cap, int | float) or cap <= 0:
         yield f"{TIS_CAP}={show(cap)}: set it to a number above 0, or to -1", True
         return
-    if get(f"{_CORRECTION}.rollout_is") is None:
-        set_(f"{_CORRECTION}.rollout_is", "token")
-        set_(f"{_CORRECTION}.rollout_is_threshold", cap)
+    if (level := get(f"{_CORRECTION}.rollout_is")) is not None:
         yield (
-            f"{TIS_CAP}={show(cap)} is an alias of {_CORRECTION}.rollout_is=token and "
-            f"{_CORRECTION}.rollout_is_threshold={show(cap)}",
+            f"{TIS_CAP}={show(cap)} has no effect: {_CORRECTION}.rollout_is={show(level)} is set",
             False,
         )
+        return
+    set_(f"{_CORRECTION}.rollout_is", "token")
+    set_(f"{_CORRECTION}.rollout_is_threshold", cap)
+    yield (
+        f"{TIS_CAP}={show(cap)} is an alias of {_CORRECTION}.rollout_is=token and "
+        f"{_CORRECTION}.rollout_is_threshold={show(cap)}",
+        False,
+    )
 
 
 def _lora(given: Mapping[str, Any], get: Get, set_: Set) -> Iterator[tuple[str, bool]]:

@@ -20,6 +20,9 @@ from slipstream.config.verl_keys import find
 
 _MODEL = "actor_rollout_ref.model"
 
+EPOCHS = "trainer.total_epochs"
+SAVE_FREQ = "trainer.save_freq"
+
 RENAMED_SFT: dict[str, str] = {
     "data.train_files": "sft.train_files",
     "data.train_max_samples": "sft.train_max_samples",
@@ -43,7 +46,7 @@ RENAMED_SFT: dict[str, str] = {
     "optim.clip_grad": "actor_rollout_ref.actor.grad_clip",
     "trainer.total_training_steps": "sft.total_training_steps",
     "trainer.max_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
-    "trainer.save_freq": "sft.save_freq",
+    SAVE_FREQ: "sft.save_freq",
 }
 """VERL's key -> ours."""
 
@@ -112,7 +115,6 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
 WITHOUT_EFFECT_SFT = {key: why for why, keys in _BY_REASON.items() for key in keys}
 """Key or pattern of VERL's SFT -> why it has no effect."""
 
-EPOCHS = "trainer.total_epochs"
 DICT_KEYS = {
     "data.prompt_dict_keys": "sft.prompt_key",
     "data.response_dict_keys": "sft.response_key",
@@ -159,8 +161,6 @@ def translate(assignments: Iterable[Assignment]) -> SftLine:
             line.epochs = value
         elif key in DICT_KEYS:
             entries[DICT_KEYS[key]] = value
-        elif key == "trainer.save_freq" and value == "after_each_epoch":
-            line.save_each_epoch = True
         elif key == "data.custom_cls.path" and value is not None:
             line.problems.append(
                 f"{key}={show(value)}: SFT reads rows itself, from columns sft.messages_key, or "
@@ -191,6 +191,10 @@ def _is_unset(key: str, value: Any) -> bool:
 
 
 def _rename(line: SftLine, key: str, value: Any) -> None:
+    if key == SAVE_FREQ:
+        line.save_each_epoch = value == "after_each_epoch"
+        if line.save_each_epoch:
+            return
     ours = _our_key(key)
     if ours is None:
         line.problems.append(unknown_key(key))

@@ -459,6 +459,14 @@ def test_keys_of_verl_that_combine_are_checked(override: str, remedy: str) -> No
     assert remedy in str(caught.value)
 
 
+def test_a_cap_of_tis_has_no_effect_with_a_rollout_correction() -> None:
+    corrected = "algorithm.rollout_correction.rollout_is=sequence"
+    config, (notice,) = load(corrected, f"{ACTOR}.tis_imp_ratio_cap=5", verl=True)
+    assert config == load(corrected)[0]
+    assert notice.startswith(f"{ACTOR}.tis_imp_ratio_cap=5 has no effect")
+    assert corrected in notice
+
+
 @pytest.mark.parametrize(("alpha", "notices"), [(32, 0), (8, 1)])
 def test_an_alpha_without_an_adapter_gives_a_notice(alpha: int, notices: int) -> None:
     config, found = load(f"actor_rollout_ref.model.lora.alpha={alpha}", verl=True)
