@@ -148,6 +148,37 @@ def test_a_file_that_starts_from_verls_is_composed(
 
 
 @pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ("data.prompt_key=7 data.prompt_dict_keys=[a]", "sft.prompt_key: expected a string"),
+        ("data.train_files=[]", "data.train_files is not set; set data.train_files=FILE"),
+        ("data.train_max_samples=true", "sft.train_max_samples: expected an integer"),
+        ("trainer.rollout_data_dir=out", "trainer.rollout_data_dir: VERL's SFT has no such option"),
+        ("~data.task", "data.task: VERL's SFT has no such option"),
+        ("trainer.total_epoch=1", "did you mean trainer.total_epochs?"),
+    ],
+)
+def test_a_wrong_setting_is_one_problem(
+    overrides: str, problem: str, capsys: pytest.CaptureFixture[str], rows: Path, model: Path
+) -> None:
+    line = [f"data.train_files={rows}", "data.train_batch_size=5", f"model.path={model}"]
+    assert sft_trainer.main([*line, *overrides.split(), "--cfg", "job"]) == 2
+    error = capsys.readouterr().err.partition("error: ")[2]
+    assert problem in error
+    assert "settings cannot be used" not in error
+
+
+def test_a_file_without_rows_is_an_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path
+) -> None:
+    (tmp_path / "none.json").write_text("[]")
+    line = [f"data.train_files={tmp_path / 'none.json'}", f"model.path={model}", "--cfg", "job"]
+    assert sft_trainer.main(line) == 2
+    error = capsys.readouterr().err.partition("error: ")[2]
+    assert error.startswith("data.train_files has no rows; set data.train_files=FILE")
+
+
+@pytest.mark.parametrize(
     ("in_file", "on_line", "steps"), [("after_each_epoch", "3", 3), ("3", "after_each_epoch", 2)]
 )
 def test_the_last_save_freq_counts(

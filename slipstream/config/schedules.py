@@ -1,4 +1,7 @@
-"""Notices about what warm-up and learning rate schedules count. Called by `load`."""
+"""What warm-up and learning rate schedules count, and notices about it.
+
+Called by `load` and `validate`.
+"""
 
 from __future__ import annotations
 

@@ -178,9 +178,10 @@ def translate(assignments: Iterable[Assignment]) -> SftLine:
         if isinstance(longest, int):
             line.values["sft.max_tokens_per_micro_batch"] = max(default, longest)
     for key, names in entries.items():
-        if names:
+        column = line.values[key]
+        if names and isinstance(column, str):  # `load_config` reports a column of another type
             parts = names if isinstance(names, list) else [names]
-            line.values[key] = ".".join([line.values[key], *map(str, parts)])
+            line.values[key] = ".".join([column, *map(str, parts)])
     return line
 
 
@@ -197,9 +198,16 @@ def _rename(line: SftLine, key: str, value: Any) -> None:
             return
     ours = _our_key(key)
     if ours is None:
-        line.problems.append(unknown_key(key))
+        line.problems.append(_unknown(key))
     else:
         line.values[ours] = value
+
+
+def _unknown(key: str) -> str:
+    """Return the problem of a key that VERL's SFT does not have."""
+    if key in options():
+        return f"{key}: VERL's SFT has no such option; remove it"
+    return unknown_key(key)
 
 
 def _our_key(key: str) -> str | None:
@@ -227,7 +235,7 @@ def _without_deleted(line: SftLine, assignments: Iterable[Assignment]) -> list[A
             continue
         left = [other for other in kept if not _is_within(other.key, one.key)]
         if len(left) == len(kept) and not _can_be_deleted(one.key):
-            line.problems.append(unknown_key(one.key))
+            line.problems.append(_unknown(one.key))
         kept = left
     return kept
 

@@ -93,7 +93,7 @@ def _steps(line: SftLine) -> dict[str, Any]:
     batch, files = values["sft.train_batch_size"], values.get("sft.train_files")
     given = values.get("sft.total_training_steps")
     counted = given is None or line.save_each_epoch
-    if files is None:
+    if not files:
         line.problems.append("data.train_files is not set; set data.train_files=FILE")
     if batch is None and counted:
         line.problems.append("data.train_batch_size=null: set it to a number of at least 1")
@@ -101,12 +101,15 @@ def _steps(line: SftLine) -> dict[str, Any]:
         line.problems.append(
             f"trainer.total_epochs={show(epochs)}: set it to a number of at least 1"
         )
-    if not counted or files is None or not is_count(batch) or not is_count(epochs):
+    if not counted or not files or not is_count(batch) or not is_count(epochs):
         return {}
     rows = count_rows(files)
     most = values.get("sft.train_max_samples", -1)
-    rows = min(rows, most) if isinstance(most, int) and most > 0 else rows
+    rows = min(rows, most) if is_count(most) else rows
     each = rows // batch
+    if rows == 0:
+        line.problems.append("data.train_files has no rows; set data.train_files=FILE")
+        return {}
     if each == 0:
         line.problems.append(
             f"data.train_batch_size={batch} is above the {rows} rows of data.train_files; set "
