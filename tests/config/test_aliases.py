@@ -459,6 +459,14 @@ def test_keys_of_verl_that_combine_are_checked(override: str, remedy: str) -> No
     assert remedy in str(caught.value)
 
 
+@pytest.mark.parametrize("verl", [False, True])
+def test_an_interpolation_with_a_syntax_error_is_an_error(verl: bool) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.experiment_name: .*such as \$\{trainer\.seed"
+    ):
+        load("trainer.experiment_name='a${'", verl=verl)
+
+
 def test_a_cap_of_tis_has_no_effect_with_a_rollout_correction() -> None:
     corrected = "algorithm.rollout_correction.rollout_is=sequence"
     config, (notice,) = load(corrected, f"{ACTOR}.tis_imp_ratio_cap=5", verl=True)
