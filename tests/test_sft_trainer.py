@@ -250,6 +250,14 @@ def test_under_torchrun_the_first_process_starts_the_others(
     assert (found["trainer"]["nnodes"], found["trainer"]["n_gpus_per_node"]) == (1, 3)
 
 
+def test_a_rank_without_torchrun_is_ignored(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rows: Path, model: Path
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    line = (f"data.train_files={rows}", "data.train_batch_size=5", f"model.path={model}")
+    assert settings(capsys, *line)["sft"]["total_training_steps"] == 2 * 4
+
+
 def test_torchrun_on_several_machines_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rows: Path, model: Path
 ) -> None:

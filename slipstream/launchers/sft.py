@@ -65,9 +65,14 @@ def _config(
     )
 
 
+def _under_torchrun() -> bool:
+    # Some clusters set RANK, too, for the number of the machine.
+    return "LOCAL_RANK" in os.environ
+
+
 def _processes(line: SftLine, prog: str) -> dict[str, Any]:
     """Return the number of processes that torchrun asks for, and remove its variables."""
-    if "LOCAL_RANK" not in os.environ:
+    if not _under_torchrun():
         return {}
     world = int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -125,7 +130,7 @@ def launch_sft(argv: Sequence[str] | None, *, prog: str, defaults: Mapping[str, 
 
     `defaults` are those of VERL that differ from ours and that a notice lists.
     """
-    if int(os.environ.get("RANK", "0")) > 0:
+    if _under_torchrun() and int(os.environ.get("RANK", "0")) > 0:
         return 0  # the first process of torchrun starts all processes of the run
     return launch(
         argv,
