@@ -10,11 +10,7 @@ import pytest
 import yaml
 
 from slipstream import fsdp_sft_trainer, sft_trainer
-from slipstream.build.policy import make_decoder
-from slipstream.config import Hardware, load_config
-from slipstream.data.tokenizer import build_tokenizer
-from slipstream.models import save_checkpoint
-from tests.run.helpers import metrics_of
+from tests.run.helpers import metrics_of, save_tiny_model
 
 PAIRS = [{"question": f"{i} + 1 =", "answer": f"{i + 1}"} for i in range(10)]
 
@@ -22,10 +18,7 @@ PAIRS = [{"question": f"{i} + 1 =", "answer": f"{i + 1}"} for i in range(10)]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    tokenizer = build_tokenizer()
-    config = load_config(recipe="tiny", hardware=Hardware(gpus=0), notify=lambda _: None)
-    decoder = make_decoder(config, tokenizer, None)
-    save_checkpoint(decoder, folder, save_tokenizer=tokenizer.save_pretrained)
+    save_tiny_model(folder)
     return folder
 
 
