@@ -2,7 +2,7 @@
 
 This module knows commands and flags. The functions are in `run`, `preflight`, `report` and `bench`;
 each is imported only when its command runs, so that `--help` and errors in settings appear at once.
-`config.launch` reads settings.
+`config.launch` reads settings, and `launchers.command` starts training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from slipstream.bench import command as bench
 from slipstream.config.launch import (
     EXIT_CODES,
     add_debug_flag,
-    add_dry_run_flag,
     add_source_flags,
     config_from,
     exit_status,
@@ -31,8 +30,9 @@ from slipstream.config.launch import (
     read_overrides,
 )
 from slipstream.config.load import CONFIG_FILE
-from slipstream.config.mode import HEAD_ALONE, resolve_mode
+from slipstream.config.mode import HEAD_ALONE
 from slipstream.errors import CheckpointError, ConfigError
+from slipstream.launchers.command import add_train_flags, start
 from slipstream.metrics.timeline import mark_command_start
 from slipstream.reading import reason, shown
 
@@ -55,24 +55,8 @@ class Command:
     takes_settings: bool = True
 
 
-def _train_flags(command: argparse.ArgumentParser) -> None:
-    add_source_flags(command)
-    add_dry_run_flag(command)
-
-
 def _run_training(args: argparse.Namespace, overrides: list[str]) -> int:
-    config = config_from(args, overrides)
-    if args.cfg:
-        print_settings(config)
-        return 0
-    mode = resolve_mode(config)
-    if args.dry_run:
-        from slipstream.preflight.dry_run import dry_run
-
-        return dry_run(config, mode)
-    from slipstream.run.train import train
-
-    return train(config, mode)
+    return start(config_from(args, overrides), args)
 
 
 def _run_sft(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -440,7 +424,7 @@ COMMANDS = (
       actor_rollout_ref.model.path=checkpoints/base trainer.test_freq=10
   slipstream train --recipe quickstart --dry-run
   slipstream train --config-path conf --config-name mine --cfg job""",
-        flags=_train_flags,
+        flags=add_train_flags,
         run=_run_training,
     ),
     Command(
@@ -451,7 +435,7 @@ COMMANDS = (
   slipstream sft --recipe quickstart
   slipstream sft sft.train_files=demonstrations.jsonl sft.total_training_steps=200 \\
       actor_rollout_ref.model.path=checkpoints/base""",
-        flags=_train_flags,
+        flags=add_train_flags,
         run=_run_sft,
     ),
     Command(
@@ -461,7 +445,7 @@ COMMANDS = (
         examples="""\
   slipstream rl data.train_files=train.parquet actor_rollout_ref.model.path=checkpoints/sft \\
       custom_reward_function.path=reward.py trainer.total_training_steps=100""",
-        flags=_train_flags,
+        flags=add_train_flags,
         run=_run_rl,
     ),
     Command(

@@ -1,8 +1,6 @@
 """`python -m slipstream.main_fastrl`: takes the launch lines of FastRL's `main_fastrl`.
 
-It holds the defaults of FastRL that differ from ours; everything else is in `config.launch`.
-Training is `run.train.train`, and `--dry-run` is `preflight.dry_run`. Both are imported once the
-settings have been checked.
+It holds the defaults of FastRL that differ from ours; everything else is in `launchers`.
 """
 
 from __future__ import annotations
@@ -10,10 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from slipstream.config.launch import launch_training
-from slipstream.config.mode import Mode
-from slipstream.config.schema import Config
-from slipstream.metrics.timeline import mark_command_start
+from slipstream.launchers.command import launch_rl
 
 FASTRL_DEFAULTS = {
     "algorithm.adv_estimator": "gae",
@@ -26,29 +21,10 @@ FASTRL_DEFAULTS = {
 }
 
 
-def _train(config: Config, mode: Mode) -> int:
-    from slipstream.run.train import train
-
-    return train(config, mode)
-
-
-def _dry_run(config: Config, mode: Mode) -> int:
-    from slipstream.preflight.dry_run import dry_run
-
-    return dry_run(config, mode)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one launch line (default: `sys.argv`) and return the exit code."""
-    mark_command_start()
-    return launch_training(
-        argv,
-        prog="python -m slipstream.main_fastrl",
-        system="FastRL",
-        system_defaults=FASTRL_DEFAULTS,
-        train=_train,
-        dry_run=_dry_run,
-    )
+    prog = "python -m slipstream.main_fastrl"
+    return launch_rl(argv, prog=prog, system="FastRL", defaults=FASTRL_DEFAULTS)
 
 
 if __name__ == "__main__":

@@ -362,6 +362,7 @@ print("status", status, "heavy", heavy)
         ("cli", ["train", "trainer.sead=1"], "status 2 heavy ['hydra']"),
         ("cli", ["train", "--recipe", "tiny", "--cfg", "job"], "status 0 heavy ['hydra']"),
         ("main_ppo", ["--help"], "status 0 heavy []"),
+        ("sft_trainer", ["--help"], "status 0 heavy []"),
         ("main_fastrl", ["trainer.seed=x"], "status 2 heavy ['hydra']"),
     ],
 )

@@ -10,11 +10,7 @@ import pytest
 import yaml
 
 from slipstream import fsdp_sft_trainer, sft_trainer
-from slipstream.build.policy import make_decoder
-from slipstream.config import Hardware, load_config
-from slipstream.data.tokenizer import build_tokenizer
-from slipstream.models import save_checkpoint
-from tests.run.helpers import metrics_of
+from tests.run.helpers import metrics_of, save_tiny_model
 
 PAIRS = [{"question": f"{i} + 1 =", "answer": f"{i + 1}"} for i in range(10)]
 
@@ -22,10 +18,7 @@ PAIRS = [{"question": f"{i} + 1 =", "answer": f"{i + 1}"} for i in range(10)]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    tokenizer = build_tokenizer()
-    config = load_config(recipe="tiny", hardware=Hardware(gpus=0), notify=lambda _: None)
-    decoder = make_decoder(config, tokenizer, None)
-    save_checkpoint(decoder, folder, save_tokenizer=tokenizer.save_pretrained)
+    save_tiny_model(folder)
     return folder
 
 
@@ -147,6 +140,93 @@ def test_a_file_that_starts_from_verls_is_composed(
     assert found["sft"]["total_training_steps"] == 2 * 4
 
 
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        ("data.prompt_key=7 data.prompt_dict_keys=[a]", "sft.prompt_key: expected a string"),
+        ("data.train_files=[]", "data.train_files is not set; set data.train_files=FILE"),
+        ("data.train_max_samples=true", "sft.train_max_samples: expected an integer"),
+        ("trainer.rollout_data_dir=out", "trainer.rollout_data_dir: VERL's SFT has no such option"),
+        ("~data.task", "data.task: VERL's SFT has no such option"),
+        ("trainer.total_epoch=1", "did you mean trainer.total_epochs?"),
+    ],
+)
+def test_a_wrong_setting_is_one_problem(
+    overrides: str, problem: str, capsys: pytest.CaptureFixture[str], rows: Path, model: Path
+) -> None:
+    line = [f"data.train_files={rows}", "data.train_batch_size=5", f"model.path={model}"]
+    assert sft_trainer.main([*line, *overrides.split(), "--cfg", "job"]) == 2
+    error = capsys.readouterr().err.partition("error: ")[2]
+    assert problem in error
+    assert "settings cannot be used" not in error
+
+
+def test_a_file_without_rows_is_an_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: Path
+) -> None:
+    (tmp_path / "none.json").write_text("[]")
+    line = [f"data.train_files={tmp_path / 'none.json'}", f"model.path={model}", "--cfg", "job"]
+    assert sft_trainer.main(line) == 2
+    error = capsys.readouterr().err.partition("error: ")[2]
+    assert error.startswith("data.train_files has no rows; set data.train_files=FILE")
+
+
+@pytest.mark.parametrize(
+    ("in_file", "on_line", "steps"), [("after_each_epoch", "3", 3), ("3", "after_each_epoch", 2)]
+)
+def test_the_last_save_freq_counts(
+    in_file: str,
+    on_line: str,
+    steps: int,
+    capsys: pytest.CaptureFixture[str],
+    rows: Path,
+    model: Path,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "mine.yaml").write_text(f"trainer: {{save_freq: {in_file}}}\n")
+    found = settings(
+        capsys,
+        *("--config", str(tmp_path / "mine.yaml"), f"trainer.save_freq={on_line}"),
+        *(f"data.train_files={rows}", "data.train_batch_size=5", f"model.path={model}"),
+    )
+    assert found["sft"]["save_freq"] == steps
+
+
+def test_deleted_keys_get_their_defaults(
+    capsys: pytest.CaptureFixture[str], rows: Path, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        f"data: {{train_files: {rows}, train_batch_size: 5, truncation: left, max_length: 64}}\n"
+        f"model: {{path: {model}}}\noptim: {{lr: 0.5, betas: [0.1, 0.2]}}\n"
+        "trainer: {total_epochs: 1}\n"
+    )
+    deleted = ("~data.truncation", "~data.max_length", "~optim", "~trainer.total_epochs")
+    line = ("--config", str(tmp_path / "mine.yaml"), *deleted, "~data.multiturn", "~engine")
+    sft = settings(capsys, *line)["sft"]
+    assert (sft["truncation"], sft["max_length"]) == ("error", 1024)
+    assert (sft["optim"]["lr"], sft["optim"]["betas"]) == (1e-5, [0.9, 0.999])
+    assert sft["total_training_steps"] == 2 * 4
+    assert settings(capsys, *line, "data.truncation=right")["sft"]["truncation"] == "right"
+
+
+@pytest.mark.parametrize("key", ["data.nothing", "optim.nothing", "nothing"])
+def test_deleting_an_unknown_key_is_an_error(
+    key: str, capsys: pytest.CaptureFixture[str], rows: Path, model: Path
+) -> None:
+    line = [f"data.train_files={rows}", "data.train_batch_size=5", f"model.path={model}"]
+    assert sft_trainer.main([*line, f"~{key}", "--cfg", "job"]) == 2
+    assert f"error: {key}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("setting", ["data.train_batch_size=null", "trainer.total_epochs=0"])
+def test_settings_that_leave_the_number_of_steps_open_are_errors(
+    setting: str, capsys: pytest.CaptureFixture[str], rows: Path, model: Path
+) -> None:
+    line = [f"data.train_files={rows}", "data.train_batch_size=5", f"model.path={model}"]
+    assert sft_trainer.main([*line, setting, "--cfg", "job"]) == 2
+    assert f"error: {setting}: set it to" in capsys.readouterr().err
+
+
 def test_under_torchrun_the_first_process_starts_the_others(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -161,6 +241,14 @@ def test_under_torchrun_the_first_process_starts_the_others(
     monkeypatch.setenv("RANK", "0")
     found = settings(capsys, *line)
     assert (found["trainer"]["nnodes"], found["trainer"]["n_gpus_per_node"]) == (1, 3)
+
+
+def test_a_rank_without_torchrun_is_ignored(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rows: Path, model: Path
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    line = (f"data.train_files={rows}", "data.train_batch_size=5", f"model.path={model}")
+    assert settings(capsys, *line)["sft"]["total_training_steps"] == 2 * 4
 
 
 def test_torchrun_on_several_machines_is_refused(

@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.config.tree import show
-from slipstream.config.verl_defaults import is_default
+from slipstream.config.tree import is_count, show
+from slipstream.config.verl_defaults import is_default, same_value
 from slipstream.config.verl_keys import (
     ONLY_NEUTRAL,
     PARALLEL_SIZES,
@@ -172,18 +172,13 @@ def _new_key(key: str) -> str | None:
     return None
 
 
-def _same_value(left: Any, right: Any) -> bool:
-    """Return whether the values are equal; True does not equal 1."""
-    return left == right and isinstance(left, bool) == isinstance(right, bool)
-
-
 def _new_value(key: str, value: Any) -> tuple[Any, list[str]]:
     names = RENAMED_VALUES.get(key, {})
     notices: list[str] = []
 
     def one(item: Any) -> Any:
         for old, new in names.items():
-            if _same_value(item, old):
+            if same_value(item, old):
                 if old is not None:
                     notices.append(f"{key}={old} is an alias of {key}={new}")
                 return new
@@ -243,7 +238,7 @@ def _not_ours(key: str, value: Any) -> Rewritten:
     """Translate an assignment of a key that is neither in the schema nor an alias."""
     neutral = None if key in WITHOUT_EFFECT else find(key, ONLY_NEUTRAL)
     if neutral is not None:
-        allowed = any(_same_value(value, one) for one in neutral.values)
+        allowed = any(same_value(value, one) for one in neutral.values)
         if allowed or (neutral.same_as is not None and refers_to(value, neutral.same_as)):
             return Rewritten(None, None, inert="")
         problem = f"{key}={show(value)}: {neutral.remedy}"
@@ -251,21 +246,18 @@ def _not_ours(key: str, value: Any) -> Rewritten:
     reason = find(key, WITHOUT_EFFECT)
     if reason is None:
         return Rewritten(key, value)
-    if PARALLEL_SIZES.search(key) and not _is_size(value):
+    if PARALLEL_SIZES.search(key) and not (
+        value is None or isinstance(value, str) or is_count(value)
+    ):
         return Rewritten(None, None, problem=f"{key}={show(value)}: set it to a count, such as 1")
     return Rewritten(None, None, inert="" if is_default(key, value) else reason)
-
-
-def _is_size(value: Any) -> bool:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return value is None or isinstance(value, str) or (whole and value >= 1)
 
 
 def refused_value(key: str, value: Any) -> str | None:
     """Return the problem and remedy for a value that only VERL supports; None for other values."""
     for item in value if isinstance(value, (list, tuple)) else (value,):
         for refused, remedy in REFUSED_VALUES.get(key, {}).items():
-            if _same_value(item, refused):
+            if same_value(item, refused):
                 return f"{key}={show(item)}: {remedy}"
     return None
 

@@ -28,18 +28,20 @@ def resolve_in_sources(assignments: Sequence[Assignment]) -> list[Assignment]:
     setup_globals()  # resolvers of Hydra, such as ${now:%H-%M}
     tree: dict[str, Any] = to_dict(Config())
     for assignment in assignments:
-        _place(tree, assignment)
+        if not _interpolates(assignment.value) or _can_be_read(assignment.value):
+            _place(tree, assignment)
     root = OmegaConf.create(tree)
 
     def resolved(assignment: Assignment) -> Assignment:
         if not _interpolates(assignment.value):
             return assignment
         marked = replace(assignment, interpolated=True)
-        if refers_to_its_target(assignment.key, assignment.value):
+        key, value = assignment.key, assignment.value
+        if refers_to_its_target(key, value) or not _can_be_read(value):
             return marked
         node: Any = root
         try:
-            for part in assignment.key.split("."):
+            for part in key.split("."):
                 node = node[part]
         except (OmegaConfBaseException, KeyError, TypeError, ValueError):
             return marked
@@ -55,6 +57,18 @@ def _interpolates(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(map(_interpolates, value))
     return isinstance(value, str) and "${" in value
+
+
+def _can_be_read(value: Any) -> bool:
+    """Return whether the interpolations in `value` have no syntax error, as `a${` has."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        OmegaConf.create([value])
+    except OmegaConfBaseException:
+        return False
+    return True
 
 
 def _place(tree: dict[str, Any], assignment: Assignment) -> None:

@@ -1,7 +1,7 @@
 """Shared parts of all commands: flags for the source of settings, error output and exit codes.
 
-`slipstream.cli` uses it, and so do the launchers for command lines of VERL and FastRL, because they
-may not import each other. It does not know what a command does.
+`slipstream.cli`, `slipstream.launchers` and `slipstream.bench` use it. It does not know what a
+command does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from slipstream.config.bases import BASES
 from slipstream.config.load import load_config, to_yaml
-from slipstream.config.mode import Mode, resolve_mode
+from slipstream.config.mode import resolve_mode
 from slipstream.config.notices import Warned
 from slipstream.config.schema import Config
 from slipstream.config.sources import Places, recipe_names
@@ -278,41 +278,3 @@ def exit_status(call: Callable[[], int], *, debug: bool) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-
-
-def launch_training(
-    argv: Sequence[str] | None,
-    *,
-    prog: str,
-    system: str,
-    system_defaults: Mapping[str, Any],
-    train: Callable[[Config, Mode], int],
-    dry_run: Callable[[Config, Mode], int],
-) -> int:
-    """Run a command line of another system: Hydra's flags, and overrides with its keys.
-
-    `system_defaults` holds important defaults of that system that differ from ours. If the command
-    line does not set these options, a notice lists both defaults. Returns the exit status.
-    """
-    command = parser(
-        prog,
-        f"Train with a {system} command line. Keys without effect are accepted with a notice. "
-        "Features that Slipstream does not have are errors with a remedy.",
-        f"example:\n  {prog} data.task=countdown trainer.total_training_steps=10 \\\n"
-        "      actor_rollout_ref.model.init.num_layers=2\n",
-        f"{prog} [--config-path DIR --config-name NAME] [--cfg job] [--dry-run] [key=value ...]",
-    )
-    add_source_flags(command)
-    add_dry_run_flag(command)
-    args, rest = command.parse_known_args(argv)
-    overrides = read_overrides(command, rest)
-
-    def run() -> int:
-        config = config_from(args, overrides, verl=True, defaults=(system, system_defaults))
-        if args.cfg:
-            print_settings(config)
-            return 0
-        work = dry_run if args.dry_run else train
-        return work(config, resolve_mode(config))
-
-    return exit_status(run, debug=args.debug)

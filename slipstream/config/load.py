@@ -181,8 +181,9 @@ class _Tree:
         unset = in_file and is_default(key, assignment.value)
         self.notices.add(() if unset else rewritten.notices, in_file=in_file)
         if rewritten.alias is not None and not unset:
-            assert rewritten.key is not None
-            self.notices.alias(rewritten.alias, rewritten.key, in_file=in_file)
+            ours = aliases.ours(rewritten.alias)
+            assert ours is not None
+            self.notices.alias(rewritten.alias, ours, in_file=in_file)
         if rewritten.inert and not (in_file and assignment.interpolated):
             self.notices.inert(key, rewritten.inert, in_file=in_file)
         if rewritten.unless_equal is not None:
@@ -473,6 +474,7 @@ def load_config(
     default, with a notice. Otherwise both are problems. `sections` limits the rules between options
     to those about these sections, for callers that use nothing else. `rules` yields further
     problems.
+
     `defaults` is the name of another system and its defaults by key. A notice lists the keys that
     no source sets and whose defaults differ.
 
@@ -588,11 +590,12 @@ def _read_chat_template(values: dict[str, Any]) -> list[str]:
     The text belongs to the run: it is recorded in the run folder, and a changed file is a changed
     setting.
     """
-    model, options = values["actor_rollout_ref"]["model"], values["data"][_TEMPLATE_OPTIONS]
+    model, variables = values["actor_rollout_ref"]["model"], values["data"][_TEMPLATE_OPTIONS]
     given = model["custom_chat_template"]
-    if isinstance(options, dict) and "chat_template" in options:
-        given = options.pop("chat_template") if given is None else given
-        if options.pop("chat_template", given) != given:
+    if isinstance(variables, dict) and "chat_template" in variables:
+        variable = variables.pop("chat_template")
+        given = variable if given is None else given
+        if variable != given:
             return [
                 f"{_CHAT_TEMPLATE} and data.{_TEMPLATE_OPTIONS}.chat_template have different "
                 f"templates; set only {_CHAT_TEMPLATE}"

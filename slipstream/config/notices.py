@@ -32,10 +32,7 @@ class Notices:
     def add(self, texts: Iterable[str], *, in_file: bool = False) -> None:
         """Add notices. Those about values in files count as aliases."""
         for text in texts:
-            if in_file:
-                self._of_files["aliases"][text.partition(" ")[0]] = text
-            else:
-                self._lines[text] = None
+            self._put("aliases", text.partition(" ")[0], text, in_file)
 
     def warn(self, texts: Iterable[str]) -> None:
         """Add notices that must be seen."""
@@ -43,17 +40,15 @@ class Notices:
 
     def alias(self, key: str, ours: str, *, in_file: bool = False) -> None:
         """Add the notice that `key` is another spelling of our key."""
-        text = f"{key} is an alias of {ours.removesuffix('.0').removesuffix('.1')}"
-        if in_file:
-            self._of_files["aliases"][key] = text
-        else:
-            self._lines[text] = None
+        self._put("aliases", key, f"{key} is an alias of {ours}", in_file)
 
     def inert(self, key: str, reason: str, *, in_file: bool = False) -> None:
         """Add the notice that `key` has no effect."""
-        text = f"{key} has no effect: {reason}"
+        self._put("inert", key, f"{key} has no effect: {reason}", in_file)
+
+    def _put(self, kind: str, key: str, text: str, in_file: bool) -> None:
         if in_file:
-            self._of_files["inert"][key] = text
+            self._of_files[kind][key] = text
         else:
             self._lines[text] = None
 

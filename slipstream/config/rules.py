@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 class WithoutEffect(str):
-    """A message `what has no effect with what; remedy`.
+    """A message of the form `OPTION=VALUE has no effect with OTHER=VALUE; remedy`.
 
     Slipstream's own commands refuse such an option, so that users notice. The launchers of VERL and
-    FastRL accept it with the first part of the message as a notice, as those systems do.
+    FastRL accept it, as those systems do, and print the part before `;` as a notice.
     """
 
     __slots__ = ()

@@ -1,4 +1,7 @@
-"""Notices about what warm-up and learning rate schedules count. Called by `load`."""
+"""What warm-up and learning rate schedules count, and notices about it.
+
+Called by `load` and `validate`.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,20 @@ def schedule_notices(config: Config, assigned: Collection[str]) -> Iterator[str]
     if config.trainer.mode == "sft":
         return
     actor, critic = config.actor_rollout_ref.actor, config.critic
-    mini = actor.ppo_mini_batch_size
-    yield from _section(
-        "actor_rollout_ref.actor.optim", actor.optim, _updates(config, mini, actor.ppo_epochs),
-        assigned,
-    )  # fmt: skip
+    batch, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
+    updates = updates_per_step(batch, mini, actor.ppo_epochs)
+    yield from _section("actor_rollout_ref.actor.optim", actor.optim, updates, assigned)
     if critic.enable:
         epochs = actor.ppo_epochs if critic.ppo_epochs is None else critic.ppo_epochs
-        updates = _updates(config, critic.ppo_mini_batch_size or mini, epochs)
+        updates = updates_per_step(batch, critic.ppo_mini_batch_size or mini, epochs)
         yield from _section("critic.optim", critic.optim, updates, assigned)
 
 
-def _updates(config: Config, mini: int | None, epochs: int) -> int:
-    """Optimizer steps of one RL step. `mini`: prompts per optimizer step, None for all."""
-    batch = config.data.train_batch_size
+def updates_per_step(batch: int, mini: int | None, epochs: int) -> int:
+    """Return the optimizer steps of one RL step of `batch` prompts.
+
+    `mini` is the number of prompts per optimizer step, None for all.
+    """
     return -(-batch // (mini or batch)) * epochs
 
 

@@ -120,8 +120,8 @@ class DataSection:
     apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
     """Variables of the chat template, such as `enable_thinking`."""
     chat_template_date: str | None = None
-    """Date (`2026-01-31`) that a chat template with a date writes, such as those of Llama 3.1 to
-    3.3; null: the day on which the run starts first. A resumed run keeps the date."""
+    """Date (`2026-01-31`) for chat templates that write the current date, such as those of Llama
+    3.1 to 3.3; null: the day on which the run starts. A resumed run keeps the date."""
     custom_cls: CustomClassSection = field(default_factory=CustomClassSection)
     """Your own data set class."""
     sampler: SamplerSection = field(default_factory=SamplerSection)
@@ -156,14 +156,14 @@ class SftSection:
     differently, or a token crosses the boundary of a turn; false: such a demonstration is an
     error."""
     train_batch_size: PositiveInt | None = None
-    """Demonstrations per optimizer step; null: as many as have `batch_tokens` tokens."""
+    """Demonstrations per optimizer step; null: `batch_tokens` limits a step instead."""
     batch_tokens: PositiveInt = 16384
     """Tokens per optimizer step, unless `train_batch_size` is set."""
     max_length: PositiveInt = 2048
     """Longest demonstration in tokens, including the prompt."""
     truncation: Literal["error", "left", "right"] = "error"
-    """What happens to a longer demonstration: `error` stops the run; `left` and `right` cut tokens
-    at that place."""
+    """What happens to a longer demonstration: `error` stops the run; `left` and `right` remove
+    tokens on that side."""
     max_tokens_per_micro_batch: PositiveInt = 16384
     """Tokens per forward pass. It does not change the update."""
     save_freq: CountOrOff = -1

@@ -155,7 +155,7 @@ class OptimSection:
     min_lr_ratio: Fraction = 0.0
     """Share of the peak learning rate at which `cosine`, `linear` and `wsd` end."""
     num_cycles: NonNegativeFloat = 0.5
-    """Waves of `cosine`; 0.5: one descent."""
+    """Periods of the cosine of `cosine` and `wsd`; 0.5: half a period, from the peak to the end."""
     lr_wsd_stable_steps_ratio: Fraction = 0.9
     """`wsd`: share of the steps after warm-up before the learning rate falls."""
     total_training_steps: CountOrOff = -1
@@ -170,8 +170,8 @@ class RLOptimSection(OptimSection):
     """An optimizer and its learning-rate schedule in RL."""
 
     lr_schedule_unit: Literal["rl_step", "optimizer_step"] = "rl_step"
-    """What warm-up and schedule count: RL steps, as in VERL, or optimizer steps, of which an RL
-    step may have several."""
+    """What warm-up and schedule count: RL steps, as in VERL, or optimizer steps. An RL step may
+    have several optimizer steps."""
     zero_indexed_step: bool = True
     """true: VERL's warm-up, 0, 1/w, 2/w, ...: the first step does not change the weights. false:
     1/w, 2/w, ..., 1, for a warm-up of w steps."""

@@ -165,6 +165,11 @@ def show(value: Any) -> str:
     return text
 
 
+def is_count(value: Any) -> bool:
+    """Return whether `value` is an integer of at least 1. True is no integer here."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def example(option: Option) -> str:
     """Return a valid assignment, quoted for the shell: the default, or a sample if it is null."""
     value = option.default

@@ -19,6 +19,7 @@ from slipstream.config.engines import (
 from slipstream.config.hardware import Hardware
 from slipstream.config.inert import options_without_effect
 from slipstream.config.rules import WithoutEffect
+from slipstream.config.schedules import updates_per_step
 from slipstream.config.schema import Config, DataSection
 from slipstream.config.schema_actor import ModelSection, OptimSection
 from slipstream.config.schema_speculative import MOST_BRANCHES, EagleSection
@@ -310,6 +311,14 @@ def _optim(section: str, optim: OptimSection, run_steps: int | None) -> Iterator
             f"{section}.lr_scheduler_type=constant; "
             f"set {section}.lr_scheduler_type=cosine or {section}.min_lr_ratio=0"
         )
+    for name, users in (("num_cycles", ("cosine", "wsd")), ("lr_wsd_stable_steps_ratio", ("wsd",))):
+        value, default = getattr(optim, name), getattr(OptimSection(), name)
+        if value != default and optim.lr_scheduler_type not in users:
+            yield WithoutEffect(
+                f"{section}.{name}={value:g} has no effect with {section}.lr_scheduler_type="
+                f"{optim.lr_scheduler_type}; set {section}.lr_scheduler_type={users[0]} or "
+                f"{section}.{name}={default:g}"
+            )
 
 
 def no_decay(section: str, optim: OptimSection, steps: int, warmup: int) -> Iterator[str]:
@@ -457,7 +466,7 @@ def _actor(config: Config) -> Iterator[str]:
         )
     rounds = config.trainer.total_training_steps or None
     if actor.optim.lr_schedule_unit == "optimizer_step":
-        rounds = rounds and rounds * -(-batch // (mini or batch)) * actor.ppo_epochs
+        rounds = rounds and rounds * updates_per_step(batch, mini, actor.ppo_epochs)
     yield from _optim(f"{_ACTOR}.optim", actor.optim, rounds)
 
 

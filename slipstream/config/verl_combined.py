@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from slipstream.config.tree import show
+from slipstream.config.tree import is_count, show
+from slipstream.config.verl_defaults import is_default
 
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
@@ -56,15 +57,11 @@ def apply_combined(given: Mapping[str, Any], get: Get, set_: Set) -> Iterator[tu
     yield from _overlong(get)
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def _gen_batch(size: Any, get: Get, set_: Set) -> Iterator[tuple[str, bool]]:
     batch = get("data.train_batch_size")
     if size is None or size == batch:
         return
-    if not _is_count(size) or not _is_count(batch):
+    if not is_count(size) or not is_count(batch):
         yield f"{GEN_BATCH}={show(size)}: set it to a number of prompts, or to null", True
         return
     if get("algorithm.filter_groups.enable") is not True:
@@ -78,10 +75,9 @@ def _gen_batch(size: Any, get: Get, set_: Set) -> Iterator[tuple[str, bool]]:
         return
     limit = "algorithm.filter_groups.max_num_gen_batches"
     tries, more = get(limit), ""
-    if _is_count(tries):
+    if is_count(tries):
         set_(limit, math.ceil(tries * size / batch))
-        more = f"; {limit}={get(limit)} batches of {batch} prompts are as many prompts as {tries}"
-        more += f" of {size}"
+        more = f"; {limit}={get(limit)} (instead of {tries}) allows the same number of prompts"
     yield (
         f"{GEN_BATCH}={size} has no effect: rejected groups are replaced one by one, until "
         f"data.train_batch_size={batch} groups are accepted{more}",
@@ -95,22 +91,29 @@ def _tis(cap: Any, get: Get, set_: Set) -> Iterator[tuple[str, bool]]:
     if isinstance(cap, bool) or not isinstance(cap, int | float) or cap <= 0:
         yield f"{TIS_CAP}={show(cap)}: set it to a number above 0, or to -1", True
         return
-    if get(f"{_CORRECTION}.rollout_is") is None:
-        set_(f"{_CORRECTION}.rollout_is", "token")
-        set_(f"{_CORRECTION}.rollout_is_threshold", cap)
+    if (level := get(f"{_CORRECTION}.rollout_is")) is not None:
         yield (
-            f"{TIS_CAP}={show(cap)} is an alias of {_CORRECTION}.rollout_is=token and "
-            f"{_CORRECTION}.rollout_is_threshold={show(cap)}",
+            f"{TIS_CAP}={show(cap)} has no effect: {_CORRECTION}.rollout_is={show(level)} is set",
             False,
         )
+        return
+    set_(f"{_CORRECTION}.rollout_is", "token")
+    set_(f"{_CORRECTION}.rollout_is_threshold", cap)
+    yield (
+        f"{TIS_CAP}={show(cap)} is an alias of {_CORRECTION}.rollout_is=token and "
+        f"{_CORRECTION}.rollout_is_threshold={show(cap)}",
+        False,
+    )
 
 
 def _lora(given: Mapping[str, Any], get: Get, set_: Set) -> Iterator[tuple[str, bool]]:
-    rank = given.get(LORA_RANK)
+    rank, alpha = given.get(LORA_RANK), given.get(LORA_ALPHA)
     if rank in (None, 0):
+        if alpha is not None and not is_default(LORA_ALPHA, alpha):
+            yield f"{LORA_ALPHA}={show(alpha)} has no effect without {LORA_RANK}", False
         return
     set_(f"{_MODEL}.lora_rank", rank)
-    if (alpha := given.get(LORA_ALPHA)) is not None:
+    if alpha is not None:
         set_(f"{_MODEL}.lora_alpha", alpha)
     yield f"{LORA_RANK} and {LORA_ALPHA} are aliases of {_MODEL}.lora_rank and lora_alpha", False
 
@@ -123,11 +126,11 @@ def _token_budget(
     In VERL, the processes of a sequence add up their budgets. Here one process holds the sequence.
     """
     sizes = [given[key] for key, of in SEQUENCE_PARALLEL.items() if of == section and key in given]
-    size = max((size for size in sizes if _is_count(size)), default=1)
+    size = max((size for size in sizes if is_count(size)), default=1)
     key = f"{section}.ppo_max_token_len_per_gpu"
     lengths = (get("data.max_prompt_length"), get("data.max_response_length"))
     budget = get(key)
-    if not all(map(_is_count, (budget, *lengths))):
+    if not all(map(is_count, (budget, *lengths))):
         return
     needed = sum(lengths)
     if budget < needed <= budget * size:
@@ -169,6 +172,7 @@ def _overlong(get: Get) -> Iterator[tuple[str, bool]]:
         kwargs.pop("max_resp_len", None)
         if isinstance(buffer, Mapping) and buffer.get("enable"):
             yield (
-                "overlong_buffer.enable=true has no effect with reward_model.reward_manager=naive",
+                f"{_KWARGS}.overlong_buffer_cfg has no effect with "
+                "reward_model.reward_manager=naive",
                 False,
             )

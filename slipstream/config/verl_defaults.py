@@ -7,7 +7,7 @@ this module; it does not know the tree of options.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -597,10 +597,15 @@ DEFAULTS: dict[str, _Values] = dict(_all())
 """VERL's key -> its defaults in the versions of VERL."""
 
 
-def is_default(key: str, value: Any) -> bool:
-    """Return whether `value` is VERL's default of `key`. A tuple equals a list; 1 is not True."""
+def same_value(left: Any, right: Any) -> bool:
+    """Return whether the values are equal; True does not equal 1."""
+    return bool(left == right) and isinstance(left, bool) == isinstance(right, bool)
+
+
+def is_default(key: str, value: Any, defaults: Mapping[str, _Values] = DEFAULTS) -> bool:
+    """Return whether `value` is a default of `key` in VERL's RL (or in `defaults`).
+
+    A tuple equals a list; 1 is not True.
+    """
     plain = list(value) if isinstance(value, tuple) else value
-    return any(
-        plain == default and isinstance(plain, bool) == isinstance(default, bool)
-        for default in DEFAULTS.get(key, ())
-    )
+    return any(same_value(plain, default) for default in defaults.get(key, ()))

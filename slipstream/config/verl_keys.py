@@ -174,7 +174,6 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     _OPTIM: (
         "*.optim.optimizer_impl",
         "*.optim.use_checkpoint_opt_param_scheduler",
-        "*.optim.lr_wsd_*",
         "*.optim.use_precision_aware_optimizer",
         "*.optim.main_*_dtype",
         "*.optim.exp_avg*_dtype",
@@ -188,6 +187,9 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "*.optim.override_optimizer_config.main_*_dtype",
         "*.optim.override_optimizer_config.exp_avg*_dtype",
         "*.optim.muon_*",
+    ),
+    "wsd falls as a cosine after the share lr_wsd_stable_steps_ratio of the steps": (
+        "*.optim.lr_wsd_*",
     ),
     "the training process reads the data itself": (
         f"{_MODEL}.use_shm",

@@ -1,12 +1,12 @@
 """Translates the settings of VERL's SFT trainers, whose keys differ from those of its RL trainers.
 
 `data`, `optim` and `trainer` are sections of SFT there, so the tables of `aliases` do not apply
-before this translation. The launcher `sft_trainer` calls it.
+before this translation. `launchers.sft` calls it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,13 @@ from slipstream.config.schema import SftSection
 from slipstream.config.sources import Assignment
 from slipstream.config.suggest import unknown_key
 from slipstream.config.tree import options, show
+from slipstream.config.verl_defaults import is_default
 from slipstream.config.verl_keys import find
 
 _MODEL = "actor_rollout_ref.model"
+
+EPOCHS = "trainer.total_epochs"
+SAVE_FREQ = "trainer.save_freq"
 
 RENAMED_SFT: dict[str, str] = {
     "data.train_files": "sft.train_files",
@@ -42,7 +46,7 @@ RENAMED_SFT: dict[str, str] = {
     "optim.clip_grad": "actor_rollout_ref.actor.grad_clip",
     "trainer.total_training_steps": "sft.total_training_steps",
     "trainer.max_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
-    "trainer.save_freq": "sft.save_freq",
+    SAVE_FREQ: "sft.save_freq",
 }
 """VERL's key -> ours."""
 
@@ -111,7 +115,6 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
 WITHOUT_EFFECT_SFT = {key: why for why, keys in _BY_REASON.items() for key in keys}
 """Key or pattern of VERL's SFT -> why it has no effect."""
 
-EPOCHS = "trainer.total_epochs"
 DICT_KEYS = {
     "data.prompt_dict_keys": "sft.prompt_key",
     "data.response_dict_keys": "sft.response_key",
@@ -143,23 +146,21 @@ class SftLine:
     save_each_epoch: bool = False
 
 
-def translate(assignments: Iterable[Assignment], is_default: Callable[[str, Any], bool]) -> SftLine:
+def translate(assignments: Iterable[Assignment]) -> SftLine:
     """Translate the assignments of a line for VERL's SFT trainers.
 
-    `is_default` says whether a value is VERL's default, which gives no notice.
+    A key without effect that has VERL's default gives no notice.
     """
     line = SftLine(values=dict(DEFAULTS_SFT))
     entries: dict[str, Any] = {}
-    for one in assignments:
+    for one in _without_deleted(line, assignments):
         key, value = one.key, one.value
-        if one.delete or value == "???" or key.rpartition(".")[2] == "_target_":
+        if value == "???" or key.rpartition(".")[2] == "_target_":
             continue
         if key == EPOCHS:
             line.epochs = value
         elif key in DICT_KEYS:
             entries[DICT_KEYS[key]] = value
-        elif key == "trainer.save_freq" and value == "after_each_epoch":
-            line.save_each_epoch = True
         elif key == "data.custom_cls.path" and value is not None:
             line.problems.append(
                 f"{key}={show(value)}: SFT reads rows itself, from columns sft.messages_key, or "
@@ -168,7 +169,7 @@ def translate(assignments: Iterable[Assignment], is_default: Callable[[str, Any]
         elif key.startswith("data.custom_cls.") or _is_unset(key, value):
             continue
         elif (reason := find(key, WITHOUT_EFFECT_SFT)) is not None:
-            if not (one.interpolated or is_default(key, value)):
+            if not (one.interpolated or is_default(key, value, SFT_DEFAULTS)):
                 line.notices.inert(key, reason, in_file=one.in_file)
         else:
             _rename(line, key, value)
@@ -177,9 +178,10 @@ def translate(assignments: Iterable[Assignment], is_default: Callable[[str, Any]
         if isinstance(longest, int):
             line.values["sft.max_tokens_per_micro_batch"] = max(default, longest)
     for key, names in entries.items():
-        if names:
+        column = line.values[key]
+        if names and isinstance(column, str):  # `load_config` reports a column of another type
             parts = names if isinstance(names, list) else [names]
-            line.values[key] = ".".join([line.values[key], *map(str, parts)])
+            line.values[key] = ".".join([column, *map(str, parts)])
     return line
 
 
@@ -190,16 +192,67 @@ def _is_unset(key: str, value: Any) -> bool:
 
 
 def _rename(line: SftLine, key: str, value: Any) -> None:
-    if key in RENAMED_SFT:
-        line.values[RENAMED_SFT[key]] = value
-    elif key.startswith("optim."):
-        line.values[f"sft.{key}"] = value
-    elif key.startswith("model."):
-        line.values[f"{_MODEL}.{key.removeprefix('model.')}"] = value
-    elif key.startswith(KEPT_SFT) or key.partition(".")[0] in ("sft", "actor_rollout_ref"):
-        line.values[key] = value
+    if key == SAVE_FREQ:
+        line.save_each_epoch = value == "after_each_epoch"
+        if line.save_each_epoch:
+            return
+    ours = _our_key(key)
+    if ours is None:
+        line.problems.append(_unknown(key))
     else:
-        line.problems.append(unknown_key(key))
+        line.values[ours] = value
+
+
+def _unknown(key: str) -> str:
+    """Return the problem of a key that VERL's SFT does not have."""
+    if key in options():
+        return f"{key}: VERL's SFT has no such option; remove it"
+    return unknown_key(key)
+
+
+def _our_key(key: str) -> str | None:
+    """Return our spelling of a key of VERL's SFT that has an effect; None if it is unknown."""
+    if key in RENAMED_SFT:
+        return RENAMED_SFT[key]
+    if key.startswith("optim."):
+        return f"sft.{key}"
+    if key.startswith("model."):
+        return f"{_MODEL}.{key.removeprefix('model.')}"
+    if key.startswith(KEPT_SFT) or key.partition(".")[0] in ("sft", "actor_rollout_ref"):
+        return key
+    return None
+
+
+def _without_deleted(line: SftLine, assignments: Iterable[Assignment]) -> list[Assignment]:
+    """Return the assignments that no later `~key` deletes, so that defaults apply instead.
+
+    Deleting a key that is neither set nor known is a problem of `line`.
+    """
+    kept: list[Assignment] = []
+    for one in assignments:
+        if not one.delete:
+            kept.append(one)
+            continue
+        left = [other for other in kept if not _is_within(other.key, one.key)]
+        if len(left) == len(kept) and not _can_be_deleted(one.key):
+            line.problems.append(_unknown(one.key))
+        kept = left
+    return kept
+
+
+def _can_be_deleted(key: str) -> bool:
+    """Return whether VERL's SFT has `key`, or a section of this name."""
+    names = (*RENAMED_SFT, *KEPT_SFT, *WITHOUT_EFFECT_SFT, *DICT_KEYS, EPOCHS, "data.custom_cls")
+    return (
+        any(_is_within(name, key) for name in names)
+        or key.startswith("data.custom_cls.")
+        or find(key, WITHOUT_EFFECT_SFT) is not None
+        or _our_key(key) in options()
+    )
+
+
+def _is_within(key: str, section: str) -> bool:
+    return key == section or key.startswith(f"{section}.")
 
 
 SFT_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
@@ -234,12 +287,3 @@ SFT_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
     "optim": ("fsdp",),
 }
 """VERL's defaults of keys without effect."""
-
-
-def is_sft_default(key: str, value: Any) -> bool:
-    """Return whether `value` is a default of `key` in VERL's SFT."""
-    plain = list(value) if isinstance(value, tuple) else value
-    return any(
-        plain == default and isinstance(plain, bool) == isinstance(default, bool)
-        for default in SFT_DEFAULTS.get(key, ())
-    )

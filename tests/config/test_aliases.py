@@ -459,6 +459,30 @@ def test_keys_of_verl_that_combine_are_checked(override: str, remedy: str) -> No
     assert remedy in str(caught.value)
 
 
+@pytest.mark.parametrize("verl", [False, True])
+def test_an_interpolation_with_a_syntax_error_is_an_error(verl: bool) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.experiment_name: .*such as \$\{trainer\.seed"
+    ):
+        load("trainer.experiment_name='a${'", verl=verl)
+
+
+def test_a_cap_of_tis_has_no_effect_with_a_rollout_correction() -> None:
+    corrected = "algorithm.rollout_correction.rollout_is=sequence"
+    config, (notice,) = load(corrected, f"{ACTOR}.tis_imp_ratio_cap=5", verl=True)
+    assert config == load(corrected)[0]
+    assert notice.startswith(f"{ACTOR}.tis_imp_ratio_cap=5 has no effect")
+    assert corrected in notice
+
+
+@pytest.mark.parametrize(("alpha", "notices"), [(32, 0), (8, 1)])
+def test_an_alpha_without_an_adapter_gives_a_notice(alpha: int, notices: int) -> None:
+    config, found = load(f"actor_rollout_ref.model.lora.alpha={alpha}", verl=True)
+    assert config == load()[0]
+    assert len(found) == notices
+    assert all("model.lora.alpha=8 has no effect" in notice for notice in found)
+
+
 def test_a_token_budget_below_a_shared_sequence_is_an_error() -> None:
     budget = f"{ACTOR}.ppo_max_token_len_per_gpu=11"
     with pytest.raises(ConfigError, match="ppo_max_token_len_per_gpu=48"):
@@ -509,6 +533,7 @@ def test_on_a_line_of_verl_options_without_effect_are_notices() -> None:
         "trainer.resume_from_path=old",
         "algorithm.filter_groups.max_num_gen_batches=10",
         f"{ACTOR}.optim.min_lr_ratio=0.1",
+        f"{ACTOR}.optim.num_cycles=2",
         f"{ACTOR}.loss_scale_factor=100",
         f"{ACTOR}.policy_loss.kl_cov_ratio=0.02",
         f"{ACTOR}.tau_pos=2.0",

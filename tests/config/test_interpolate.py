@@ -43,6 +43,12 @@ def test_interpolations_of_nothing_stay_for_the_later_error() -> None:
     assert resolved(mine__asked="${mine.nothing}") == {"mine.asked": "${mine.nothing}"}
 
 
+@pytest.mark.parametrize("text", ["a${", "${mine.size", ["${}"], {"a": "${x"}])
+def test_texts_with_a_syntax_error_stay_for_the_later_error(text: Any) -> None:
+    found = resolved(mine__size=7, mine__broken=text, mine__asked="${mine.size}")
+    assert found == {"mine.size": 7, "mine.broken": text, "mine.asked": 7}
+
+
 def test_an_alias_that_names_our_key_stays() -> None:
     key = "actor_rollout_ref__rollout__response_length"
     text = "${oc.select:data.max_response_length,512}"

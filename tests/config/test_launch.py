@@ -11,13 +11,10 @@ import pyarrow.parquet
 import pytest
 
 from slipstream import main_fastrl, main_ppo
-from slipstream.build.policy import make_decoder
-from slipstream.config import Hardware, load_config
 from slipstream.config.launch import config_from, exit_status
-from slipstream.data.tokenizer import build_tokenizer
 from slipstream.errors import DataError
-from slipstream.models import save_checkpoint
 from tests.config.launch_lines import arguments
+from tests.run.helpers import save_tiny_model
 
 
 @pytest.mark.parametrize("code", [None, 0])
@@ -56,10 +53,7 @@ def test_errors_after_loading_name_the_line_that_sets_the_option(
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a tiny model and data files."""
     folder = tmp_path_factory.mktemp("lines")
-    tokenizer = build_tokenizer()
-    config = load_config(recipe="tiny", hardware=Hardware(gpus=0), notify=lambda _: None)
-    decoder = make_decoder(config, tokenizer, None)
-    save_checkpoint(decoder, folder / "model", save_tokenizer=tokenizer.save_pretrained)
+    save_tiny_model(folder / "model")
     rows = [
         {
             "data_source": "openai/gsm8k",

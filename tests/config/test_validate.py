@@ -114,6 +114,16 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
             f"{ACTOR}.optim.lr_scheduler_type=constant",
         ),
         (
+            f"{ACTOR}.optim.num_cycles=2 {ACTOR}.optim.lr_scheduler_type=linear",
+            "num_cycles=2 has no effect",
+            f"{ACTOR}.optim.lr_scheduler_type=cosine",
+        ),
+        (
+            "sft.optim.lr_wsd_stable_steps_ratio=0.5 sft.optim.lr_scheduler_type=cosine",
+            "lr_wsd_stable_steps_ratio=0.5 has no effect",
+            "sft.optim.lr_scheduler_type=wsd",
+        ),
+        (
             f"{ACTOR}.optim.min_lr_ratio=0.1",
             f"has no effect with {ACTOR}.optim.lr_scheduler_type=constant",
             f"{ACTOR}.optim.lr_scheduler_type=cosine",

@@ -15,10 +15,14 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
+from slipstream.build.policy import make_decoder
 from slipstream.checkpoint.manager import CheckpointManager
 from slipstream.checkpoint.state import huggingface_folder
+from slipstream.config import Hardware, load_config
+from slipstream.data.tokenizer import build_tokenizer
 from slipstream.metrics.loggers import read_jsonl
 from slipstream.metrics.names import deterministic
+from slipstream.models import save_checkpoint
 from slipstream.models.lora_io import ADAPTER_CONFIG
 
 REWARD = """
@@ -36,6 +40,14 @@ def write_reward(folder: Path, source: str = REWARD) -> Path:
     path = folder / "reward.py"
     path.write_text(source, encoding="utf-8")
     return path
+
+
+def save_tiny_model(folder: Path) -> None:
+    """Write the untrained model of the recipe `tiny` and its tokenizer to `folder`."""
+    tokenizer = build_tokenizer()
+    config = load_config(recipe="tiny", hardware=Hardware(gpus=0), notify=lambda _: None)
+    decoder = make_decoder(config, tokenizer, None)
+    save_checkpoint(decoder, folder, save_tokenizer=tokenizer.save_pretrained)
 
 
 def tiny(folder: Path, *overrides: str, reward: Path | None = None) -> list[str]:
