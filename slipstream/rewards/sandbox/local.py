@@ -166,7 +166,7 @@ class _LocalSandbox(ABC):
                     yield program_result(part)
             if silent:
                 judges.check(Ended("ok", 0, b"", b"", 0.0))
-                # What the program sent has ended the judge.
+                # The program's output has stopped the judge.
                 yield ProgramResult("failed", stderr="the judge of the tests ended early")
 
     def _compiled(self, tools: Toolchain, source: bytes) -> Ended:

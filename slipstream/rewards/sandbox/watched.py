@@ -428,7 +428,7 @@ class _Commands:
     running: Sequence[_Running]
 
     def read(self) -> Reading:
-        """See `Readings`."""
+        """Return the processes of the commands and their memory (see `Readings.read`)."""
         families = [one.family() for one in self.running]
         members = [member for family in families for member in family]
         usages = {member.pid: usage for member in members for usage in _usage(member)}
@@ -437,7 +437,7 @@ class _Commands:
         return Reading(usages, _memory(members) + kernel)
 
     def own_wait(self) -> float:
-        """See `Readings`."""
+        """Return how many seconds the calling thread has waited for a CPU since its start."""
         return _delay_seconds("/proc/self/task", str(threading.get_native_id()))
 
 

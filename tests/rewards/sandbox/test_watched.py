@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -281,6 +281,7 @@ def test_a_conversation_without_one_of_its_two_commands_has_no_verdict(
 ) -> None:
     environment = {"PATH": os.environ["PATH"]}
     commands = [Command(["cat"], environment), Command(["cat"], environment)]
-    commands[place] = Command(["cat"], environment, group=unjoinable(tmp_path))
+    commands[place] = replace(commands[place], group=unjoinable(tmp_path))
+    program, judge = commands
     with pytest.raises(CgroupError, match=r"could not join .*/tasks"):
-        list(watched.run_conversation(*commands, Bounds(60.0, 1024, 1024), mark=b"x"))
+        list(watched.run_conversation(program, judge, Bounds(60.0, 1024, 1024), mark=b"x"))
