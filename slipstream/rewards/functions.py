@@ -6,7 +6,6 @@ reward managers, and by users as building blocks of their own reward functions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import partial
@@ -27,6 +26,7 @@ from slipstream.rewards.scorers import (
     reasoning_gym,
     search_qa,
 )
+from slipstream.rewards.scorers.outputs import is_tolerance
 from slipstream.rewards.scorers.truth import accepted, text_of
 from slipstream.rewards.workers import WorkerPool
 
@@ -190,7 +190,5 @@ def check_options(options: Mapping[str, Any]) -> None:
             )
         if name == "method" and value not in ("strict", "flexible"):
             raise ConfigError(f"{key}={value!r} is unknown; set strict or flexible")
-        if name == "float_tolerance" and value is not None:
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 <= value < math.inf:
-                raise ConfigError(f"{key}={value!r} must be a number of 0 or more, or null")
+        if name == "float_tolerance" and value is not None and not is_tolerance(value):
+            raise ConfigError(f"{key}={value!r} must be a number of 0 or more, or null")

@@ -32,7 +32,7 @@ _MANAGERS: dict[str, Callable[..., RewardManager]] = {
     "batch": BatchRewardManager,
     "dapo": DAPORewardManager,
     "prime": PrimeRewardManager,
-    "gdpo": NaiveRewardManager,  # VERL's name for it: rewards of several parts
+    "gdpo": NaiveRewardManager,  # verl's name for it: rewards of several parts
     "limited": LimitedRewardManager,
     "rate_limited": LimitedRewardManager,
     "remote": RemoteRewardManager,

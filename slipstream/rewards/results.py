@@ -166,7 +166,7 @@ def _read_one(result: Any) -> Score | str:
         value = result[SCORE_PART]
         parts = _parts(entries)
         pred = result.get("pred")
-        answer = None if pred is None else _text(pred)
+        answer = None if pred is None else limited_text(pred)
     if inspect.iscoroutine(value):
         value.close()
         return "returned a coroutine: define the function with async def, so that it is awaited"
@@ -188,7 +188,7 @@ def fault_of(number: float) -> str | None:
 def _checked(score: Score) -> Score | str:
     """Return a function's own `Score` with plain values of the right types."""
     if not score.ok:
-        return _text(score.failure or "the reward gave no usable score and no reason")
+        return limited_text(score.failure or "the reward gave no usable score and no reason")
     number = number_of(score.value)
     if number is None or not math.isfinite(number):
         shown = type(score.value).__name__ if number is None else number
@@ -196,9 +196,11 @@ def _checked(score: Score) -> Score | str:
     return fault_of(number) or Score(
         number,
         _parts(list(islice(score.parts.items(), MAX_PARTS)), keep_score=True),
-        failure=None if score.failure is None else _text(score.failure),
-        answer=None if score.answer is None else _text(score.answer),
-        extras={_text(key, _MAX_KEY): _text(value) for key, value in score.extras.items()},
+        failure=None if score.failure is None else limited_text(score.failure),
+        answer=None if score.answer is None else limited_text(score.answer),
+        extras={
+            limited_text(key, _MAX_KEY): limited_text(value) for key, value in score.extras.items()
+        },
     )
 
 
@@ -206,18 +208,14 @@ def _parts(entries: Sequence[tuple[Any, Any]], *, keep_score: bool = False) -> d
     parts: dict[str, float] = {}
     for key, entry in entries:
         part = number_of(entry)
-        name = _text(key, _MAX_KEY)
+        name = limited_text(key, _MAX_KEY)
         if part is not None and abs(part) <= MAX_SCORE and (keep_score or name != SCORE_PART):
             parts[name] = part
     return parts
 
 
-def limited_text(value: Any) -> str:
-    """Return a value as text of limited length."""
-    return _text(value)
-
-
-def _text(value: Any, limit: int | None = None) -> str:
+def limited_text(value: Any, limit: int | None = None) -> str:
+    """Return a value as text of at most `limit` characters, by default those of a message."""
     if type(value) is int and value.bit_length() > 4_000:
         # `str` refuses integers of more than 4,300 digits.
         value = f"0x{value >> max(0, value.bit_length() - 4_000):x}..."
@@ -227,7 +225,7 @@ def _text(value: Any, limit: int | None = None) -> str:
 
 def key_names(mapping: Mapping[Any, Any]) -> str:
     """Return the keys of a mapping for a message."""
-    return shortened(", ".join(_text(key, _MAX_KEY) for key in islice(mapping, MAX_PARTS)))
+    return shortened(", ".join(limited_text(key, _MAX_KEY) for key in islice(mapping, MAX_PARTS)))
 
 
 def number_of(value: Any) -> float | None:

@@ -243,7 +243,10 @@ class TermsRewardManager:
         return [await self.score_sample(sample) for sample in samples]
 
     async def finish_group(self, samples: Sequence[Sample]) -> None:
-        """Add the group terms to the rewards of the group's scored samples."""
+        """Add the group terms to the rewards of the group's scored samples.
+
+        Scoring of a sample fails if no function applied to it.
+        """
         for term in self._group_terms:
             scored = [s for s in samples if usable(s)]
             if not scored:
@@ -262,6 +265,11 @@ class TermsRewardManager:
                 sample.reward_parts[term.name] = value
                 sample.reward += term.weight * value
                 sample.reward_parts[SCORE_PART] = sample.reward
+        names = {ANSWER, *(term.name for term in (*self._sample_terms, *self._group_terms))}
+        for sample in samples:
+            parts = sample.reward_parts.keys()
+            if usable(sample) and SCORE_PART in parts and not names & parts:
+                apply_score(sample, self._fault(sample, NOT_APPLICABLE))
 
     async def _values(self, term: Term, samples: Sequence[Sample]) -> list[float | None] | str:
         """Return one value per sample, None if the term does not apply to it, or the reason of a

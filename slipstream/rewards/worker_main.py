@@ -3,7 +3,7 @@
 A call is the pickled list `[cpu_limit_s, *arguments]`, after its length in 8 bytes. The reply is a
 line of JSON: `{"result": ...}`, or `{"error": type, "text": message, "began": ...}`. When the
 function begins to compute with the response, the line `{"begins": true}` is written before the
-reply. The first line says that the process is ready.
+reply. The first line says that the process is ready, and why it is not locked down.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ def main(settings: Mapping[str, Any]) -> None:
     except RewardError as error:
         _write(replies, {"error": "RewardError", "text": str(error)})
         return
-    # A second wall behind the scorers' own rules. `slipstream doctor` reports systems without it.
-    lock_down()
-    _write(replies, {"begins": False})
+    # This protects the system if a response gets past the scorers' own rules.
+    _write(replies, {"begins": False, "unlocked": lock_down()})
     calls = sys.stdin.buffer
     while size := calls.read(8):
         cpu_limit_s, *arguments = pickle.loads(calls.read(int.from_bytes(size, "little")))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import pickle
 import select
@@ -22,10 +23,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 from slipstream.errors import RewardError
 from slipstream.threads import usable_cores
+
+_log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S: ContextVar[float | None] = ContextVar("CALL_TIMEOUT_S", default=None)
 """Deadline in seconds of the reward call that runs in this context; None if it has none."""
@@ -177,6 +181,8 @@ class _Worker:
         if "error" in started:
             self.kill()
             _result(started)
+        if (reason := started.get("unlocked")) is not None:
+            _warn_unlocked(reason)
 
     @property
     def alive(self) -> bool:
@@ -236,6 +242,16 @@ class _Worker:
         left_ms = max(1000.0 * (deadline - time.monotonic()), 0.0)
         if not self._ready[end].poll(left_ms):
             raise _EndedError("no answer within the deadline", began=False)
+
+
+@cache
+def _warn_unlocked(reason: str) -> None:
+    """Log once that workers are not locked down (see `lock_down`)."""
+    _log.warning(
+        "scoring workers can start programs, write files and use the network, because they cannot "
+        "be locked down here: %s; locking down needs Linux on x86_64 or aarch64",
+        reason,
+    )
 
 
 _MAIN = (

@@ -51,6 +51,7 @@ from slipstream.data.rlhf_dataset import DynamicGenDataset
 from slipstream.data.samplers import PassRateSampler
 from slipstream.deadlines import Deadlines
 from slipstream.drafter.interval import IntervalTraining
+from slipstream.errors import SlipstreamError
 from slipstream.loops.draft_data import FreshResponses
 from slipstream.loops.rl_batch import KLInReward
 from slipstream.loops.sft import MixedSamples, ShuffledSamples
@@ -316,8 +317,6 @@ def _try(result: Result, number: int, kind: str, case: Case, root: Path) -> None
 
 
 def _attempt(case: Case, root: Path, named: tuple[str, ...]) -> str:
-    from slipstream.errors import SlipstreamError
-
     try:
         folder = CheckpointManager(root, keep=None).resolve("auto", None)
         assert folder is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.rewards import lock_down
+from slipstream.rewards import lock_down, workers
 from slipstream.rewards.sandbox.system_calls import filter_program
 from slipstream.rewards.workers import TooMuchWorkError, WorkerPool
 from tests.rewards.locked_functions import ATTEMPTS
@@ -108,6 +108,30 @@ def test_a_locked_worker_tells_the_doctor_nothing() -> None:
     pool = WorkerPool("slipstream.rewards.lock_down:still_allowed", size=1)
     assert pool.call() == ""
     pool.close()
+
+
+def test_workers_that_are_not_locked_down_are_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    workers._warn_unlocked.cache_clear()
+    for _ in range(2):
+        pool = WorkerPool(f"{FUNCTIONS}:attempt", prepare=f"{FUNCTIONS}:pretend_no_seccomp", size=1)
+        assert pool.call("thread") == "done"
+        pool.close()
+    workers._warn_unlocked.cache_clear()
+    (message,) = caplog.messages
+    assert "darwin has no seccomp" in message
+
+
+@locked
+def test_workers_that_are_locked_down_are_not_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    workers._warn_unlocked.cache_clear()
+    pool = WorkerPool(f"{FUNCTIONS}:attempt", size=1)
+    assert pool.call("thread") == "done"
+    pool.close()
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,19 @@ def test_a_response_without_any_function_is_a_failure(tmp_path: Path) -> None:
         scored(terms, str(path), [sample(3)], custom_name="math", on_failure="stop")
 
 
+def test_a_response_without_any_function_is_a_failure_with_group_terms_too(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.py"
+    path.write_text(TASKS)
+    terms = {"group": {"weight": 1.0, "path": path, "name": "group", "group": True}}
+    none, other = sample(3), sample(2)
+    options: dict[str, Any] = {"custom_name": "math", "total_steps": 40}
+    scored(terms, str(path), [none, other], **options)
+    assert (none.reward, none.metadata["reward_failure"]) == (0.0, NOT_APPLICABLE)
+    assert (other.reward, "reward_failure" in other.metadata) == (40.0, False)
+    with pytest.raises(RewardError, match=r"terms failed on sample 'u': returned None"):
+        scored(terms, str(path), [sample(3), sample(2)], on_failure="stop", **options)
+
+
 def test_a_failed_answer_remains_a_failure(mine: str) -> None:
     manager = load_reward_manager(decode=lambda ids: "x", custom_path=mine, terms={"answer": 2})
     score = anyio.run(manager.score_sample, sample(1))

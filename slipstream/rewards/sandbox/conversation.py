@@ -61,7 +61,7 @@ def replayed(
     Program and judge are run again for each call, with all lines so far. So the program must be
     deterministic. If the calls are too many, or their time is up, the results so far follow, and a
     test without any result fails with verdict "time". The seconds are those of the clock. Yields
-    nothing if the judge ends without a verdict before the program has said anything.
+    nothing if the judge ends without a verdict before the program has written anything.
     """
     began = clock()
 
@@ -78,7 +78,7 @@ def replayed(
         if calls == to_program:
             results = [ProgramResult("ok", line) for line in verdicts]
             if not results and to_judge:
-                # What the program said has ended the judge.
+                # The program's output has stopped the judge.
                 results = [_ended(judged, "the judge of the tests ended early")]
             yield from timed(results)
             return

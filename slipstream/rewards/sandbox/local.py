@@ -9,6 +9,7 @@ make memory cgroups, the limit on memory includes the kernel's memory for the pr
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import shutil
@@ -26,7 +27,7 @@ from typing import IO
 from slipstream.errors import RewardError
 from slipstream.rewards.sandbox.conversation import VERDICT, conversations
 from slipstream.rewards.sandbox.languages import PATH, SYSTEM_FOLDERS, Toolchain, knows, toolchain
-from slipstream.rewards.sandbox.memory_cgroup import MemoryGroup, memory_groups
+from slipstream.rewards.sandbox.memory_cgroup import REMEDY, MemoryGroup, memory_groups
 from slipstream.rewards.sandbox.protocol import (
     DEFAULT_LIMITS,
     Program,
@@ -44,6 +45,8 @@ from slipstream.rewards.sandbox.watched import (
     run_conversation,
     run_watched,
 )
+
+_log = logging.getLogger(__name__)
 
 _BOX = "/box"
 _GIVEN = "given"
@@ -163,7 +166,7 @@ class _LocalSandbox(ABC):
                     yield program_result(part)
             if silent:
                 judges.check(Ended("ok", 0, b"", b"", 0.0))
-                # What the program sent has ended the judge.
+                # The program's output has stopped the judge.
                 yield ProgramResult("failed", stderr="the judge of the tests ended early")
 
     def _compiled(self, tools: Toolchain, source: bytes) -> Ended:
@@ -196,6 +199,8 @@ class _LocalSandbox(ABC):
     def _group(self, content: int) -> Iterator[MemoryGroup | None]:
         groups = memory_groups().groups if self._cgroups else None
         if groups is None:
+            if self._cgroups:
+                _warn_without_cgroups()
             yield None
             return
         limits = self._limits
@@ -373,6 +378,17 @@ def _processors() -> int:
 
 def _text(data: bytes) -> str:
     return data.decode("utf-8", "replace")
+
+
+@cache
+def _warn_without_cgroups() -> None:
+    """Log once that the memory of programs is measured instead of limited."""
+    _log.warning(
+        "no cgroup limits the memory of programs: it is measured, without the memory of the kernel "
+        "for them (%s); %s",
+        memory_groups().reason,
+        REMEDY,
+    )
 
 
 @cache

@@ -10,12 +10,13 @@ import errno
 import itertools
 import os
 import re
+import secrets
 import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -25,8 +26,9 @@ _PREFIX = "slipstream"
 _NAME = re.compile(rf"{_PREFIX}-(\d+)-(\d+)-(\d+)-\d+")
 """Name of a group: PID namespace, process id and start time of the owner, and a counter."""
 
-_JOIN = 'echo 0 > "$0" && exec "$@"'
-"""The shell moves itself ("0") into the group, then becomes the command."""
+_JOIN = 'echo 0 > "$2" || { echo "$1" >&2; exit 1; }; shift 2; exec "$@"'
+"""The shell moves itself ("0") into the group, then becomes the command. If it cannot join, it
+writes the reason and the group's mark to standard error. The command never sees the mark."""
 
 _EMPTY_S = 5.0
 """Seconds to wait for the processes of a group to end after SIGKILL."""
@@ -81,11 +83,20 @@ class MemoryGroup:
 
     folder: Path
     version: int
+    mark: str = field(default_factory=lambda: secrets.token_hex(16), compare=False)
 
     def joined(self, command: Sequence[str]) -> list[str]:
         """Return the command preceded by a shell that joins the group."""
         join = self.folder / _INTERFACES[self.version].join
-        return ["/bin/sh", "-c", _JOIN, str(join), *command]
+        return ["/bin/sh", "-c", _JOIN, "sh", self.mark, str(join), *command]
+
+    def check_joined(self, stderr: bytes) -> None:
+        """Raise CgroupError if a joined command wrote that it could not join the group."""
+        reason, mark, _ = stderr.decode("utf-8", "replace").partition(self.mark)
+        if mark:
+            raise CgroupError(
+                f"a program could not join its memory cgroup {self.folder}: {reason.strip()[-200:]}"
+            )
 
     def members(self) -> list[int]:
         """Return the ids of the processes in the group."""
@@ -225,10 +236,14 @@ def find_groups(proc: Path = Path("/proc/self")) -> MemoryGroups:
 def _tested(groups: MemoryGroups) -> MemoryGroups:
     """Return the groups if a process can join one. Raises CgroupError otherwise."""
     with groups.group(_PROBE_BYTES, 16) as group:
-        tried = subprocess.run(group.joined(["true"]), capture_output=True, text=True, timeout=30)
+        try:
+            tried = subprocess.run(group.joined(["true"]), capture_output=True, timeout=30)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CgroupError(f"no process can be tried in {group.folder}: {error}") from error
+        group.check_joined(tried.stderr)
     if tried.returncode:
         raise CgroupError(
-            f"a process cannot join a group in {groups.folder}: {tried.stderr.strip()[-200:]}"
+            f"a process in a group in {groups.folder} ended with status {tried.returncode}"
         )
     return groups
 

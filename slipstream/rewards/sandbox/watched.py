@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +26,8 @@ from slipstream.rewards.sandbox.protocol import Verdict
 
 _POLL_S = 0.05
 _CHUNK = 1 << 16
+_KEPT_ERR = 4096
+"""Bytes of standard error that are kept in a conversation."""
 _MB = 1 << 20
 _INODE_BYTES = 1280
 """An empty file in memory: its inode, its directory entry and a name of middle length."""
@@ -80,7 +83,8 @@ class Line:
 def run_watched(command: Command, bounds: Bounds, *, stdin: bytes) -> Ended:
     """Run a command in its own session until it ends or reaches a limit.
 
-    Afterwards all processes of the session are killed. Raises OSError if it cannot be started.
+    Afterwards all processes of the session are killed. Raises OSError if it cannot be started, and
+    SandboxError if it cannot join its group.
     """
     with tempfile.NamedTemporaryFile() as file:
         file.write(stdin)
@@ -91,6 +95,7 @@ def run_watched(command: Command, bounds: Bounds, *, stdin: bytes) -> Ended:
         meter = Meter(_Commands([running]))
         verdict = _watch(running, meter, bounds)
         seconds = meter.seconds()
+        running.check_joined()
     return Ended(
         verdict, running.process.returncode, bytes(running.out), bytes(running.err), seconds
     )
@@ -103,7 +108,8 @@ def run_conversation(
 
     Yields the judge's lines that begin with `mark`, which are for the caller. Every such line
     starts the program's time anew. If the judge reaches its end, nothing follows. Otherwise, the
-    last value is the end of the program that has stopped the conversation.
+    last value is the end of the program that has stopped the conversation. Raises SandboxError if
+    one of the two cannot join its group.
     """
     with _started(program, subprocess.PIPE) as one, _started(judge, subprocess.PIPE) as other:
         meter = Meter(_Commands([one, other]))
@@ -215,6 +221,11 @@ class _Running:
         """Whether the kernel has killed a process of the command at the limit of its group."""
         return self.command.group is not None and self.command.group.out_of_memory()
 
+    def check_joined(self) -> None:
+        """Raise SandboxError if the process could not join the command's group."""
+        if self.command.group is not None:
+            self.command.group.check_joined(bytes(self.err))
+
     def __enter__(self) -> _Running:
         return self
 
@@ -312,10 +323,15 @@ class _Conversation:
             ):
                 self._streams.register(_fd(running.process.stdout), selectors.EVENT_READ, read)
                 self._streams.register(
-                    _fd(running.process.stderr), selectors.EVENT_READ, self._noise
+                    _fd(running.process.stderr),
+                    selectors.EVENT_READ,
+                    partial(self._noise, running),
                 )
             while True:
                 verdict = self._step()
+                # Before any verdict: a program that never ran has not failed its test.
+                self._program.check_joined()
+                self._judge.check_joined()
                 for text in self._ready:
                     yield Line(text, self._meter.seconds())
                     self._meter.restart()
@@ -369,8 +385,11 @@ class _Conversation:
             else:
                 self._to_program += line + b"\n"
 
-    def _noise(self, fd: int) -> None:
-        self._written += len(self._chunk(fd))
+    def _noise(self, running: _Running, fd: int) -> None:
+        chunk = self._chunk(fd)
+        self._written += len(chunk)
+        # Only the beginning: a message of the shell that joins the group comes first.
+        running.err.extend(chunk[: max(_KEPT_ERR - len(running.err), 0)])
 
     def _chunk(self, fd: int) -> bytes:
         chunk = os.read(fd, _CHUNK)
@@ -409,7 +428,7 @@ class _Commands:
     running: Sequence[_Running]
 
     def read(self) -> Reading:
-        """See `Readings`."""
+        """Return the processes of the commands and their memory (see `Readings.read`)."""
         families = [one.family() for one in self.running]
         members = [member for family in families for member in family]
         usages = {member.pid: usage for member in members for usage in _usage(member)}
@@ -418,7 +437,7 @@ class _Commands:
         return Reading(usages, _memory(members) + kernel)
 
     def own_wait(self) -> float:
-        """See `Readings`."""
+        """Return how many seconds the calling thread has waited for a CPU since its start."""
         return _delay_seconds("/proc/self/task", str(threading.get_native_id()))
 
 

@@ -10,7 +10,6 @@ return values are compared here (`outputs`). Assertions are evaluated in another
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -155,7 +154,7 @@ def _tolerance(value: Any) -> float | None:
     """Return a tolerance. Raises ValueError unless it is None or a number of 0 or more."""
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+    if not outputs.is_tolerance(value):
         raise ValueError(
             f"code: float_tolerance of the ground truth is {value!r}; set a number of 0 or more"
         )

@@ -151,24 +151,16 @@ class Number:
 
     @property
     def latex(self) -> str:
-        """The number in LaTeX: the shortest notation of a decimal, or a fraction."""
+        """The number in LaTeX: a fraction, or a decimal without leading and trailing zeros.
+
+        A decimal has an exponent only if it would be very long without one.
+        """
         if self.quotient is not None:
             text = r"\frac{{{}}}{{{}}}".format(*self.quotient)
         else:
             digits, _, exponent = (_decimal(self.value) or self.text).partition("e")
             text = rf"{digits} \cdot 10^{{{exponent}}}" if exponent else digits
         return text + (r"\%" if self.percent else "")
-
-    @property
-    def shortest(self) -> str:
-        """The number without leading and trailing zeros, with a percent sign if it has one.
-
-        With many decimals or an exponent, the value as a plain decimal if that is short.
-        """
-        text = self.text
-        if self.quotient is None:
-            text = _decimal(self.value) or text
-        return text + ("%" if self.percent else "")
 
 
 def read(text: str) -> Number | None:

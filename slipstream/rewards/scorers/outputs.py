@@ -25,6 +25,12 @@ _NUMBER = re.compile(
 )
 
 
+def is_tolerance(value: Any) -> bool:
+    """Return whether a value is a tolerance: a finite number of 0 or more."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 <= value < math.inf
+
+
 def same_text(stdout: str, expected: str, tolerance: float | None = None) -> bool:
     """Compare line by line, ignoring white space at the ends of lines and of the text.
 

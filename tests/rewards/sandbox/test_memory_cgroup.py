@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipstream.rewards.sandbox import memory_cgroup
+from slipstream.rewards.sandbox import local, memory_cgroup
 from slipstream.rewards.sandbox.local import BubblewrapSandbox, UnisolatedSandbox
 from slipstream.rewards.sandbox.memory_cgroup import (
     CgroupError,
@@ -179,7 +179,7 @@ def test_a_group_that_no_process_can_join_is_refused(
         (folder / "tasks").mkdir()
 
     monkeypatch.setattr(memory_cgroup, "_make", with_folder)
-    with pytest.raises(CgroupError, match="cannot join"):
+    with pytest.raises(CgroupError, match=r"could not join .*/tasks"):
         kernel.found("4:memory:/\n", MOUNT_1)
 
 
@@ -403,6 +403,21 @@ def test_a_sandbox_without_cgroups_makes_none(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(MemoryGroups, "group", None)
     (ran,) = BubblewrapSandbox(LIMITS, cgroups=False).run(Program("print(1)"), [""])
     assert ran.stdout == "1\n"
+
+
+def test_programs_without_a_cgroup_are_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    none = memory_cgroup.FoundGroups(None, "read-only")
+    monkeypatch.setattr(local, "memory_groups", lambda: none)
+    local._warn_without_cgroups.cache_clear()
+    for sandbox in (UnisolatedSandbox(LIMITS, cgroups=False), *[UnisolatedSandbox(LIMITS)] * 2):
+        (ran,) = sandbox.run(Program("print(1)"), [""])
+        assert ran.stdout == "1\n"
+    local._warn_without_cgroups.cache_clear()
+    (message,) = caplog.messages
+    assert "read-only" in message
+    assert memory_cgroup.REMEDY in message
 
 
 @needs_cgroup

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
 from slipstream.rewards.sandbox import watched
-from slipstream.rewards.sandbox.memory_cgroup import MemoryGroup
+from slipstream.rewards.sandbox.memory_cgroup import CgroupError, MemoryGroup
 from slipstream.rewards.sandbox.watched import (
     PATIENCE,
     Bounds,
@@ -261,3 +261,27 @@ def test_a_judge_that_the_kernel_kills_ends_the_conversation(tmp_path: Path) -> 
     (end,) = watched.run_conversation(Command(["cat"], environment), judge, bounds, mark=b"x")
     assert isinstance(end, Ended)
     assert end.verdict == "memory"
+
+
+def unjoinable(folder: Path) -> MemoryGroup:
+    """Return a group whose file for joining cannot be written, even by root."""
+    (folder / "tasks").mkdir()
+    return MemoryGroup(folder, 1)
+
+
+def test_a_command_that_cannot_join_its_group_has_no_verdict(tmp_path: Path) -> None:
+    command = Command(["true"], {"PATH": os.environ["PATH"]}, group=unjoinable(tmp_path))
+    with pytest.raises(CgroupError, match=r"could not join .*/tasks"):
+        watched.run_watched(command, Bounds(60.0, 1024, 1024), stdin=b"")
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["program", "judge"])
+def test_a_conversation_without_one_of_its_two_commands_has_no_verdict(
+    tmp_path: Path, place: int
+) -> None:
+    environment = {"PATH": os.environ["PATH"]}
+    commands = [Command(["cat"], environment), Command(["cat"], environment)]
+    commands[place] = replace(commands[place], group=unjoinable(tmp_path))
+    program, judge = commands
+    with pytest.raises(CgroupError, match=r"could not join .*/tasks"):
+        list(watched.run_conversation(program, judge, Bounds(60.0, 1024, 1024), mark=b"x"))

@@ -188,12 +188,11 @@ def test_leading() -> None:
     assert [leading(text) for text in ("1,2", "1.2.3", "x", "", "1/2/3")] == [None] * 5
 
 
-def test_shortest_notation() -> None:
+def test_notation_in_latex() -> None:
     texts = ("18.00", "007", "-0.50", "1e-3", "1.5e3", "1e-60", "2/4", r"50 \%")
-    found = [number.shortest for text in texts if (number := read(text)) is not None]
-    assert found == ["18", "7", "-0.5", "0.001", "1500", "1e-60", "2/4", "50%"]
-    found = [number.latex for text in texts[4:] if (number := read(text)) is not None]
-    assert found == ["1500", r"1 \cdot 10^{-60}", r"\frac{2}{4}", r"50\%"]
+    found = [number.latex for text in texts if (number := read(text)) is not None]
+    numbers = ["18", "7", "-0.5", "0.001", "1500"]
+    assert found == [*numbers, r"1 \cdot 10^{-60}", r"\frac{2}{4}", r"50\%"]
 
 
 def test_thousands_are_joined_inside_expressions() -> None:
