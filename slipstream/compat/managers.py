@@ -226,7 +226,7 @@ def _adapted(
     else:
         # Batches store the source, which `data.reward_fn_key` selects, as `data_source`.
         given |= {"num_examine": 0, "reward_fn_key": "data_source"}
-    instance = created(
+    instance: Any = created(
         manager,
         given,
         reward_kwargs,

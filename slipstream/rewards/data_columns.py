@@ -132,6 +132,16 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
+def check_agree(one: Mapping[Any, Any], two: Mapping[Any, Any], both: str) -> None:
+    """Raise ValueError if two mappings have different values of a shared key.
+
+    `both` is the start of the message, such as "both batches have a field".
+    """
+    for key, value in two.items():
+        if key in one and not same(one[key], value):
+            raise ValueError(f"{both} {key!r}, but its values differ")
+
+
 def alike(values: Sequence[Any]) -> bool:
     """Return whether all values are tensors of one shape, so that they can be stacked."""
     return all(isinstance(v, torch.Tensor) for v in values) and len({v.shape for v in values}) == 1

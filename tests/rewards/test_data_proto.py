@@ -484,6 +484,8 @@ def test_tensordicts_have_stacks_for_fields_and_single_data_for_meta_info(
     assert back.batch["x"].tolist() == [1, 2]
     assert back.non_tensor_batch["state"].tolist() == [{"a": 1}, [2]]
     assert back.meta_info == {"seed": 4, "step": 3}
+    with pytest.raises(ValueError, match="'inner' is a FakeTensorDict, which cannot be a field"):
+        DataProto.from_tensordict({**result, "inner": result})
     data.meta_info["x"] = 5
     with pytest.raises(ValueError, match="several named x"):
         data.to_tensordict()
