@@ -520,7 +520,7 @@ class DataProtoItem:
     ) -> None:
         self.non_tensor_batch = dict(non_tensor_batch or {})
         self.batch = TensorColumns(
-            {} if batch is None else dict(batch.items()), self.non_tensor_batch, 1
+            {} if batch is None else dict(batch.items()), self.non_tensor_batch, None
         )
         self.meta_info = dict(meta_info or {})
 

@@ -64,8 +64,7 @@ def compute_score(
 
     `ground_truth["target"]` is one correct answer, or a list. With `part`, the response's answer
     only needs to contain it. With more than ten opening or closing tags, a correct answer gets
-    `score / 4`.
-    Raises ValueError if the ground truth has no target.
+    `score / 4`. Raises ValueError if the ground truth has no target.
     """
     right = correct_answers(ground_truth, data_source)
     answer = extract_answer(solution_str)
