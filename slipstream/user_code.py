@@ -99,7 +99,7 @@ def created(
     arguments = {**given, **own}
     try:
         inspect.signature(cls).bind(**arguments)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # ValueError: a built-in constructor has no signature
         raise ConfigError(
             f"{what} cannot be created with {', '.join(arguments)}: {error}; set {own_key} to its "
             "own options"

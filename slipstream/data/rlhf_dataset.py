@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from slipstream.checkpoint.saved import Saved
@@ -26,6 +25,7 @@ from slipstream.data.datasets import LoadedPrompts, PromptReader, none_left
 from slipstream.data.items import as_item
 from slipstream.data.rows import DataRow, read_rows, subset
 from slipstream.errors import ConfigError, DataError
+from slipstream.rewards.data_columns import objects
 from slipstream.rewards.signatures import takes
 from slipstream.types import Prompt
 from slipstream.user_code import called, load_named
@@ -381,13 +381,6 @@ def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if len(values) != len(data_list):
             raise ValueError(f"{len(values)} of {len(data_list)} items have a field {key!r}")
     return {
-        key: torch.stack(values) if isinstance(values[0], torch.Tensor) else _objects(values)
+        key: torch.stack(values) if isinstance(values[0], torch.Tensor) else objects(values)
         for key, values in fields.items()
     }
-
-
-def _objects(values: Sequence[Any]) -> np.ndarray[Any, Any]:
-    array = np.empty(len(values), dtype=object)
-    for i, value in enumerate(values):
-        array[i] = value
-    return array
