@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -79,6 +80,31 @@ def called(function: Callable[..., T], name: str, /, *args: Any, **kwargs: Any) 
         raise
     except BaseException as error:  # user code may raise anything; the reason is passed on
         raise DataError(f"{name} failed with {reason_of(error)} (--debug shows where)") from error
+
+
+def created(
+    cls: type[T], given: Mapping[str, Any], own: Mapping[str, Any], *, what: str, own_key: str
+) -> T:
+    """Create an object of a user's class with Slipstream's arguments `given` and the user's `own`.
+
+    Messages begin with `what`, and `own_key` is the option that has `own`. Raises ConfigError if a
+    name is in both, or if the constructor does not take the arguments. Exceptions of the
+    constructor become errors as in `called`.
+    """
+    clash = sorted(given.keys() & own.keys())
+    if clash:
+        raise ConfigError(
+            f"{own_key} must not contain {', '.join(clash)}: Slipstream passes these itself"
+        )
+    arguments = {**given, **own}
+    try:
+        inspect.signature(cls).bind(**arguments)
+    except (TypeError, ValueError) as error:  # ValueError: a built-in constructor has no signature
+        raise ConfigError(
+            f"{what} cannot be created with {', '.join(arguments)}: {error}; set {own_key} to its "
+            "own options"
+        ) from error
+    return called(cls, f"{cls.__name__}(...)", **arguments)
 
 
 def import_module(path: str | Path, *, key: str, prefix: str = _PREFIX) -> ModuleType:

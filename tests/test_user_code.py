@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slipstream.errors import ConfigError, DataError
-from slipstream.user_code import called, load_named
+from slipstream.user_code import called, created, load_named
 
 
 def load(path: str | Path, name: str) -> Any:
@@ -140,3 +140,35 @@ def test_path_that_is_no_python_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("class Mine: pass")
     with pytest.raises(ConfigError, match=r"is not a Python file: its name must end in \.py"):
         load(tmp_path / "mine.txt", "Mine")
+
+
+class Sized:
+    def __init__(self, files: list[str], size: int = 1) -> None:
+        if size < 0:
+            raise ValueError("negative")
+        self.files, self.size = files, size
+
+
+class Table(dict[str, Any]):
+    """Inherits a constructor without a signature."""
+
+
+def test_a_class_is_created_with_both_sorts_of_arguments() -> None:
+    made = created(Sized, {"files": ["a"]}, {"size": 2}, what="a.name=Sized", own_key="a.kwargs")
+    assert (made.files, made.size) == (["a"], 2)
+
+
+@pytest.mark.parametrize(
+    ("cls", "own", "kind", "message"),
+    [
+        (Sized, {"files": 1}, ConfigError, r"a\.kwargs must not contain files"),
+        (Sized, {"color": 1}, ConfigError, r"a\.name=X cannot be created.*'color'; set a\.kwargs"),
+        (Table, {}, ConfigError, r"a\.name=X cannot be created with files: .*; set a\.kwargs"),
+        (Sized, {"size": -1}, DataError, r"Sized\(\.\.\.\) failed with ValueError: negative"),
+    ],
+)
+def test_a_class_that_cannot_be_created_is_refused(
+    cls: type, own: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        created(cls, {"files": ["a"]}, own, what="a.name=X", own_key="a.kwargs")

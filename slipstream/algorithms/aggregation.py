@@ -154,45 +154,18 @@ def agg_loss(
 
     `batch_num_tokens` is the number of target tokens of the whole mini-batch, `global_batch_size`
     its number of non-empty rows, `loss_scale_factor` the horizon. A mode reads only the counts in
-    its definition (`LossAggMode`), and the others may be None. If a count is None, it is that of
-    the mini-batch in a policy loss called by a trainer (`counted`); elsewhere it is computed from
-    `loss_mask`. The result is multiplied by `dp_size`, for frameworks that average gradients over
-    that number of ranks.
+    its definition (`LossAggMode`), and the others may be None. If a policy loss that a trainer
+    calls leaves a count out, the mini-batch's count is used (`counted`); elsewhere it is computed
+    from `loss_mask`. The result is multiplied by `dp_size`, for frameworks that average gradients
+    over that number of ranks.
 
     Raises:
         ValueError: the mode is unknown, a count is not positive, or a count that the mode needs is
             missing with several ranks.
     """
-    norm = normalizers_of(
-        loss_mask,
-        loss_agg_mode,
-        dp_size=dp_size,
-        batch_num_tokens=batch_num_tokens,
-        global_batch_size=global_batch_size,
-        loss_scale_factor=loss_scale_factor,
-    )
-    loss = sum_loss(loss_mat, loss_mask, loss_agg_mode, norm)
-    return loss if dp_size == 1 else loss * dp_size
-
-
-def normalizers_of(
-    loss_mask: Tensor,
-    loss_agg_mode: str | LossAggMode,
-    *,
-    dp_size: int = 1,
-    batch_num_tokens: float | Tensor | None = None,
-    global_batch_size: float | Tensor | None = None,
-    loss_scale_factor: float | None = None,
-) -> Normalizers:
-    """The counts that `agg_loss` uses for these arguments. Counts that the mode does not read are
-    1.
-
-    Raises:
-        ValueError: as in `agg_loss`.
-    """
     if not dp_size >= 1:
         raise ValueError(f"dp_size must be at least 1, got {dp_size}")
-    counts = _COUNTS.get()
+    mode, counts = _mode(loss_agg_mode), _COUNTS.get()
 
     def count(name: str, given: float | Tensor | None, of_trainer: str) -> float:
         if given is not None:
@@ -202,20 +175,22 @@ def normalizers_of(
         if dp_size > 1:
             raise ValueError(
                 f"with dp_size={dp_size} the rows of one rank are not the mini-batch: pass the "
-                f"mini-batch's {name} for loss_agg_mode={_mode(loss_agg_mode).value}"
+                f"mini-batch's {name} for loss_agg_mode={mode.value}"
             )
         return float(getattr(Normalizers.from_mask(loss_mask), of_trainer))
 
-    mode = _mode(loss_agg_mode)
+    # A count that the mode does not read may be missing; 1 is never used.
     tokens = rows = horizon = 1.0
     if mode is LossAggMode.TOKEN_MEAN:
         tokens = count("batch_num_tokens", batch_num_tokens, "num_tokens")
     elif mode is not LossAggMode.TOKEN_SUM:
         rows = count("global_batch_size", global_batch_size, "num_sequences")
     if mode is LossAggMode.SEQ_MEAN_TOKEN_SUM_NORM:
-        horizon = float(loss_mask.shape[-1]) if counts is None else counts.horizon
-        horizon = horizon if loss_scale_factor is None else loss_scale_factor
-    return Normalizers(num_tokens=tokens, num_sequences=rows, horizon=horizon)
+        own_horizon = float(loss_mask.shape[-1]) if counts is None else counts.horizon
+        horizon = own_horizon if loss_scale_factor is None else loss_scale_factor
+    norm = Normalizers(num_tokens=tokens, num_sequences=rows, horizon=horizon)
+    loss = sum_loss(loss_mat, loss_mask, mode, norm)
+    return loss if dp_size == 1 else loss * dp_size
 
 
 def _mode(name: str | LossAggMode) -> LossAggMode:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from slipstream.data.rlhf_dataset import DynamicGenDataset, RLHFDataset
 from slipstream.data.samplers import load_sampler
 from slipstream.errors import ConfigError, DataError
 from slipstream.types import Prompt
-from slipstream.user_code import called, load_named
+from slipstream.user_code import called, created, load_named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,21 +91,13 @@ def make_dataset(
             f"data.custom_cls.name={own.name} must be a class with __getitem__ and __len__, such "
             "as one that inherits from slipstream.data.rlhf_dataset.RLHFDataset"
         )
-    clash = sorted(set(arguments) & set(own.kwargs))
-    if clash:
-        raise ConfigError(
-            f"data.custom_cls.kwargs must not contain {', '.join(clash)}: Slipstream passes "
-            f"these itself"
-        )
-    arguments |= own.kwargs
-    try:
-        inspect.signature(found).bind(**arguments)
-    except TypeError as error:
-        raise ConfigError(
-            f"data.custom_cls.name={own.name} cannot be created with {', '.join(arguments)}: "
-            f"{error}"
-        ) from error
-    return called(found, f"{own.name}(...)", **arguments)
+    return created(
+        found,
+        arguments,
+        own.kwargs,
+        what=f"data.custom_cls.name={own.name}",
+        own_key="data.custom_cls.kwargs",
+    )
 
 
 def make_source(

@@ -1,14 +1,13 @@
 """verl's classes of reward managers, and their registry.
 
-A class that user code registers is selected by `reward_model.reward_manager=NAME`, like a built-in
-manager. It is written for verl: it takes a tokenizer and a function in its constructor, and then
-batches, which have one response each here.
+`reward_model.reward_manager=NAME` selects a class that user code registers, like a built-in
+manager. Such a class is written for verl: its constructor takes a tokenizer and a function. Each
+batch that its objects score has one response here.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from slipstream.compat.rewards import VerlRewardManager, compute_reward
+from slipstream.compat.rewards import RewardsOfBatch, VerlRewardManager, compute_reward
 from slipstream.config.tree import to_dict
 from slipstream.data.response_text import response_decoder
 from slipstream.errors import ConfigError, name_of
@@ -25,7 +24,7 @@ from slipstream.rewards.data_proto import DataProto
 from slipstream.rewards.load import load_reward_manager, register_reward_manager
 from slipstream.rewards.manager import NaiveRewardManager as PerResponseManager
 from slipstream.rewards.protocol import RewardManager
-from slipstream.user_code import called
+from slipstream.user_code import created
 
 __all__ = [
     "AbstractRewardManager",
@@ -44,7 +43,7 @@ RawRewardFn = Callable[..., Any]
 _Class = TypeVar("_Class", bound=type)
 
 
-class AbstractRewardManager(ABC):
+class AbstractRewardManager(RewardsOfBatch, ABC):
     """Base class of managers that are called with a batch (verl 0.6 and 0.7)."""
 
     @abstractmethod
@@ -62,17 +61,6 @@ class AbstractRewardManager(ABC):
         """Return rewards (B, R), or with `return_dict` a mapping with `reward_tensor` and
         `reward_extra_info`, which has a list (B,) per name."""
 
-    def _extract_reward_from_rm_scores(self, data: DataProto, return_dict: bool = False) -> Any:
-        """Return the rewards that the batch has already, as `__call__` returns them, else None."""
-        if "rm_scores" not in data.batch:
-            return None
-        scores = data.batch["rm_scores"]
-        if not return_dict:
-            return scores
-        names = data.meta_info.get("reward_extra_keys", [])
-        extra = {name: data.non_tensor_batch[name] for name in names}
-        return {"reward_tensor": scores, "reward_extra_info": extra}
-
 
 AbstractRewardManager.register(VerlRewardManager)
 
@@ -82,6 +70,8 @@ class RewardManagerBase(ABC):
 
     `config` is the whole configuration, as OmegaConf.
     """
+
+    _class_initialized = False
 
     def __init__(self, config: Any, tokenizer: Any, compute_score: RawRewardFn | None) -> None:
         self.config = config
@@ -93,8 +83,6 @@ class RewardManagerBase(ABC):
     def init_class(cls, config: Any, tokenizer: Any) -> None:
         """Initialize what all managers of the class share. Called by each constructor."""
         cls._class_initialized = True
-
-    _class_initialized = False
 
     @property
     def loop(self) -> Any:
@@ -127,7 +115,8 @@ class _BuiltIn(VerlRewardManager):
         reward_fn_key: str = "data_source",
         **reward_kwargs: Any,
     ) -> None:
-        """`compute_score` None is the built-in functions. `num_examine` is accepted and unused.
+        """Without `compute_score`, the built-in functions score. `num_examine` is accepted and
+        unused.
 
         Raises ConfigError for unknown options, and if `reward_fn_key` is not `data_source`: set
         `data.reward_fn_key` to read the source from another column.
@@ -175,6 +164,7 @@ _CLASSES: dict[str, type] = {
     kind.name: kind
     for kind in (NaiveRewardManager, BatchRewardManager, DAPORewardManager, PrimeRewardManager)
 }
+_BUILT_IN_NAMES = frozenset(_CLASSES)
 
 
 def register(name: str | Enum) -> Callable[[_Class], _Class]:
@@ -200,9 +190,6 @@ def register(name: str | Enum) -> Callable[[_Class], _Class]:
         return manager
 
     return decorate
-
-
-_BUILT_IN_NAMES = frozenset(_CLASSES)
 
 
 def get_reward_manager_cls(name: str | Enum) -> type:
@@ -231,23 +218,23 @@ def _adapted(
 ) -> RewardManager:
     """Return a manager that calls an instance of the class that is registered as `name`."""
     manager = _CLASSES[name]
+    single = hasattr(manager, "run_single")
     tokenizer, config = getattr(decode, "tokenizer", None), getattr(decode, "config", None)
-    given = {"tokenizer": tokenizer, "compute_score": compute_score, **reward_kwargs}
-    if hasattr(manager, "run_single"):
+    given = {"tokenizer": tokenizer, "compute_score": compute_score}
+    if single:
         given["config"] = None if config is None else _omega(to_dict(config))
     else:
         # Batches store the source, which `data.reward_fn_key` selects, as `data_source`.
         given |= {"num_examine": 0, "reward_fn_key": "data_source"}
-    try:
-        inspect.signature(manager).bind(**given)
-    except TypeError as error:
-        raise ConfigError(
-            f"reward_model.reward_manager={name}: {_identity(manager)} cannot be created with "
-            f"{', '.join(given)}: {error}; set reward_model.reward_kwargs to its own options"
-        ) from error
-    instance = called(manager, f"{manager.__name__}(...)", **given)
+    instance: Any = created(
+        manager,
+        given,
+        reward_kwargs,
+        what=f"reward_model.reward_manager={name}: {_identity(manager)}",
+        own_key="reward_model.reward_kwargs",
+    )
     return PerResponseManager(
-        _single(instance) if hasattr(manager, "run_single") else _batched(instance),
+        _single(instance) if single else _batched(instance),
         decode=decode,
         timeout_s=timeout_s,
         on_failure=on_failure,

@@ -5,6 +5,7 @@ A manager here wraps one of `slipstream.rewards` and is called with a whole `Dat
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -113,7 +114,25 @@ def _without_enums(value: Any) -> Any:
     return [_without_enums(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-class VerlRewardManager:
+class RewardsOfBatch:
+    """The method of verl's managers that reads rewards which a batch has already."""
+
+    def _extract_reward_from_rm_scores(self, data: DataProto, return_dict: bool = False) -> Any:
+        """Return the tensor `rm_scores` in the form that a manager returns, None if it is missing.
+
+        `meta_info["reward_extra_keys"]` names the fields that are the extra information.
+        """
+        if "rm_scores" not in data.batch:
+            return None
+        scores = data.batch["rm_scores"]
+        if not return_dict:
+            return scores
+        names = data.meta_info.get("reward_extra_keys", [])
+        extra = {name: data.non_tensor_batch[name] for name in names}
+        return {"reward_tensor": scores, "reward_extra_info": extra}
+
+
+class VerlRewardManager(RewardsOfBatch):
     """A reward manager with verl's interface: it is called with a batch of finished responses."""
 
     def __init__(self, manager: RewardManager) -> None:
@@ -123,15 +142,15 @@ class VerlRewardManager:
         """Return rewards (B, R); each reward is at the last token of its response.
 
         With `return_dict`, return a mapping with `reward_tensor` and `reward_extra_info`, which has
-        one list per reward part. If the batch has `rm_scores`, these are the rewards. Failures are
+        one list per reward part. If the batch has `rm_scores`, these are the rewards, and
+        `meta_info["reward_extra_keys"]` names the fields with extra information. Failures are
         logged as a warning and listed under `failed`. Raises RewardError if a response cannot be
         scored and `reward_model.on_failure` is `stop`.
         """
-        extra: dict[str, list[Any]] = {}
-        if "rm_scores" in data.batch:
-            scores = data.batch["rm_scores"]
-        else:
-            scores, extra = anyio.run(self.score, data)
+        found = self._extract_reward_from_rm_scores(data, return_dict)
+        if found is not None:
+            return found
+        scores, extra = anyio.run(self.score, data)
         return {"reward_tensor": scores, "reward_extra_info": extra} if return_dict else scores
 
     async def score(self, data: DataProto) -> tuple[torch.Tensor, dict[str, list[Any]]]:
@@ -291,13 +310,8 @@ def default_compute_score(
         options["sandbox"] = fusion_sandbox(sandbox_fusion_url, memory_limit_mb)
     if method != "strict" and data_source in _GSM8K:
         function, options = gsm8k.compute_score, {"method": method}
-    call = functools.partial(
-        function, data_source, solution_str, ground_truth, extra_info, **options
-    )
-    if concurrent_semaphore is None:
-        return call()
-    with concurrent_semaphore:
-        return call()
+    with concurrent_semaphore or contextlib.nullcontext():
+        return function(data_source, solution_str, ground_truth, extra_info, **options)
 
 
 @functools.cache

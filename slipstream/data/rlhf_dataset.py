@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import inspect
 import json
 import logging
 import os
@@ -19,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from slipstream.checkpoint.saved import Saved
@@ -27,6 +25,8 @@ from slipstream.data.datasets import LoadedPrompts, PromptReader, none_left
 from slipstream.data.items import as_item
 from slipstream.data.rows import DataRow, read_rows, subset
 from slipstream.errors import ConfigError, DataError
+from slipstream.rewards.data_columns import objects
+from slipstream.rewards.signatures import takes
 from slipstream.types import Prompt
 from slipstream.user_code import called, load_named
 
@@ -52,10 +52,11 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     `config` is the section `data` as a mapping (keys: `prompt_key`, `reward_fn_key`,
     `max_prompt_length`, `truncation`, `filter_overlong_prompts`, `apply_chat_template_kwargs`,
-    `image_key`, `video_key`, `shuffle`, `seed`). Each is also an attribute under verl's name, and
-    what a subclass assigns before rows are read counts. Rows whose chat template fails are left
-    out, counted and listed. A row with an image or a video is refused. `num_workers`, `cache_dir`,
-    `use_shm`, `return_raw_chat` and verl's other attributes have verl's values and no effect.
+    `image_key`, `video_key`, `shuffle`, `seed`). Each is also an attribute with verl's name, to
+    which a subclass may assign another value before rows are read. Rows whose chat template fails
+    are left out, counted and listed. A row with an image or a video is refused. `num_workers`,
+    `cache_dir`, `use_shm`, `return_raw_chat` and verl's other attributes have verl's values and no
+    effect.
 
     `self.dataframe` is the list of rows. An item is made from its row on access. A subclass may
     change the list, or override verl's `_read_files_and_tokenize`, `maybe_filter_out_long_prompts`
@@ -204,8 +205,7 @@ class RLHFDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """Return the whole prompt of a row, and its other columns."""
         columns = dict(row)
         # Some versions of verl pass the column's name.
-        named = "key" in inspect.signature(self._build_messages).parameters
-        key = {"key": self.prompt_key} if named else {}
+        key = {"key": self.prompt_key} if takes(self._build_messages, "key") else {}
         messages = self._build_messages(columns, **key)
         values = {k: v for k, v in columns.items() if k != self.prompt_key}
         if messages is not None:
@@ -381,13 +381,6 @@ def collate_fn(data_list: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if len(values) != len(data_list):
             raise ValueError(f"{len(values)} of {len(data_list)} items have a field {key!r}")
     return {
-        key: torch.stack(values) if isinstance(values[0], torch.Tensor) else _objects(values)
+        key: torch.stack(values) if isinstance(values[0], torch.Tensor) else objects(values)
         for key, values in fields.items()
     }
-
-
-def _objects(values: Sequence[Any]) -> np.ndarray[Any, Any]:
-    array = np.empty(len(values), dtype=object)
-    for i, value in enumerate(values):
-        array[i] = value
-    return array

@@ -17,12 +17,15 @@ class TensorColumns(dict[str, Any]):
     text selects rows, as in a TensorDict.
     """
 
-    def __init__(self, tensors: Mapping[str, Any], others: Mapping[str, Any], size: int) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Any], others: Mapping[str, Any], size: int | None
+    ) -> None:
+        """`size` is the number of rows; None for a single row, whose fields have any shape."""
         super().__init__(tensors)
         self._others, self._size = others, size
 
     def __len__(self) -> int:
-        return self._size
+        return 1 if self._size is None else self._size
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TensorColumns, (dict(self), self._others, self._size)
@@ -33,18 +36,33 @@ class TensorColumns(dict[str, Any]):
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
             return super().__getitem__(key)
+        if self._size is None:
+            raise IndexError(f"a single row is indexed by a field's name, got {key!r}")
         if isinstance(key, int | np.integer):
-            return TensorColumns({name: value[key] for name, value in self.items()}, {}, 1)
+            return TensorColumns({name: value[key] for name, value in self.items()}, {}, None)
         places = row_places(key, self._size)
         rows = {name: picked(value, key, places) for name, value in self.items()}
         return TensorColumns(rows, {}, len(places))
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if len(self) == 0 and self._size == 0 and not self._others:
+        # `len(self)` is the number of rows, not that of the tensors.
+        if super().__len__() == 0 and self._size == 0 and not self._others:
             self._size = len(value)
-        if len(value) != self._size:
+        if self._size is not None and len(value) != self._size:
             raise ValueError(f"{key!r} has {len(value)} rows, but the batch has {self._size}")
         super().__setitem__(key, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Add the tensors of a mapping. Raises ValueError as an assignment does."""
+        # `dict.update` would not call `__setitem__`.
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """Return the field, which becomes `default` if it is missing."""
+        if key not in self:
+            self[key] = default
+        return self[key]
 
     def get(self, key: str, default: Any = None) -> Any:
         try:
@@ -66,7 +84,7 @@ class TensorColumns(dict[str, Any]):
 
     @property
     def batch_size(self) -> torch.Size:
-        return torch.Size([self._size])
+        return torch.Size([] if self._size is None else [self._size])
 
     @property
     def device(self) -> torch.device | None:
@@ -130,6 +148,16 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, float | np.floating) and left != left:
         return bool(isinstance(right, float | np.floating) and right != right)
     return bool(left == right)
+
+
+def check_agree(one: Mapping[Any, Any], two: Mapping[Any, Any], both: str) -> None:
+    """Raise ValueError if two mappings have different values of a shared key.
+
+    `both` is the start of the message, such as "both batches have a field".
+    """
+    for key, value in two.items():
+        if key in one and not same(one[key], value):
+            raise ValueError(f"{both} {key!r}, but its values differ")
 
 
 def alike(values: Sequence[Any]) -> bool:

@@ -20,6 +20,7 @@ import torch
 from slipstream.rewards.data_columns import (
     TensorColumns,
     alike,
+    check_agree,
     objects,
     picked,
     plain,
@@ -149,7 +150,8 @@ class DataProto:
         """Build a batch from a TensorDict.
 
         Stacked non-tensor entries, one per row, become fields; single ones are added to
-        `meta_info`. Raises ImportError without the package tensordict.
+        `meta_info`. Raises ValueError for other entries, such as a TensorDict in another, and
+        ImportError without the package tensordict.
         """
         _check_batch_dims(num_batch_dims)
         tensordict = _tensordict()
@@ -163,6 +165,11 @@ class DataProto:
                 others[key] = objects([entry.data for entry in value])
             elif isinstance(value, tensordict.NonTensorData):
                 meta[key] = value.data
+            else:
+                raise ValueError(
+                    f"{key!r} is a {type(value).__name__}, which cannot be a field of a batch; "
+                    "flatten it (flatten_keys) or exclude it first"
+                )
         return cls(tensors, others, meta)
 
     def to_tensordict(self) -> Any:
@@ -232,14 +239,9 @@ class DataProto:
         Raises ValueError if the lengths differ, or if a shared field or a shared key of `meta_info`
         has different values.
         """
-        for mine, theirs, what in (
-            (self.batch, other.batch, "a field"),
-            (self.non_tensor_batch, other.non_tensor_batch, "a field"),
-            (self.meta_info, other.meta_info, "meta_info"),
-        ):
-            for key, value in theirs.items():
-                if key in mine and not same(mine[key], value):
-                    raise ValueError(f"both batches have {what} {key!r}, but its values differ")
+        check_agree(self.batch, other.batch, "both batches have a field")
+        check_agree(self._others, other._others, "both batches have a field")
+        check_agree(self.meta_info, other.meta_info, "both batches have meta_info")
         merged = DataProto(
             {**self.batch, **other.batch},
             {**self.non_tensor_batch, **other.non_tensor_batch},
@@ -264,10 +266,8 @@ class DataProto:
         tensors: Mapping[str, torch.Tensor] = self.batch
         if batch_keys is not None:
             tensors = {k: self.batch.tensor(k) for k in batch_keys}
-        others, meta = (
-            _some(self._others, non_tensor_batch_keys),
-            _some(self.meta_info, meta_info_keys),
-        )
+        others = _some(self._others, non_tensor_batch_keys)
+        meta = _some(self.meta_info, meta_info_keys)
         if deepcopy:
             others, meta = copy.deepcopy(others), copy.deepcopy(meta)
         return type(self)(tensors, others, meta)
@@ -278,9 +278,9 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
     ) -> DataProto:
-        """Remove fields (None: none) and return them as a batch. Raises KeyError if one is missing.
+        """Remove fields (None: none) and return them as a batch.
 
-        Then nothing is removed.
+        Raises KeyError, and removes nothing, if a field is missing.
         """
         tensors = {k: self.batch.tensor(k) for k in batch_keys or ()}
         others = {k: self.non_tensor_batch[k] for k in non_tensor_batch_keys or ()}
@@ -520,7 +520,7 @@ class DataProtoItem:
     ) -> None:
         self.non_tensor_batch = dict(non_tensor_batch or {})
         self.batch = TensorColumns(
-            {} if batch is None else dict(batch.items()), self.non_tensor_batch, 1
+            {} if batch is None else dict(batch.items()), self.non_tensor_batch, None
         )
         self.meta_info = dict(meta_info or {})
 

@@ -190,6 +190,15 @@ def test_a_class_whose_constructor_does_not_fit_is_refused() -> None:
         verl.load_reward_manager(config, char_tokenizer())
 
 
+@pytest.mark.parametrize("name", ["num_examine", "reward_fn_key", "tokenizer"])
+def test_options_of_a_class_do_not_replace_the_arguments_of_every_class(name: str) -> None:
+    register("lengths")(Lengths)
+    config = {"reward_model": {"reward_manager": "lengths", "reward_kwargs": {name: "x"}}}
+    message = rf"reward_model\.reward_kwargs must not contain {name}"
+    with pytest.raises(ConfigError, match=message):
+        verl.load_reward_manager(config, char_tokenizer())
+
+
 def test_verls_classes_can_be_base_classes() -> None:
     class Doubled(verl.NaiveRewardManager):
         def __call__(self, data: DataProto, return_dict: bool = False) -> Any:
@@ -205,15 +214,20 @@ def test_verls_classes_can_be_base_classes() -> None:
     assert _unwrapped(plain) is plain.manager
 
 
-def test_rewards_of_the_batch_are_returned() -> None:
+@pytest.mark.parametrize("kind", [Lengths, NaiveRewardManager])
+def test_rewards_of_the_batch_are_returned(kind: Any) -> None:
     data = batch()
-    own = Lengths(char_tokenizer(), 0)
+    own = kind(char_tokenizer(), 0)
     assert own._extract_reward_from_rm_scores(data) is None
     scores = torch.ones(data.batch["responses"].shape)
     data.union(DataProto({"rm_scores": scores}, {"acc": [1, 0]}, {"reward_extra_keys": ["acc"]}))
     assert own._extract_reward_from_rm_scores(data) is data.batch["rm_scores"]
     both = own._extract_reward_from_rm_scores(data, return_dict=True)
     assert both["reward_extra_info"]["acc"].tolist() == [1, 0]
+    if kind is NaiveRewardManager:
+        called = own(data, return_dict=True)
+        assert called["reward_tensor"] is data.batch["rm_scores"]
+        assert called["reward_extra_info"]["acc"].tolist() == [1, 0]
 
 
 def test_gdpo_is_the_manager_that_scores_each_response() -> None:

@@ -190,6 +190,39 @@ def test_batch_fields_are_found_and_their_length_is_checked() -> None:
     assert len(empty) == 3
 
 
+@pytest.mark.parametrize("method", ["update", "setdefault", "__setitem__"])
+def test_each_way_to_add_tensors_checks_their_length(method: str) -> None:
+    def add(data: DataProto, key: str, value: torch.Tensor) -> None:
+        getattr(data.batch, method)(*([{key: value}] if method == "update" else [key, value]))
+
+    data = DataProto()
+    add(data, "x", torch.zeros(3))
+    assert (len(data), data.batch["x"].shape) == (3, (3,))
+    for filled in (data, DataProto({"none": torch.zeros(0, 2)})):
+        with pytest.raises(ValueError, match=f"'y' has 2 rows, but the batch has {len(filled)}"):
+            add(filled, "y", torch.zeros(2))
+        assert "y" not in filled.batch
+    row = data[0]
+    add(row, "y", torch.zeros(2))
+    add(row, "z", torch.tensor(1.5))
+    assert (row.batch["y"].tolist(), row.batch["z"].item()) == ([0.0, 0.0], 1.5)
+
+
+def test_default_is_set_only_for_missing_fields() -> None:
+    data = rows(1, 2, state=["a", "b"])
+    assert data.batch.setdefault("x", torch.zeros(2)).tolist() == [1, 2]
+    assert data.batch.setdefault("state", torch.zeros(2)).tolist() == ["a", "b"]
+    assert data.batch.setdefault("new", torch.ones(2)) is data.batch["new"]
+
+
+def test_a_row_of_tensors_is_indexed_by_name() -> None:
+    data = rows(1, 2)
+    for row in (data[0].batch, data.batch[0]):
+        assert row.batch_size == torch.Size([])
+        with pytest.raises(IndexError, match="a field's name, got 0"):
+            row[0]
+
+
 def meta(*infos: dict[str, Any]) -> dict[str, Any]:
     return DataProto.concat([rows(i, meta_info=info) for i, info in enumerate(infos)]).meta_info
 
@@ -484,6 +517,8 @@ def test_tensordicts_have_stacks_for_fields_and_single_data_for_meta_info(
     assert back.batch["x"].tolist() == [1, 2]
     assert back.non_tensor_batch["state"].tolist() == [{"a": 1}, [2]]
     assert back.meta_info == {"seed": 4, "step": 3}
+    with pytest.raises(ValueError, match="'inner' is a FakeTensorDict, which cannot be a field"):
+        DataProto.from_tensordict({**result, "inner": result})
     data.meta_info["x"] = 5
     with pytest.raises(ValueError, match="several named x"):
         data.to_tensordict()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from slipstream.rewards.data_columns import same
+from slipstream.compat.verl.utils.py_functional import union_two_dict
 from slipstream.rewards.data_proto import (
     DataProto,
     DataProtoConfig,
@@ -82,12 +82,7 @@ def _united(one: dict[str, Any], two: Mapping[str, Any]) -> dict[str, Any]:
     lengths = {len(column) for column in [*one.values(), *two.values()]}
     if len(lengths) > 1:
         raise ValueError(f"columns with different numbers of rows: {sorted(lengths)}")
-    for key, value in two.items():
-        if key in one and not same(one[key], value):
-            raise ValueError(f"both mappings have {key!r}, but its values differ")
-    for key, value in two.items():
-        one[key] = value
-    return one
+    return union_two_dict(one, two)
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
@@ -110,7 +105,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     return _reshaped(data, lambda column: (-1, *column.shape[batch_dims:]))
 
 
-def _reshaped(data: DataProto, shape: Any) -> DataProto:
+def _reshaped(data: DataProto, shape: Callable[[Any], tuple[int, ...]]) -> DataProto:
     return type(data)(
         {key: column.reshape(shape(column)) for key, column in data.batch.items()},
         {key: column.reshape(shape(column)) for key, column in data.non_tensor_batch.items()},

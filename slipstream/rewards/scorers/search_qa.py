@@ -35,6 +35,21 @@ def extract_answer(solution_str: str) -> str | None:
     return solution_str[start : solution_str.index(_CLOSE, start)].strip()
 
 
+def correct_answers(ground_truth: Any, data_source: str) -> list[str]:
+    """Return the normal forms of the correct answers, `ground_truth["target"]`.
+
+    Raises ValueError if the ground truth has no target.
+    """
+    target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else None
+    targets = [] if target is None else accepted(target)
+    if not targets:
+        raise ValueError(
+            "search: ground truth must be {'target': [...]}, got "
+            f"{ground_truth!r} (data_source {data_source!r})"
+        )
+    return [normalised(text_of(t, "search", data_source, empty=True)) for t in targets]
+
+
 def compute_score(
     data_source: str,
     solution_str: str,
@@ -49,17 +64,9 @@ def compute_score(
 
     `ground_truth["target"]` is one correct answer, or a list. With `part`, the response's answer
     only needs to contain it. With more than ten opening or closing tags, a correct answer gets
-    `score / 4`.
-    Raises ValueError if the ground truth has no target.
+    `score / 4`. Raises ValueError if the ground truth has no target.
     """
-    target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else None
-    targets = [] if target is None else accepted(target)
-    if not targets:
-        raise ValueError(
-            "search: ground truth must be {'target': [...]}, got "
-            f"{ground_truth!r} (data_source {data_source!r})"
-        )
-    right = [normalised(text_of(t, "search", data_source, empty=True)) for t in targets]
+    right = correct_answers(ground_truth, data_source)
     answer = extract_answer(solution_str)
     if answer is None:
         return 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream.rewards.data_columns import same
+from slipstream.rewards.data_columns import check_agree
 
 __all__ = ["append_to_dict", "union_two_dict"]
 
@@ -15,10 +15,9 @@ def union_two_dict(dict1: dict[Any, Any], dict2: Mapping[Any, Any]) -> dict[Any,
 
     Raises ValueError if a shared key has different values.
     """
+    check_agree(dict1, dict2, "both dictionaries have")
     for key, value in dict2.items():
-        if key in dict1 and not same(dict1[key], value):
-            raise ValueError(f"both dictionaries have {key!r}, but its values differ")
-    dict1.update(dict2)
+        dict1[key] = value
     return dict1
 
 

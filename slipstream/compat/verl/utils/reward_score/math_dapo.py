@@ -85,9 +85,9 @@ def verify(
 ) -> tuple[bool, str | None]:
     """Return whether the response is correct, and the answer that was found in it.
 
-    That is the normalized text after the last "Answer:", else that of the last box, else
-    `[INVALID]`. With `strict_box_verify` it is the content of the last box, or None, and must equal
-    `answer` exactly.
+    The answer is the normalized text after the last "Answer:", else the normalized content of the
+    last box, else `[INVALID]`. With `strict_box_verify` it is the content of the last box, or None,
+    and must equal `answer` exactly.
     """
     sign, box = is_correct_strict_box(solution_str, answer, pause_tokens_index)
     if strict_box_verify:

@@ -15,8 +15,8 @@ def compute_score(
 ) -> float:
     """Return 1.0 if the answer has the value of the ground truth, else 0.0.
 
-    An answer whose computation takes too long gets `timeout_score`: more than two seconds of CPU
-    time, or than half of `timeout` in seconds if that is less. Raises ValueError if the ground
+    The computation may need two seconds of CPU time, or half of `timeout` (in seconds) if that is
+    less. Above this limit the score is `timeout_score`. Raises ValueError if the ground
     truth cannot be parsed, and RewardError if the package math-verify is missing.
     """
     outer = CALL_TIMEOUT_S.get()

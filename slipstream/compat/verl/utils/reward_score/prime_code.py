@@ -14,10 +14,11 @@ def compute_score(
 ) -> tuple[bool | float, list[dict[str, Any]]]:
     """Return the result of a program, and a list with the counts of its tests.
 
-    The result is True if the program passes all tests, else False; with `continuous` it is else the
-    share of tests that it passes. The first ten tests are run, isolated on this machine. A
-    `completion` without a fenced block is the program itself. Raises ValueError for tests of
-    another form (`rewards.scorers.code`), and SandboxError if programs cannot be run.
+    The result is True if the program passes all tests, else False. With `continuous`, the result of
+    a program that fails a test is the share of tests that it passes. The first ten tests are run,
+    isolated on this machine. A `completion` without a fenced block is the program itself. Raises
+    ValueError for tests of another form (`rewards.scorers.code`), and SandboxError if programs
+    cannot be run.
     """
     fenced = completion if "```" in completion else f"```python\n{completion}\n```"
     result = scorer.compute_score("", fenced, test_cases)

@@ -72,10 +72,11 @@ def compute_score_subem(
 
     The number of tags does not matter.
     """
+    right = scorer.correct_answers(ground_truth, "")
     answer = extract_solution(solution_str)
     if answer is None:
         return 0.0
-    return score if subem_check(answer, ground_truth["target"]) else format_score
+    return score if subem_check(answer, right) else format_score
 
 
 def _forms(answers: str | Sequence[str]) -> list[str]:

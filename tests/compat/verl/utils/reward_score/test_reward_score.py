@@ -208,6 +208,10 @@ def test_search_answers() -> None:
     assert search.compute_score(many, {"target": "red apple"}, score=2.0) == 0.5
     assert search.compute_score_subem(many, truth, score=2.0) == 2.0
     assert search.compute_score_subem("<answer>fig</answer>", truth, format_score=0.1) == 0.1
+    assert search.compute_score_subem("<answer>in 1990</answer>", {"target": 1990}) == 1.0
+    for score in (search.compute_score, search.compute_score_subem):
+        with pytest.raises(ValueError, match=r"ground truth must be \{'target'"):
+            score(text, {"target": []})
 
 
 def test_math_verify_compares_values() -> None:
