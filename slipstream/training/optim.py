@@ -129,7 +129,7 @@ def lr_factor(
     With both offsets 0 the factors are those of VERL's schedulers: 0, 1/w, 2/w, ....
     """
     warm = step + warmup_offset
-    if warm <= warmup_steps and warmup_steps:
+    if warmup_steps and warm <= warmup_steps:
         return warm / warmup_steps
     if schedule == "constant":
         return 1.0
