@@ -229,7 +229,7 @@ class CoTraining:
 
     def check_position(self, step: int, version: PolicyVersion) -> None:
         """Raise CheckpointError if the restored state is newer than RL step `step` with the policy
-        version `version`, or has more slices, steps or tokens than can be."""
+        version `version`, or has more slices, steps or tokens than are possible."""
         entries, buffer = self.collector.entries, self.collector.buffer
         most, tokens = (1 + step) * MOST_PER_STEP, (1 + self.trainer.step) * _MOST_TOKENS
         for name, value, limit in (
