@@ -103,7 +103,7 @@ def critic_optim(config: Config, rl_steps: int) -> OptimSettings:
     if config.critic.optim.lr_schedule_unit == "optimizer_step":
         epochs, mini = critic_updates(config)
         steps *= epochs * (config.data.train_batch_size // mini)
-    return optim_settings(config.critic.optim, steps, key="critic.optim")
+    return optim_settings(config.critic.optim, steps, key="critic.optim", shift_decay=True)
 
 
 def check_critic(

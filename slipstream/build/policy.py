@@ -14,7 +14,7 @@ from slipstream.build.algorithm import full_kl_in_loss, takes_full_kl, wants_cri
 from slipstream.checkpoint.layout import lora_folder, policy_folder
 from slipstream.config.engines import ENGINE_KEY, engine_lacks, engines_with, generates_with
 from slipstream.config.schema import Config
-from slipstream.config.schema_actor import ModelSection, OptimSection, RLOptimSection
+from slipstream.config.schema_actor import ModelSection, OptimSection
 from slipstream.config.validate import no_decay
 from slipstream.data.end_tokens import end_token_ids
 from slipstream.data.tokenizer import vocabulary_in
@@ -354,12 +354,19 @@ def rollout_too_long(
     return f"prompt and response {too_long(longest, limit, lengths + own + longer)}"
 
 
-def optim_settings(optim: OptimSection, total_steps: int, *, key: str) -> OptimSettings:
+def optim_settings(
+    optim: OptimSection, total_steps: int, *, key: str, shift_decay: bool = False
+) -> OptimSettings:
     """Optimizer and schedule from the section `key`. `total_steps` is the length of the run in the
-    schedule's unit. Warm-up is a number of steps or a share of all steps. Raises ConfigError if no
-    steps are left for the decay."""
+    schedule's unit. Warm-up is a number of steps or a share of all steps.
+
+    Without `zero_indexed_step`, the warm-up is one step ahead. With `shift_decay`, so is the decay,
+    as in VERL, and the last step has the minimum rate. RL shifts it, and SFT does not. Raises
+    ConfigError if no steps are left for the decay.
+    """
     steps = optim.total_training_steps if optim.total_training_steps > 0 else total_steps
     warmup = optim.lr_warmup_steps
+    first = 0 if optim.zero_indexed_step else 1
     if warmup < 0:
         warmup = int(optim.lr_warmup_steps_ratio * steps)
     for problem in no_decay(key, optim, steps, warmup):
@@ -379,9 +386,8 @@ def optim_settings(optim: OptimSection, total_steps: int, *, key: str) -> OptimS
         total_steps=steps,
         num_cycles=optim.num_cycles,
         stable_ratio=optim.lr_wsd_stable_steps_ratio,
-        warmup_offset=0 if optim.zero_indexed_step else 1,
-        # VERL counts its decay from step 1 if it does not count from 0.
-        decay_offset=int(isinstance(optim, RLOptimSection) and not optim.zero_indexed_step),
+        warmup_offset=first,
+        decay_offset=first if shift_decay else 0,
     )
 
 
@@ -402,7 +408,7 @@ def actor_optim(config: Config, rl_steps: int) -> OptimSettings:
     if actor.optim.lr_schedule_unit == "optimizer_step":
         steps = max(0, rl_steps - max(0, warmup - 1))
         steps *= actor.ppo_epochs * (batch // (actor.ppo_mini_batch_size or batch))
-    return optim_settings(actor.optim, steps, key="actor_rollout_ref.actor.optim")
+    return optim_settings(actor.optim, steps, key="actor_rollout_ref.actor.optim", shift_decay=True)
 
 
 def make_backend(

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from slipstream.checkpoint.manager import CheckpointManager, verify
 from slipstream.checkpoint.state import adapter_folder, draft_folder, huggingface_folder
-from slipstream.checkpoint.state import cotraining_file as cotraining_file
-from slipstream.checkpoint.state import published_file as published_file
 
 
 def policy_folder(checkpoint: Path) -> Path:

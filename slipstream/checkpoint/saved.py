@@ -1,4 +1,4 @@
-"""Reads the values of a saved state, and refuses those that no state can have.
+"""Reads the values of a saved state, and refuses impossible values.
 
 A `Saved` is a value of a state with its place in it. Its methods return the value if it is of the
 expected kind, and raise an error otherwise: place, value, what is expected, and the remedy.
@@ -39,7 +39,7 @@ MOST_REPEATS = 1 << 31
 
 @contextlib.contextmanager
 def restoring(part: Path | str) -> Iterator[None]:
-    """Name a file, or a part of a state, in whatever restoring it raises.
+    """Add the name of a file, or of a part of a state, to errors that the body raises.
 
     Errors of Slipstream keep their type. Others become a CheckpointError.
     """

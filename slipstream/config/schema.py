@@ -152,9 +152,8 @@ class SftSection:
     """Give a prompt that is plain text to the chat template as a user message. Off: text prompts
     are used without a chat template."""
     ignore_input_ids_mismatch: bool = False
-    """Train on turns that are tokenized one by one if the chat template renders a conversation
-    differently, or a token crosses the boundary of a turn; false: such a demonstration is an
-    error."""
+    """Train on turns that are tokenized one by one if a token crosses the boundary of a turn;
+    false: such a demonstration is an error."""
     train_batch_size: PositiveInt | None = None
     """Demonstrations per optimizer step; null: `batch_tokens` limits a step instead."""
     batch_tokens: PositiveInt = 16384

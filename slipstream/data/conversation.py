@@ -85,9 +85,8 @@ def tokenize_conversation(
     A message may have a key `loss_mask` (0 or 1, as in verl); 0 excludes an assistant turn from the
     loss. The ids are those of the whole text. If a token crosses the boundary of a turn, it is an
     error unless `ignore_input_ids_mismatch`; then turns are tokenized one by one, as in a rollout.
-    `max_length` is in tokens. For a
-    longer conversation, `truncation` keeps its end (`left`), keeps its start (`right`), or raises
-    (`error`). Raises DataError that names the turn.
+    `max_length` is in tokens. For a longer conversation, `truncation` keeps its end (`left`), keeps
+    its start (`right`), or raises (`error`). Raises DataError that names the turn.
     """
     with_loss = _turns_with_loss(messages)
     messages = [with_text(m, f"conversation turn {turn}") for turn, m in enumerate(messages)]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jinja2
 
 from slipstream.data.chat_template import ChatTemplateError, apply_chat_template
+from slipstream.data.messages import continues_message
 from slipstream.data.rows import (
     DataRow,
     as_messages,
@@ -229,11 +230,6 @@ class PromptReader:
         known = _KNOWN_COLUMNS | {self.prompt_key, self.reward_fn_key}
         others = {k: v for k, v in row.values.items() if k not in known and v is not None}
         return {**others, **mapping(row, "extra_info")}
-
-
-def continues_message(messages: str | Sequence[Message]) -> bool:
-    """Return whether a response continues the last message, which is one of the assistant."""
-    return not isinstance(messages, str) and messages[-1].get("role") == "assistant"
 
 
 def asks_for_tools(extra_info: Mapping[str, Any]) -> bool:

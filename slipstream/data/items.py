@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from slipstream.data.datasets import PromptReader
-from slipstream.data.rows import DataRow, as_messages, ground_truth_of, mapping, missing_column
+from slipstream.data.rows import DataRow, as_messages, ground_truth_of, mapping, null_column
 from slipstream.errors import DataError
 from slipstream.types import Message, Prompt
 
@@ -53,7 +53,7 @@ def as_prompt(item: Any, *, reader: PromptReader, name: str, index: int) -> Prom
         if messages is None:
             for key in ("raw_prompt", reader.prompt_key):
                 if key in item:
-                    raise missing_column(row, key, "data.prompt_key")
+                    raise null_column(row, key)
             raise DataError(
                 f"{where} has no prompt: it needs input_ids, raw_prompt_ids, or messages in "
                 f"raw_prompt or {reader.prompt_key} (fields: {', '.join(map(str, item))})"

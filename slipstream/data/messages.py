@@ -1,11 +1,12 @@
 """Reads chat messages in the forms of public data sets, and returns them with texts as contents.
 
-Knows messages, not files or templates. Called by `rows` and `conversation`.
+Knows messages, not files or templates. Called by `rows`, `conversation`, `datasets` and
+`training.reward_model`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.errors import DataError
@@ -45,6 +46,11 @@ def with_text(message: Mapping[str, Any], where: str) -> Message:
             "write it as text, or remove the message"
         )
     return dict(message)
+
+
+def continues_message(messages: str | Sequence[Message]) -> bool:
+    """Return whether a response continues the last message, which is one of the assistant."""
+    return not isinstance(messages, str) and messages[-1].get("role") == "assistant"
 
 
 def _part(part: Any, where: str) -> str:

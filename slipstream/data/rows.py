@@ -110,12 +110,17 @@ def subset(rows: list[DataRow], *, max_samples: int, seed: int | None) -> list[D
 def missing_column(row: DataRow, key: str, setting: str) -> DataError:
     """Return the error for a row without a value in column `key`, which `setting` names."""
     if key in row.values:
-        return DataError(f"{row.where}: column {key!r} is null; remove the row, or give it a value")
+        return null_column(row, key)
     found = ", ".join(row.values) or "none"
     return DataError(
         f"{row.where} has no column {key!r}; columns found: {found}. Set {setting} to the "
         "name of the column"
     )
+
+
+def null_column(row: DataRow, key: str) -> DataError:
+    """Return the error for a row whose column `key` is null."""
+    return DataError(f"{row.where}: column {key!r} is null; remove the row, or give it a value")
 
 
 def as_messages(row: DataRow, key: str) -> list[Message]:

@@ -19,7 +19,7 @@ from slipstream.data.conversation import (
     tokenize_conversation,
     tokenize_text_pair,
 )
-from slipstream.data.rows import DataRow, as_messages, missing_column, read_rows, subset
+from slipstream.data.rows import DataRow, as_messages, null_column, read_rows, subset
 from slipstream.errors import DataError
 from slipstream.reading import reading
 from slipstream.types import Message, Sample, Segment, Status, StopReason
@@ -219,11 +219,11 @@ def _row_messages(
     if row.values.get(messages_key) is not None:
         return as_messages(row, messages_key)
     if messages_key in row.values and prompt_key not in row.values:
-        raise missing_column(row, messages_key, "")
+        raise null_column(row, messages_key)
     for key in (prompt_key, response_key):
         if _entry(row, key) is None:
             if key in row.values:
-                raise missing_column(row, key, "")
+                raise null_column(row, key)
             raise DataError(
                 f"{row.where} has no column {key!r} (columns found: {', '.join(row.values)}): a "
                 f"row needs {messages_key!r} with a conversation, or {prompt_key!r} and "

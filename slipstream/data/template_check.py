@@ -41,7 +41,7 @@ def check_template_renders(
     if missing:
         raise DataError(
             f"{source}: the chat template does not render the text of a {missing[0][1]} message, "
-            f"so different prompts are alike; {_CUSTOM}"
+            f"so different prompts become the same text; {_CUSTOM}"
         )
 
 

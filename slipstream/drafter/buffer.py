@@ -156,7 +156,7 @@ class DraftBuffer:
         saved = Saved(state).fields("counts", "newest_used", "kept")
         counts: BufferCounts = saved["counts"].of(BufferCounts)
         if min(astuple(counts)) < 0 or counts.too_old + counts.evicted > counts.received:
-            saved["counts"].refuse("counts of received responses, and of those that were dropped")
+            saved["counts"].refuse("counts of responses, with too_old + evicted at most received")
         newest = saved["newest_used"]
         newest_used = None if newest.value is None else newest.count()
         entries = sorted(map(_from_saved, saved["kept"].elements()), key=attrgetter("sort_key"))

@@ -194,7 +194,8 @@ class CoTraining:
         """Restore `state_dict()`. Raises CheckpointError if another version of Slipstream wrote
         it."""
         saved = dict(Saved(state).items())
-        missing = self.state_dict().keys() - saved.keys()
+        names = self.state_dict().keys()
+        missing = names - saved.keys()
         if missing:
             raise CheckpointError(
                 f"the state of co-training has no {', '.join(sorted(missing))}, because another "
@@ -202,7 +203,7 @@ class CoTraining:
                 "(trainer.resume_mode=disable and speculative.eagle.spec_model_path), or resume "
                 "with that version"
             )
-        Saved(state).fields(*self.state_dict())
+        Saved(state).fields(*names)
         counts = {name: saved[name].count() for name in _COUNTS}
         trained_to = version_of(saved["trained_to"])
         share, variance = saved["lost"].elements(2)
@@ -228,7 +229,7 @@ class CoTraining:
 
     def check_position(self, step: int, version: PolicyVersion) -> None:
         """Raise CheckpointError if the restored state is newer than RL step `step` with the policy
-        version `version`, or has more slices, steps or tokens than can be."""
+        version `version`, or has more slices, steps or tokens than are possible."""
         entries, buffer = self.collector.entries, self.collector.buffer
         most, tokens = (1 + step) * MOST_PER_STEP, (1 + self.trainer.step) * _MOST_TOKENS
         for name, value, limit in (

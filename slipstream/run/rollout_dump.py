@@ -39,9 +39,10 @@ def dump_groups(
 
     `decode` turns responses into the text that is scored (None: `response_decoder`).
 
-    A ground truth that JSON cannot express (a date, a decimal) is written as text; numbers that are
-    not finite become null. Raises
-    CheckpointError if the file cannot be written; earlier checkpoints stay.
+    A ground truth that JSON cannot express (a date, a decimal) is written as text. Numbers that are
+    not finite become null.
+
+    Raises CheckpointError if the file cannot be written; earlier checkpoints stay.
     """
     samples = [sample for group in groups for sample in group.samples]
     decode = decode or response_decoder(tokenizer)

@@ -106,7 +106,7 @@ class AdamW:
         sharded."""
         parameter = self._parameters[name]
         copied = value.to(device=parameter.device, copy=True)
-        # A parameter may have no dimension, too.
+        # A parameter without dimensions looks like a step count, so only the key decides.
         result = copied if key == "step" else slice_like(copied, parameter)
         own = getattr(result, "to_local", lambda: result)()
         if not is_finite(own):

@@ -63,7 +63,7 @@ class BatchedMuon:
 
     @property
     def started(self) -> bool:
-        """Whether there is momentum: whether there was an update."""
+        """Whether the optimizer has made an update, and so has momentum."""
         return bool(self._buffers)
 
     @torch.no_grad()

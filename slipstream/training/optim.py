@@ -121,15 +121,15 @@ def lr_factor(
 
     Warm-up over w = `warmup_steps` is linear: the factor is (step + `warmup_offset`) / w until it
     is 1. Then `constant` stays at 1. The other schedules fall from 1 at w = step + `decay_offset`
-    to `min_lr_ratio` at `total_steps`, and stay there: `cosine` (Loshchilov and Hutter 2017) in
-    `num_cycles` waves, of which 0.5 is one descent; `linear`; and `wsd` (Hu et al. 2024) as cosine
-    after a share `stable_ratio` of the steps after warm-up at factor 1.
+    to `min_lr_ratio` at `total_steps`, and stay there: `cosine` (Loshchilov and Hutter 2017) with
+    `num_cycles` waves (0.5: one descent); `linear`; and `wsd` (Hu et al. 2024), which stays at 1
+    for a share `stable_ratio` of the steps after warm-up and then falls like `cosine`.
 
     The default offsets give 1/w, 2/w, ..., 1 in the first w steps, and 1 again in the next one.
     With both offsets 0 the factors are those of VERL's schedulers: 0, 1/w, 2/w, ....
     """
     warm = step + warmup_offset
-    if warm <= warmup_steps and warmup_steps:
+    if warmup_steps and warm <= warmup_steps:
         return warm / warmup_steps
     if schedule == "constant":
         return 1.0

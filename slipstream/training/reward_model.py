@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slipstream.data.messages import continues_message
 from slipstream.data.template_date import set_template_date
 from slipstream.errors import CheckpointError
 from slipstream.rewards.data_proto import DataProto
@@ -119,7 +120,7 @@ class RewardModel:
         if isinstance(prompt, str):
             return list(self._own(prompt + response)["input_ids"])
         messages: list[Message] = [*prompt, {"role": "assistant", "content": response}]
-        if prompt[-1]["role"] == "assistant":  # the response continues this message
+        if continues_message(prompt):
             content = prompt[-1]["content"] + response
             messages = [*prompt[:-1], {**prompt[-1], "content": content}]
         return list(self._own.apply_chat_template(messages, tokenize=True, return_dict=False))

@@ -579,8 +579,8 @@ class SingleProcessBackend:
         return self._base_digest
 
     def _load_state_dict(self, state: StateTree) -> None:
-        saved = Saved(state).fields("optimizer", "counts", optional=("lora",))
-        version = saved["counts"].field(WEIGHT_VERSION).count()
+        # `GuardedOptimizer` checks the other entries.
+        version = Saved(state).field("counts").field(WEIGHT_VERSION).count()
         lora = state.get("lora")
         check_adapter_state(self.decoder, lora, self._base() if self._lora else "")
         self._guarded.load_state_dict(state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream.build.critic import critic_optim
-from slipstream.build.policy import actor_optim
+from slipstream.build.policy import actor_optim, optim_settings
 from slipstream.config import Config, Hardware, load_config
 
 ACTOR = "actor_rollout_ref.actor"
@@ -91,3 +91,17 @@ def test_optimizer_steps_are_counted_on_request() -> None:
 def test_the_warm_up_ratio_is_a_share_of_all_rl_steps() -> None:
     config, _ = load(*TWO, f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1")
     assert actor_optim(config, rl_steps=20).warmup_steps == 2
+
+
+def test_zero_indexed_step_false_shifts_the_decay_in_rl_but_not_in_sft() -> None:
+    """A linear decay over 4 steps: RL ends at the minimum, and SFT one step above it."""
+    sections = (f"{ACTOR}.optim", "critic.optim", "sft.optim")
+    config, _ = load(
+        *(f"{key}.lr_scheduler_type=linear" for key in sections),
+        *(f"{key}.zero_indexed_step=false" for key in sections),
+    )
+    rl = [actor_optim(config, rl_steps=4), critic_optim(config, rl_steps=4)]
+    sft = optim_settings(config.sft.optim, 4, key="sft.optim")
+    for settings in rl:
+        assert [settings.factor(step) for step in range(4)] == [0.75, 0.5, 0.25, 0.0]
+    assert [sft.factor(step) for step in range(4)] == [1.0, 0.75, 0.5, 0.25]

@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream.checkpoint.layout import cotraining_file
-from slipstream.checkpoint.state import draft_folder, huggingface_folder
+from slipstream.checkpoint.state import cotraining_file, draft_folder, huggingface_folder
 from slipstream.cli import main
 from slipstream.drafter.acceptance import Regression
 from slipstream.drafter.trainer import DraftTrainer

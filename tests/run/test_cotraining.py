@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from slipstream.build import cotraining as build_cotraining
-from slipstream.checkpoint.layout import cotraining_file
 from slipstream.checkpoint.manager import TRACKER
-from slipstream.checkpoint.state import draft_folder
+from slipstream.checkpoint.state import cotraining_file, draft_folder
 from slipstream.checkpoint.tree import load_tree
 from slipstream.cli import main
 from slipstream.drafter import interval

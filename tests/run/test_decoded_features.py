@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream.build import cotraining as build_cotraining
-from slipstream.checkpoint.layout import cotraining_file
+from slipstream.checkpoint.state import cotraining_file
 from slipstream.checkpoint.tree import load_tree
 from slipstream.cli import main
 from slipstream.drafter.collector import RowCollector

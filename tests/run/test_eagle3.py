@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.checkpoint.layout import cotraining_file, head_folder
+from slipstream.checkpoint.layout import head_folder
 from slipstream.checkpoint.manager import TRACKER
-from slipstream.checkpoint.state import draft_folder, huggingface_folder
+from slipstream.checkpoint.state import cotraining_file, draft_folder, huggingface_folder
 from slipstream.checkpoint.tree import load_tree
 from slipstream.cli import main
 from slipstream.loops.draft_data import most_frequent
