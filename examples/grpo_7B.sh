@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# Trains a 7B model with GRPO on one large GPU, with the settings of FastRL's script of this name.
-# Two settings differ: it trains a LoRA adapter, because the optimizer state of all weights would not
-# fit, and responses are shorter. This script has not been run at this size yet, so start with
-# --dry-run.
+# Trains a 7B model with GRPO on one large GPU, like FastRL's script of this name. It trains a LoRA
+# adapter with a higher learning rate, because the optimizer state of all weights would not fit, and
+# responses are shorter. This script has not been run at this size yet, so start with --dry-run.
 #
 #   MODEL=models/Qwen2.5-7B TRAIN=train.parquet VAL=test.parquet HEAD=runs/eagle examples/grpo_7B.sh
 #   MODEL=... examples/grpo_7B.sh --dry-run              # shows the plan and its memory

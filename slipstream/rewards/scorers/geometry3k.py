@@ -36,14 +36,21 @@ def compute_score(
     Raises ValueError if there is no ground truth or it cannot be parsed, and RewardError if
     math-verify is missing.
     """
+    right = is_right(last_boxed(solution_str), ground_truth, data_source)
+    return (1 - _FORM_WEIGHT) * right + _FORM_WEIGHT * has_form(solution_str)
+
+
+def is_right(answer: str | None, ground_truth: Any, data_source: str = "") -> bool:
+    """Return whether an answer equals the ground truth, as LaTeX or by value; None does not.
+
+    Raises errors as `compute_score` does.
+    """
     truth = text_of(ground_truth, "geometry3k", data_source)
     # Fail at the first response if the library is missing, not at the first one that needs it.
     math_verified.check_installed()
-    answer = last_boxed(solution_str)
-    right = answer is not None and (
+    return answer is not None and (
         latex.same(answer, truth) or _same_value(data_source, answer, truth)
     )
-    return (1 - _FORM_WEIGHT) * right + _FORM_WEIGHT * has_form(solution_str)
 
 
 def _same_value(data_source: str, answer: str, truth: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.rewards.scorers import geometry3k, latex
+from slipstream.rewards.scorers import geometry3k
 from slipstream.rewards.scorers.boxed import last_boxed
 
 __all__ = ["acc_reward", "compute_score", "format_reward"]
@@ -14,12 +14,14 @@ def format_reward(predict_str: str) -> float:
 
 
 def acc_reward(predict_str: str, ground_truth: str, use_boxed: bool = True) -> float:
-    """Return 1.0 if the answer is the ground truth, else 0.0.
+    """Return 1.0 if the answer has the value of the ground truth, else 0.0.
 
-    The answer is the content of the last box, or the whole text if not `use_boxed`.
+    The answer is the content of the last box, or the whole text if not `use_boxed`. Raises
+    ValueError if there is no ground truth or it cannot be parsed, and RewardError if math-verify is
+    missing.
     """
     answer = last_boxed(predict_str) if use_boxed else predict_str
-    return float(answer is not None and latex.same(answer, ground_truth))
+    return float(geometry3k.is_right(answer, ground_truth))
 
 
 def compute_score(

@@ -191,6 +191,16 @@ def test_geometry3k() -> None:
     assert geo3k.compute_score(right, "6", format_score=0.25) == pytest.approx(0.25)
 
 
+def test_geometry3k_compares_values_as_the_built_in_function_does() -> None:
+    text, truth = r"<think>a</think> \boxed{\sqrt{8}}", r"2\sqrt{2}"
+    assert geo3k.acc_reward(text, truth) == 1.0
+    assert geo3k.compute_score(text, truth) == default_compute_score(
+        "hiyouga/geometry3k", text, truth
+    )
+    with pytest.raises(ValueError, match="ground truth"):
+        geo3k.compute_score(text, None)  # type: ignore[arg-type]
+
+
 def test_search_answers() -> None:
     assert search.normalize_answer("The  Big, Apple!") == "big apple"
     assert search.em_check("the apple", ["Pear", "Apple"]) == 1
