@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 _MAX_LENGTH = 1_000
 """Longest text in characters that is read as a number. It bounds the digits of a value."""
@@ -126,6 +127,9 @@ _NUMBER = re.compile(
     rf"{_SIGNED}(?:{_QUOTIENT}|{_DECIMAL}){_S}{_SCALE}?{_S}(?P<percent>{_PERCENT}?){_S}(?:{_UNIT})?",
     re.IGNORECASE,
 )
+_PLAIN = re.compile(r"(-?)(?:([0-9]+)|\\[dt]?frac\{([0-9]+)\}\{0*([1-9][0-9]*)\})")
+"""An integer or a fraction without anything around it."""
+
 _LEADING = re.compile(rf"{_SIGNED}(?:{_QUOTIENT}|{_DECIMAL})(?![0-9]|[.,'/][0-9])")
 
 _SPACED = re.compile(
@@ -163,11 +167,14 @@ class Number:
         return text + (r"\%" if self.percent else "")
 
 
+@lru_cache(maxsize=1024)
 def read(text: str) -> Number | None:
     """Return the number that is the whole of a text; None if the text is something else."""
     if len(text) > _MAX_LENGTH:
         return None
-    plain = folded(unwrapped(text).replace(r"\!", "").replace("{,}", ","))
+    if (number := _plain(text) or _plain(text := unwrapped(text))) is not None:
+        return number
+    plain = folded(text.replace(r"\!", "").replace("{,}", ","))
     found = _NUMBER.fullmatch(" ".join(plain.split()))
     return None if found is None else _number(found)
 
@@ -177,6 +184,8 @@ def leading(text: str) -> Number | None:
 
     Without percent sign and unit. None, too, if the digits continue in another form: `1,2`.
     """
+    if (number := _plain(text.rstrip())) is not None and number.quotient is None:
+        return number
     found = _LEADING.match(folded(text[:_MAX_LENGTH].replace(r"\!", "").replace("{,}", ",")))
     return None if found is None else _number(found)
 
@@ -218,6 +227,8 @@ def joined(text: str) -> str:
 def unwrapped(text: str) -> str:
     r"""Remove markup around a whole answer: `$...$`, `\(...\)`, `{...}`, `\text{...}`, a period."""
     for _ in range(_MAX_LAYERS if len(text) <= _MAX_WRAPPED else 0):
+        if text[:1].isalnum() and text[-1].isalnum():
+            break  # no markup begins with a letter or a digit
         before, text = text, _peeled(_EDGE.sub("", text))
         if text == before:
             break
@@ -280,6 +291,18 @@ def _decimal(value: Fraction) -> str | None:
 
 def _share(number: Number) -> Fraction:
     return number.value / 100 if number.percent else number.value
+
+
+def _plain(text: str) -> Number | None:
+    """Return the number for the most common notations; None for all others. Fast."""
+    found = _PLAIN.fullmatch(text) if len(text) <= _MAX_LENGTH else None
+    if found is None:
+        return None
+    sign, integer, numerator, denominator = found.groups()
+    if integer is not None:
+        return Number(Fraction(int(text)), text)
+    top, bottom = int(sign + numerator), int(denominator)
+    return Number(Fraction(top, bottom), f"{top}/{bottom}", (top, bottom))
 
 
 def _number(found: re.Match[str]) -> Number | None:
