@@ -21,12 +21,13 @@ from slipstream.rollout.manager import with_over_sampling
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftBatches:
     """Sizes of SFT: optimizer steps, demonstrations or tokens of one step, and maximum tokens of a
-    forward pass."""
+    forward pass. `accumulates`: a step can have several forward passes."""
 
     steps: int
     step_samples: int | None
     step_tokens: int
     micro_batch_tokens: int
+    accumulates: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,8 @@ class RlBatches:
     micro_batches: int
     """Forward passes of one optimizer step."""
     critic_micro_batch_tokens: int
+    critic_accumulates: bool
+    """Whether an optimizer step of the critic can have several forward passes."""
     in_flight: int
     """Maximum number of responses that are decoded at the same time."""
     processes: int
@@ -109,6 +112,7 @@ def _sft(config: Config) -> SftBatches:
         step_samples=sft.train_batch_size,
         step_tokens=sft.batch_tokens,
         micro_batch_tokens=min(sft.max_tokens_per_micro_batch, step),
+        accumulates=sft.max_tokens_per_micro_batch < step,
     )
 
 
@@ -149,6 +153,7 @@ def _rl(config: Config, steps: int) -> RlBatches:
         micro_batch_tokens=most,
         micro_batches=passes,
         critic_micro_batch_tokens=min(critic_tokens, critic_mini),
+        critic_accumulates=critic_tokens < critic_mini,
         in_flight=min(math.ceil(started * (n + greedy) / processes), rollout.max_num_seqs),
         processes=processes,
     )

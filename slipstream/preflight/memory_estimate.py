@@ -179,7 +179,9 @@ def _sft(config: Config, policy: ModelConfig, batches: Batches, *, before_rl: bo
     return PhaseBytes(
         held=held,
         one_at_a_time={
-            "an optimizer step": _step(config, trainer, policy, tokens, length),
+            "an optimizer step": _step(
+                config, trainer, policy, tokens, length, accumulates=batches.sft.accumulates
+            ),
             "writing a checkpoint": _optimizer_state(config, trainer, policy),
         },
     )
@@ -193,7 +195,14 @@ def _rl(config: Config, policy: ModelConfig, batches: Batches) -> PhaseBytes:
     if (reference := _reference(config, policy)) is not None:
         held["reference"] = 4 * _parameters(reference) // process_count(config)
     one_at_a_time = {
-        "an optimizer step": _step(config, trainer, policy, rl.micro_batch_tokens, batches.longest),
+        "an optimizer step": _step(
+            config,
+            trainer,
+            policy,
+            rl.micro_batch_tokens,
+            batches.longest,
+            accumulates=rl.micro_batches > 1,
+        ),
         "writing a checkpoint": _optimizer_state(config, trainer, policy),
     }
     if wants_critic(config):
@@ -205,6 +214,7 @@ def _rl(config: Config, policy: ModelConfig, batches: Batches) -> PhaseBytes:
             rl.critic_micro_batch_tokens,
             batches.longest,
             logits=0,
+            accumulates=rl.critic_accumulates,
         )
         checkpointing = config.critic.model.enable_gradient_checkpointing
         one_at_a_time["an optimizer step of the critic"] = _resident(
@@ -341,7 +351,13 @@ def _kept(trainer: TrainerBytes, model: ModelConfig) -> int:
 
 
 def _step(
-    config: Config, trainer: TrainerBytes, policy: ModelConfig, tokens: int, length: int
+    config: Config,
+    trainer: TrainerBytes,
+    policy: ModelConfig,
+    tokens: int,
+    length: int,
+    *,
+    accumulates: bool,
 ) -> int:
     actor = config.actor_rollout_ref.actor
     logits = logits_bytes(
@@ -350,7 +366,14 @@ def _step(
         chunk=actor.log_prob_chunk_tokens,
         keep=actor.log_prob_keep_bytes,
     )
-    step = trainer.step(policy.num_layers, policy.vocab_size, tokens, length, logits=logits)
+    step = trainer.step(
+        policy.num_layers,
+        policy.vocab_size,
+        tokens,
+        length,
+        logits=logits,
+        accumulates=accumulates,
+    )
     checkpointing = config.actor_rollout_ref.model.enable_gradient_checkpointing
     return _resident(config, step, recomputes=checkpointing)
 

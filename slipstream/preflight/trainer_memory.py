@@ -99,7 +99,8 @@ class TrainerBytes:
     `kept` counts what stays between steps: weights and the optimizer's state. The other fields
     count memory in addition to `kept`: `forward` after the forward pass, `gradients` after the
     backward pass, and `optimizer` at the peak inside the optimizer, including gradients.
-    `layer.of_one_layer` returns the activations of one layer without gradient checkpointing.
+    `accumulated` is what a micro-batch leaves for the next one: the gradients. `layer.of_one_layer`
+    returns the activations of one layer without gradient checkpointing.
     """
 
     kept: Linear
@@ -107,12 +108,27 @@ class TrainerBytes:
     gradients: Linear
     optimizer: Linear
     layer: Linear
+    accumulated: Linear
 
-    def step(self, layers: int, words: int, tokens: int, length: int, *, logits: int) -> int:
-        """Return the peak bytes of a step in addition to `kept`, if logits need `logits` bytes."""
+    def step(
+        self,
+        layers: int,
+        words: int,
+        tokens: int,
+        length: int,
+        *,
+        logits: int,
+        accumulates: bool = False,
+    ) -> int:
+        """Return the peak bytes of a step in addition to `kept`, if logits need `logits` bytes.
+
+        `accumulates`: the step has several micro-batches, so the gradients of the first exist
+        during the forward pass of the others.
+        """
         one = self.layer.of_one_layer(tokens, length)
+        earlier = self.accumulated.at(layers, words) if accumulates else 0
         return max(
-            self.forward.at(layers, words, tokens, length) + max(logits, one),
+            earlier + self.forward.at(layers, words, tokens, length) + max(logits, one),
             self.gradients.at(layers, words) + one,
             self.optimizer.at(layers, words),
         )
@@ -145,6 +161,7 @@ class TrainerBytes:
             else self._less(round((1 - 1 / processes) * whole_optimizer)),
             forward=forward,
             gradients=shard(self.gradients, gathered),
+            accumulated=shard(self.gradients),
             optimizer=shard(self.optimizer) if whole_optimizer is None else self.optimizer,
             layer=self.layer,
         )
@@ -338,6 +355,7 @@ def _measured(
         gradients=fit(lambda m: m.gradients),
         optimizer=fit(lambda m: m.optimizer),
         layer=fit(lambda m: m.forward, without_checkpointing),
+        accumulated=fit(lambda m: m.gradients),
     )
 
 

@@ -141,7 +141,7 @@ class SingleProcessBackend:
         self._owns_compute = compute is None
         self._snapshots: weakref.WeakSet[WeightSnapshot] = weakref.WeakSet()
         self._pending_changes = 0
-        self._freed = FreedMemory()
+        self._freed_of_micro_batches, self._freed_of_steps = FreedMemory(), FreedMemory()
         self._lock = threading.Lock()
         self._weight_version = 0
 
@@ -463,8 +463,8 @@ class SingleProcessBackend:
                 full_kl=full_kl,
                 kept=kept_ids(batch, micro),
             )
-            # The caller has taken its backward pass. Gaps in the heap would add up.
-            self._freed.give_back()
+            # The backward pass is done. Without this, each micro-batch adds gaps to the heap.
+            self._freed_of_micro_batches.give_back()
 
     def _micro_batches(self, batch: TrainBatch, also: set[int]) -> Iterator[MicroBatch]:
         c = self.decoder.config
@@ -561,7 +561,7 @@ class SingleProcessBackend:
 
     def _optim_step(self, schedule_step: int | None) -> dict[str, float]:
         metrics = self._guarded.step(self._freeze_snapshots, schedule_step=schedule_step)
-        self._freed.give_back()
+        self._freed_of_steps.give_back()
         metrics["training/skipped_steps"] = float(self._guarded.skipped_steps)
         return metrics
 

@@ -45,6 +45,7 @@ def test_sizes_of_an_rl_step_with_one_update() -> None:
         micro_batch_tokens=1000,
         micro_batches=3,
         critic_micro_batch_tokens=1000,
+        critic_accumulates=True,
         in_flight=24,
         processes=1,
     )
@@ -95,7 +96,11 @@ def test_an_sft_step_can_exceed_batch_tokens_by_one_text() -> None:
     budget = "sft.max_tokens_per_micro_batch=4096"
     found = table(budget, "sft.batch_tokens=512", "sft.max_length=64").sft
     assert found == SftBatches(
-        steps=2, step_samples=None, step_tokens=512, micro_batch_tokens=512 + 63
+        steps=2,
+        step_samples=None,
+        step_tokens=512,
+        micro_batch_tokens=512 + 63,
+        accumulates=False,
     )
     found = table(budget, "sft.train_batch_size=3", "sft.max_length=64").sft
     assert found is not None
@@ -103,6 +108,7 @@ def test_an_sft_step_can_exceed_batch_tokens_by_one_text() -> None:
     found = table("sft.max_tokens_per_micro_batch=256", "sft.max_length=64").sft
     assert found is not None
     assert found.micro_batch_tokens == 256
+    assert found.accumulates
 
 
 def test_concurrent_validation_requests() -> None:

@@ -36,7 +36,11 @@ CONFIG = ModelConfig(
 
 
 def maker(
-    optimizer: OptimizerName = "AdamW", dtype: torch.dtype = torch.float32, *, rank: int = 0
+    optimizer: OptimizerName = "AdamW",
+    dtype: torch.dtype = torch.float32,
+    *,
+    rank: int = 0,
+    tokens: int = 8192,
 ) -> MakeTrainer:
     def make(config: ModelConfig, compute: ComputeThread, recompute: bool) -> SingleProcessBackend:
         def make_on_thread() -> SingleProcessBackend:
@@ -49,7 +53,7 @@ def maker(
                 optim=OptimSettings(lr=1e-3, optimizer=optimizer, weight_decay=0.0),
                 dtype=dtype,
                 gradient_checkpointing=recompute,
-                max_tokens_per_micro_batch=8192,
+                max_tokens_per_micro_batch=tokens,
                 compute=compute,
             )
 
@@ -81,6 +85,20 @@ def test_predicted_memory_matches_a_larger_trainer(
     step = predicted.step(5, 512, rows * length, length, logits=logits)
     assert found.kept + step == pytest.approx(found.kept + found.peak, rel=0.15)
     assert predicted.kept.at(5, 512) == pytest.approx(found.kept, rel=0.02)
+
+
+def test_several_micro_batches_need_memory_for_the_gradients_of_the_first() -> None:
+    rows, length = 2, 256
+    wide = replace(CONFIG, hidden_size=256, intermediate_size=1024, eos_token_id=None)
+    predicted = measure_trainer(wide, maker(), device=CPU)
+    logits = logits_bytes(512, length, chunk=512, keep=600_000_000)
+    one, several = (
+        predicted.step(5, 512, length, length, logits=logits, accumulates=accumulates)
+        for accumulates in (False, True)
+    )
+    found = one_step(wide, maker(tokens=length), CPU, rows=rows, length=length)
+    assert several == pytest.approx(found.peak, rel=0.1)
+    assert one < 0.8 * found.peak
 
 
 def test_predicted_memory_without_kernels_includes_attention_scores(
