@@ -8,10 +8,9 @@ each line trains two steps; overrides at its end shrink batches and lengths.
 from __future__ import annotations
 
 import argparse
-import importlib
-import multiprocessing
 import os
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -109,7 +108,7 @@ SHRUNK = {
     "rollout.val_kwargs.n": 2,
     "speculative.train.training_interval_steps": 1,
 }
-"""End of a key -> the value with which a line that sets the key trains."""
+"""End of a key -> the largest value with which a line that sets the key trains."""
 
 SMALL = (
     "data.train_batch_size=4",
@@ -177,12 +176,17 @@ def command(name: str, root: Path, steps: int | None) -> tuple[str, list[str]]:
     else:
         launcher = "main_fastrl" if name.startswith("fastrl") else "main_ppo"
         line = arguments(name, data, model)
-    given = [argument.partition("=")[0] for argument in line]
+    given = dict(argument.partition("=")[::2] for argument in line)
     line += ["trainer.device=cpu", f"trainer.default_local_dir={root / 'runs' / name}"]
     if steps is None:
         return launcher, [*line, "--dry-run"]
     line += SMALL_SFT if is_sft(name) else SMALL
-    line += [f"{key}={value}" for key in given for end, value in SHRUNK.items() if is_end(key, end)]
+    line += [
+        f"{key}={most}"
+        for key, value in given.items()
+        for end, most in SHRUNK.items()
+        if is_end(key, end) and int(value) > most
+    ]
     line += [f"trainer.total_training_steps={steps}"]
     scored = ("reward_function.path", "reward_model.enable")
     if not is_sft(name) and not any(key.endswith(scored) for key in given):
@@ -197,31 +201,23 @@ def is_end(key: str, end: str) -> bool:
     return f".{key.lstrip('+')}".endswith(f".{end}")
 
 
-def child(launcher: str, line: list[str], files: tuple[str, str]) -> None:
-    """Run one line in this process, which has the two files as standard output and error."""
-    for number, path in enumerate(files, start=1):
-        with open(path, "w", encoding="utf-8") as file:
-            os.dup2(file.fileno(), number)
-    sys.exit(importlib.import_module(f"slipstream.{launcher}").main(line))
-
-
 def outcome(name: str, root: Path, steps: int | None, timeout: float) -> tuple[int | str, str]:
-    """Run one line in a child process. Return its exit code, and its error or its metrics."""
+    """Run one line in a process. Return its exit code, and its error or its metrics."""
     launcher, line = command(name, root, steps)
-    files = (str(root / f"{name}.out"), str(root / f"{name}.err"))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.run.preload"])
-    process = context.Process(target=child, args=(launcher, line, files))
-    process.start()
-    process.join(timeout)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", f"slipstream.{launcher}", *line],
+            cwd=root,  # some lines write to relative paths
+            env={"WANDB_MODE": "offline"} | os.environ | {"PYTHONPATH": os.getcwd()},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+    except subprocess.TimeoutExpired:
         return "none", f"no end within {timeout:.0f} s"
-    if process.exitcode:
-        text = Path(files[1]).read_text(encoding="utf-8")
-        found = text.find("error: ")
-        return process.exitcode, text[max(found, 0) :].strip()[:600]
+    if done.returncode:
+        _, found, error = done.stderr.rpartition("error: ")
+        return done.returncode, f"{found}{error}".strip()[:600]
     return 0, "" if steps is None else trained(root / "runs" / name, sft=is_sft(name))
 
 
@@ -230,9 +226,16 @@ def trained(run: Path, *, sft: bool) -> str:
     found = dict(read_jsonl((run / "sft" if sft else run) / "metrics.jsonl"))
     last = max(found)
     if sft:
-        names = ("sft/loss", "sft/grad_norm")
+        names: tuple[str, ...] = ("sft/loss", "sft/grad_norm")
     else:
-        names = ("critic/score/mean", "actor/grad_norm", "actor/kl_loss", "critic/grad_norm")
+        names = (
+            "critic/score/mean",
+            "actor/grad_norm",
+            "actor/kl_loss",
+            "critic/grad_norm",
+            "drafter/updates",
+            "drafter/accept_length/after",
+        )
     shown = [f"{n}={found[last][n]:.4g}" for n in names if n in found[last]]
     return " ".join([f"steps={last}", *shown])
 
@@ -244,12 +247,9 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME")
     args = parser.parse_args()
     accepted = [*(name for name in LINES if name not in REFUSED), *SFT_LINES]
-    os.environ.setdefault("WANDB_MODE", "offline")
-    os.environ.setdefault("PYTHONPATH", os.getcwd())
     with TemporaryDirectory(prefix="launch_lines_") as folder:
         root = Path(folder)
         write_files(root)
-        os.chdir(root)  # Some lines write to relative paths.
         passed = 0
         for name in args.names or accepted:
             start = time.perf_counter()
