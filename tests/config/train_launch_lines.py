@@ -104,6 +104,7 @@ SHRUNK = {
     "overlong_buffer.len": 4,
     "overlong_buffer_cfg.len": 4,
     "reward_kwargs.max_resp_len": 16,
+    "ppo_micro_batch_size_per_gpu": 2,
     "rollout.n": 4,
     "rollout.val_kwargs.n": 2,
     "speculative.train.training_interval_steps": 1,
