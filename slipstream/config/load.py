@@ -135,6 +135,7 @@ class _Tree:
         self.assigned: set[str] = set()
         self.places = places
         self.in_files: set[str] = set()
+        self.derived: set[str] = set()  # set by interpolations in files
         self.mistyped: set[str] = set()
         self.combined: dict[str, Any] = {}
         self.verl = verl
@@ -194,6 +195,8 @@ class _Tree:
             self.places.note(assignment, rewritten.key)
             self._set(rewritten.key, rewritten.value)
             (self.in_files.add if in_file else self.in_files.discard)(rewritten.key)
+            derived = in_file and assignment.interpolated
+            (self.derived.add if derived else self.derived.discard)(rewritten.key)
 
     def _adds_nothing(self, rewritten: aliases.Rewritten, assignment: Assignment) -> bool:
         """Return whether an alias has VERL's default, so that it must not replace a setting.
@@ -373,7 +376,8 @@ class _Tree:
     def _unused(self, key: str, reason: str) -> None:
         """Add a notice that our key has no effect, unless it has VERL's default."""
         value = _at(self.values, key)
-        if not (self.verl and (is_default(key, value) or _is_interpolation(value))):
+        unset = is_default(key, value) or _is_interpolation(value) or key in self.derived
+        if not (self.verl and unset):
             self.notices.inert(key, reason, in_file=key in self.in_files)
 
     def _micro_batches(self) -> None:

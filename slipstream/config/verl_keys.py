@@ -280,12 +280,14 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     _RAY: (
         f"{_ROLLOUT}.agent.num_workers",
         "trainer.ray_wait_register_center_timeout",
+        "ray_kwargs.*",
+        "ray_init.*",
+    ),
+    "there is one trainer, which waits for the rollouts of its step and keeps them in memory": (
         "trainer.use_legacy_worker_impl",
         "trainer.use_v1",
         "trainer.v1.*",
         "transfer_queue.*",
-        "ray_kwargs.*",
-        "ray_init.*",
     ),
     "groups that the filter rejects are replaced one by one": (
         "algorithm.filter_groups.max_inflight_gen_batches",

@@ -236,7 +236,8 @@ LINES: dict[str, str] = {
     + MICRO
     + VLLM
     + TRAINER
-    + "reward.num_workers=8 reward.reward_model.enable=True reward.reward_model.model_path={model} "
+    + "reward.num_workers=8 reward.reward_model.enable=True "
+    "reward.reward_model.model_path={data}/judge "
     "reward.reward_model.rollout.name=vllm reward.reward_model.rollout.prompt_length=8192",
     "newer_trainer": NEWER + "trainer.use_v1=True trainer.v1.trainer_mode=sync "
     "trainer.use_legacy_worker_impl=disable transfer_queue.enable=True model_engine=dp "
@@ -260,6 +261,7 @@ LINES: dict[str, str] = {
     "newer_kl_cov": NEWER + f"{A}.policy_loss.loss_mode=kl_cov "
     f"{A}.policy_loss.kl_cov_ratio=0.002 {A}.policy_loss.ppo_kl_coef=1",
     "newer_gdpo": NEWER.replace("grpo", "gdpo") + "reward.reward_manager.name=gdpo "
+    "reward.custom_reward_function.path={data}/reward.py "
     """'+algorithm.gdpo_reward_keys=["accuracy","format"]'""",
     "newer_rollout_correction": NEWER + "algorithm.rollout_correction.rollout_is=sequence "
     "algorithm.rollout_correction.rollout_is_threshold=2.0 "
@@ -310,7 +312,7 @@ LINES: dict[str, str] = {
     + TRAINER
     + "critic.ulysses_sequence_parallel_size=2 critic.forward_micro_batch_size_per_gpu=32",
     "ppo_learned_reward": PPO + MICRO + OLD_CRITIC + TRAINER + "reward_model.enable=True "
-    "reward_model.model.path={model} reward_model.model.use_remove_padding=True "
+    "reward_model.model.path={data}/judge reward_model.model.use_remove_padding=True "
     "reward_model.model.fsdp_config.param_offload=True reward_model.micro_batch_size_per_gpu=32 "
     "reward_model.use_dynamic_bsz=True reward_model.forward_max_token_len_per_gpu=98304",
     "ppo_pf": PPO + MICRO + OLD_CRITIC + TRAINER + "algorithm.use_pf_ppo=True "

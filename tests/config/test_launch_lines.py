@@ -82,7 +82,7 @@ def test_lines_with_an_external_engine_warn() -> None:
         ("grpo_lora_new_names", "actor_rollout_ref.model.lora_alpha", 128),
         ("grpo_no_custom_reward", "custom_reward_function.name", "compute_score"),
         ("newer_gdpo", "reward_model.reward_manager", "naive"),
-        ("newer_learned_reward", "reward_model.model.path", "models/policy"),
+        ("newer_learned_reward", "reward_model.model.path", "data/judge"),
         ("newer_learned_reward", "reward_model.enable", True),
         ("newer_two_rules", "algorithm.rollout_correction.rollout_rs", ("token_k1,seq_max_k2",)),
         ("fastrl", "speculative.bs_threshold", 32),
