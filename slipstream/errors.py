@@ -117,6 +117,8 @@ def shortened(text: str, limit: int = MAX_REASON) -> str:
 
     A longer text ends with its original length. Lone surrogates are written as escapes.
     """
+    if type(text) is str and len(text) <= limit and text.isascii():
+        return text
     # The methods of `str` itself, because a subclass may override them.
     length = str.__len__(text)
     start = str.__getitem__(text, slice(0, limit))

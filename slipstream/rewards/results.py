@@ -157,7 +157,7 @@ def _read_one(result: Any) -> Score | str:
     parts: dict[str, float] = {}
     answer: str | None = None
     value = result
-    if isinstance(result, Mapping):
+    if type(result) is not float and isinstance(result, Mapping):
         entries = list(islice(result.items(), MAX_PARTS + 1))
         if len(entries) > MAX_PARTS:
             return f"returned a mapping with more than {MAX_PARTS:,} entries"
@@ -167,11 +167,11 @@ def _read_one(result: Any) -> Score | str:
         parts = _parts(entries)
         pred = result.get("pred")
         answer = None if pred is None else limited_text(pred)
-    if inspect.iscoroutine(value):
-        value.close()
-        return "returned a coroutine: define the function with async def, so that it is awaited"
     number = number_of(value)
     if number is None:
+        if inspect.iscoroutine(value):
+            value.close()
+            return "returned a coroutine: define the function with async def, so that it is awaited"
         return shortened(f"returned {type(value).__name__}, not a number")
     return fault_of(number) or Score(number, parts, answer=answer)
 
@@ -230,6 +230,8 @@ def key_names(mapping: Mapping[Any, Any]) -> str:
 
 def number_of(value: Any) -> float | None:
     """Return a number, or a zero-dimensional array or tensor, as a float; None for other values."""
+    if type(value) is float:
+        return value  # most values are, and this is faster
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     if isinstance(value, numbers.Real):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, suppress
 
 import anyio
 import anyio.lowlevel
@@ -43,22 +43,31 @@ class Slots:
         self._freed: anyio.Event | None = None
         self._loop: object = None
 
-    @asynccontextmanager
-    async def one(self, *, waits: bool = False) -> AsyncIterator[None]:
+    def one(self, *, waits: bool = False) -> AbstractAsyncContextManager[None]:
         """Hold a slot during the body. `waits`: the call is known to use no CPU time."""
+        return _Slot(self, waits)
+
+    async def take(self, *, waits: bool) -> None:
+        """Wait for a slot and take it."""
         # Locks belong to one event loop, and this object may outlive it.
         loop = anyio.lowlevel.current_token()
         if self._turn is None or self._loop != loop:
             self._turn, self._loop, self._running = anyio.Lock(), loop, 0
-        async with self._turn:
-            await self._room(MAX_AT_ONCE if waits else COMPUTING)
+        always = MAX_AT_ONCE if waits else COMPUTING
+        if self._turn.locked() or self._running >= (self._number or always):
+            async with self._turn:
+                await self._room(always)
+                self._running += 1
+        else:
+            # Without the cost of a lock.
+            self._ahead = 0
             self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1
-            if self._freed is not None:
-                self._freed.set()
+
+    def release(self) -> None:
+        """Give the slot to another call."""
+        self._running -= 1
+        if self._freed is not None:
+            self._freed.set()
 
     async def _room(self, always: int) -> None:
         """Wait until another call may start. Only one task waits here at a time."""
@@ -80,6 +89,21 @@ class Slots:
             # Allow twice as many calls. One by one it would take seconds to reach the maximum.
             self._ahead = self._running if _only_wait(before, self._computed()) else 0
         self._ahead = 0
+
+
+class _Slot(AbstractAsyncContextManager[None]):
+    """A slot that is held during a body. A class, because it is faster than a generator."""
+
+    __slots__ = ("_slots", "_waits")
+
+    def __init__(self, slots: Slots, waits: bool) -> None:
+        self._slots, self._waits = slots, waits
+
+    async def __aenter__(self) -> None:
+        await self._slots.take(waits=self._waits)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._slots.release()
 
 
 def _only_wait(before: Mapping[int, float | None], after: Mapping[int, float | None]) -> bool:
