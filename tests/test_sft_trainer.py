@@ -261,6 +261,24 @@ def test_torchrun_on_several_machines_is_refused(
     assert "trainer.nnodes=2 trainer.n_gpus_per_node=2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "x"), ("LOCAL_WORLD_SIZE", "0")])
+def test_odd_variables_of_torchrun_are_named(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    rows: Path,
+    model: Path,
+    name: str,
+    value: str,
+) -> None:
+    for other, number in (("LOCAL_RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(other, number)
+    monkeypatch.setenv(name, value)
+    line = [f"data.train_files={rows}", "data.train_batch_size=4", f"model.path={model}"]
+    assert sft_trainer.main([*line, "trainer.device=cpu"]) == 2
+    assert f"{name}={value}" in (error := capsys.readouterr().err)
+    assert "torchrun" in error
+
+
 def test_a_line_trains(rows: Path, model: Path, tmp_path: Path) -> None:
     line = [
         f"data.train_files={rows}",

@@ -165,12 +165,20 @@ def _overlong(get: Get) -> Iterator[tuple[str, bool]]:
     kwargs, manager = get(_KWARGS), get("reward_model.reward_manager")
     if not isinstance(kwargs, dict) or "overlong_buffer_cfg" not in kwargs:
         return
+    buffer = kwargs["overlong_buffer_cfg"]
+    if buffer is not None and not isinstance(buffer, Mapping):
+        yield (
+            f"{_KWARGS}.overlong_buffer_cfg={show(buffer)}: set its entries, such as "
+            f"{_KWARGS}.overlong_buffer_cfg.enable=true",
+            True,
+        )
+        return
     if manager == "dapo":
         kwargs.setdefault("max_resp_len", get("data.max_response_length"))
     elif manager == "naive":
-        buffer = kwargs.pop("overlong_buffer_cfg")
+        del kwargs["overlong_buffer_cfg"]
         kwargs.pop("max_resp_len", None)
-        if isinstance(buffer, Mapping) and buffer.get("enable"):
+        if buffer and buffer.get("enable"):
             yield (
                 f"{_KWARGS}.overlong_buffer_cfg has no effect with "
                 "reward_model.reward_manager=naive",

@@ -74,10 +74,17 @@ def _processes(line: SftLine, prog: str) -> dict[str, Any]:
     """Return the number of processes that torchrun asks for, and remove its variables."""
     if not _under_torchrun():
         return {}
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    given = {name: os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     for name in _TORCHRUN:
         os.environ.pop(name, None)
+    for name, text in given.items():
+        if not (text.isdecimal() and int(text)):
+            line.problems.append(
+                f"the environment variable {name}={text} is not a number of processes; start the "
+                "command with torchrun, or unset LOCAL_RANK"
+            )
+            return {}
+    world, local = map(int, given.values())
     if world > local:
         line.problems.append(
             f"torchrun --nnodes={world // local} is not supported; start Ray on all machines "

@@ -40,11 +40,7 @@ from slipstream.metrics.tables import Page
 from slipstream.models.config import ModelConfig
 from slipstream.models.policy import PolicyConfig
 from slipstream.preflight.batch_table import Batches, batches_of, table_rows
-from slipstream.preflight.memory_estimate import (
-    POLICY,
-    MemoryEstimate,
-    estimate_memory,
-)
+from slipstream.preflight.memory_estimate import POLICY, MemoryEstimate, estimate_memory
 from slipstream.run.context import check_resumable, open_run
 from slipstream.run.folder import check_same_run
 from slipstream.run.train import check_phases, check_validation, trial

@@ -141,6 +141,7 @@ class SingleProcessBackend:
         self._owns_compute = compute is None
         self._snapshots: weakref.WeakSet[WeightSnapshot] = weakref.WeakSet()
         self._pending_changes = 0
+        # Each limits how often it runs, so a micro-batch must not delay the return after a step.
         self._freed_of_micro_batches, self._freed_of_steps = FreedMemory(), FreedMemory()
         self._lock = threading.Lock()
         self._weight_version = 0

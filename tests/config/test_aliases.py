@@ -450,11 +450,12 @@ def test_keys_of_verl_that_combine(overrides: tuple[str, ...], same: tuple[str, 
         (f"{ACTOR}.optim.min_lr=1", "optim.lr=0.0001"),
         (f"{ACTOR}.optim.min_lr=low", "set it to a number"),
         (f"{ACTOR}.tis_imp_ratio_cap=0", "or to -1"),
+        ("reward_model.reward_kwargs.overlong_buffer_cfg=5", "overlong_buffer_cfg.enable=true"),
     ],
 )
 def test_keys_of_verl_that_combine_are_checked(override: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load(override)
+        load(override, verl=True)
     assert str(caught.value).startswith(override)
     assert remedy in str(caught.value)
 

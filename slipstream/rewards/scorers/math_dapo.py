@@ -87,9 +87,9 @@ _BARE_ROOT = re.compile(r"sqrt([^{])")
 def normalised(answer: str) -> str:
     """Return the normal form of an answer. That of a number is the shortest decimal."""
     text = answer.rsplit("=", 1)[-1]
-    if (read := number.read(text) or number.read(text := number.unwrapped(text))) is not None:
+    if (read := number.read(text)) is not None:
         return read.latex
-    text = number.joined(number.folded(text))
+    text = number.joined(number.folded(number.unwrapped(text)))
     for old, new in _ARTICLES:
         text = text.replace(old, new)
     text = _SPACE.sub("", text)
