@@ -5,6 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from decimal import getcontext
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from slipstream.threads import DaemonThreads, arrival
@@ -37,6 +38,19 @@ def test_arrival_waits_for_result_error_or_cancellation() -> None:
     anyio.run(main)
     assert sorted(reached) == ["cancelled", "done", "failed"]
     assert done.result() == 3
+
+
+def test_arrival_ends_at_its_timeout_and_leaves_the_work_alone() -> None:
+    work: Future[int] = Future()
+
+    async def main() -> None:
+        await arrival(work, 0.001)
+        assert not work.done()
+        work.set_result(3)
+        await anyio.lowlevel.checkpoint()
+
+    anyio.run(main)
+    assert work.result() == 3
 
 
 def test_cancelled_arrival_does_not_cancel_the_work(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,8 +15,6 @@ from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-import anyio
-
 from slipstream.errors import ConfigError, RewardError
 from slipstream.rewards.results import CallOutcome, Reader, outcome_of
 from slipstream.rewards.slots import MAX_AT_ONCE, Slots, ThreadClock
@@ -125,8 +123,7 @@ class DeadlineRunner:
         call = self._threads.submit(timed)
         self._clocks[id(clock)] = clock
         try:
-            with anyio.move_on_after(timeout_s):
-                await arrival(call)
+            await arrival(call, timeout_s)
         finally:
             del self._clocks[id(clock)]
             if not call.done():

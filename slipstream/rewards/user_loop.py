@@ -13,8 +13,6 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-import anyio
-
 from slipstream.threads import arrival
 
 T = TypeVar("T")
@@ -82,8 +80,7 @@ class UserLoop:
 
     async def _finish(self, call: _Call[T], thread: _LoopThread, timeout_s: float) -> T | None:
         try:
-            with anyio.move_on_after(timeout_s):
-                await arrival(call.result)
+            await arrival(call.result, timeout_s)
         except BaseException:  # the caller was cancelled
             thread.cancel(call)
             self._abandoned.append(call.result)
@@ -92,8 +89,7 @@ class UserLoop:
             return None if call.result.cancelled() else call.result.result()
         answered = thread.cancel(call)
         for _ in range(_CANCELS):
-            with anyio.move_on_after(GRACE_S / _CANCELS):
-                await arrival(call.result)
+            await arrival(call.result, GRACE_S / _CANCELS)
             if call.result.done():
                 return None
             thread.cancel(call)

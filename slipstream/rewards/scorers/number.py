@@ -240,11 +240,11 @@ def _peeled(text: str) -> str:
     if text.endswith(".") and not text.endswith(("..", r"\right.", r"\left.")):
         return text[:-1]
     for opening, closing in _DELIMITERS:
+        if not text.startswith(opening) or not text.endswith(closing):
+            continue
         inner = text[len(opening) : -len(closing)]
         if (
             len(text) > len(opening) + len(closing)
-            and text.startswith(opening)
-            and text.endswith(closing)
             and closing not in inner.replace(rf"\{closing}", "")
             and opening not in inner.replace(rf"\{opening}", "")
             and not inner.endswith("\\")
@@ -279,6 +279,8 @@ def closing_brace(text: str, opening: int) -> int | None:
 
 def _decimal(value: Fraction) -> str | None:
     """Return a value as a decimal without exponent; None if it is too long."""
+    if value.denominator == 1 and abs(value.numerator) < 10**15:
+        return str(value.numerator)  # most values, and faster
     scale = 0
     while value.denominator > 1 and scale <= _MAX_DECIMALS:
         value, scale = value * 10, scale + 1
