@@ -456,6 +456,7 @@ _SINGLE: dict[str, _Values] = {
     f"{_ROLLOUT}.layer_name_map.gate_proj_layer_name": ("gate_up",),
     f"{_ROLLOUT}.disable_log_stats": _ON,
     f"{_ROLLOUT}.multi_stage_wake_up": _OFF,
+    f"{_ROLLOUT}.use_preprocessed_multimodal_input": _ON,
     f"{_ROLLOUT}.engine_kwargs": ({},),
     f"{_ROLLOUT}.engine_kwargs.vllm": ({},),
     f"{_ROLLOUT}.engine_kwargs.sglang": ({},),

@@ -81,6 +81,7 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         f"{_ROLLOUT}.layered_summon",
         f"{_ROLLOUT}.layer_name_map.*",
         f"{_ROLLOUT}.multi_stage_wake_up",
+        f"{_ROLLOUT}.use_preprocessed_multimodal_input",
         f"{_ROLLOUT}.update_weights_bucket_megabytes",
         f"{_ROLLOUT}.checkpoint_engine.*",
         f"{_ROLLOUT}.cudagraph_capture_sizes",

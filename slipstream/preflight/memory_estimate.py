@@ -268,10 +268,13 @@ def _trainer(config: Config, policy: ModelConfig, optim: OptimSettings) -> Train
     count = process_count(config)
     if count == 1:
         return trainer
-    one = replace(policy, num_layers=1, windowed_layers=())
-    # A process gathers one layer at a time, in fp32, and all weights outside of layers.
+    # In fp32, a process gathers all weights outside of layers, those of one layer, and in the
+    # backward pass those of the next layer in advance.
+    gathered = replace(policy, num_layers=2, windowed_layers=())
     muon = 4 * _parameters(policy) if optim.optimizer == "Muon" else None
-    return trainer.sharded(count, 4 * _parameters(one), recomputes=recompute, whole_optimizer=muon)
+    return trainer.sharded(
+        count, 4 * _parameters(gathered), recomputes=recompute, whole_optimizer=muon
+    )
 
 
 def _critic(config: Config, policy: ModelConfig, rl_steps: int) -> tuple[ModelConfig, TrainerBytes]:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slipstream.metrics.resident import FreedMemory
 from slipstream.models.decoder import Decoder
 from slipstream.models.policy import needs_padding
 from slipstream.models.sharded import free_gathered, is_sharded, shard
@@ -87,6 +88,15 @@ class ShardedBackend(SingleProcessBackend):
             # The decoder may be on any device: layers move to the mesh's device one by one.
             shard(decoder, ranks.mesh)
         super().__init__(decoder, **settings)
+        # Each layer's gathered weights are freed between activations that stay, which leaves gaps
+        # in the heap. The hook also runs when the backward pass recomputes a layer.
+        freed = FreedMemory()
+
+        def give_back(*_: object) -> None:
+            freed.give_back()
+
+        for layer in decoder.model.layers:
+            layer.register_forward_pre_hook(give_back)
 
     def _shares(self, batch: TrainBatch) -> list[dict[int, int]]:
         """Index -> length of the rows of each process."""

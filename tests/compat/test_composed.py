@@ -74,6 +74,7 @@ WITHOUT_EFFECT: dict[str, object] = {
     f"{ROLLOUT}__moe_load_balance_metrics_interval": 5,
     f"{ROLLOUT}__multi_turn__format": "qwen3_coder",
     f"{ROLLOUT}__prometheus__enable": True,
+    f"{ROLLOUT}__use_preprocessed_multimodal_input": False,
     f"{ACTOR}__calculate_entropy": True,
     f"{ACTOR}__checkpoint__strict": False,
     f"{ACTOR}__fsdp_config__turbo_config__distributed__tensor_parallel_size": 2,
