@@ -140,7 +140,7 @@ def make_cotraining(
     if train.mode == "opportunistic":
         setup = WorkerSetup(
             blank=head.blank(),
-            weights={name: p.detach().clone() for name, p in head.named_parameters()},
+            weights={name: t.detach().clone() for name, t in head.state_dict().items()},
             version=0,
             collector=collector,
             buffer=buffer,

@@ -6,7 +6,7 @@ Called by `run.draft_phase`, on the compute thread.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +33,6 @@ from slipstream.loops.draft_data import (
     RecordedResponses,
     Responder,
     SequenceSource,
-    most_frequent,
     read_rollouts,
 )
 from slipstream.models.draft.eagle3 import Eagle3Head
@@ -114,17 +113,16 @@ def make_parts(
             seed=config.trainer.seed,
         )
 
-    def frequent(size: int) -> list[int]:
+    def first_answers() -> list[list[int]]:
         if records is not None:
-            answers: Iterable[Sequence[int]] = (response for _, response in records)
-        else:
-            # The responses of the first round; that round will use the same prompts again.
-            before = data.state_dict()
-            answers = answering().answers(data.get_prompts(draft.samples_per_round), "draft")
-            data.load_state_dict(before)
-        return most_frequent(answers, size, decoder.config.vocab_size)
+            return [response for _, response in records]
+        # The responses of the first round; that round will use the same prompts again.
+        before = data.state_dict()
+        answers = answering().answers(data.get_prompts(draft.samples_per_round), "draft")
+        data.load_state_dict(before)
+        return answers
 
-    head, _ = first_head(config, decoder, frequent)
+    head, _ = first_head(config, decoder, first_answers)
     responder = answering(head.aux_layers)
     held_out = validation_prompts(config, tokenizer, task, count=draft.held_out_samples)
     source: SequenceSource
@@ -174,9 +172,7 @@ def train_settings(
             f"speculative.train.value_weight={train.value_weight:g}: an EAGLE3 head predicts no "
             "features; set speculative.train.value_weight=null"
         )
-    topk, tokens = config.speculative.eagle.spec_topk, head.config.vocab_size
-    if head.tokens is not None:
-        tokens = len(head.tokens)
+    topk, tokens = config.speculative.eagle.spec_topk, head.draft_vocab_size
     if train.topk_mass_weight and topk >= tokens:
         raise ConfigError(
             f"speculative.train.topk_mass_weight={train.topk_mass_weight:g}: the "

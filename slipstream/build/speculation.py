@@ -14,6 +14,7 @@ import torch
 from slipstream.checkpoint.layout import head_folder
 from slipstream.config.schema import Config
 from slipstream.config.schema_speculative import MOST_BRANCHES, EagleSection
+from slipstream.drafter.vocabulary import LARGE, TokenCounts, best_size
 from slipstream.errors import ConfigError
 from slipstream.inference.engine.recorder import CudaRecorder
 from slipstream.inference.speculation.bandits import (
@@ -114,18 +115,19 @@ def make_speculation(
 
 
 def first_head(
-    config: Config, policy: Decoder, frequent: Callable[[int], Sequence[int]] | None = None
+    config: Config, policy: Decoder, answers: Callable[[], Sequence[Sequence[int]]] | None = None
 ) -> tuple[DraftModel, Path | None]:
     """The initial head and its folder: `speculative.eagle.spec_model_path`, or a new head.
 
-    `frequent` returns the given number of most frequent tokens, sorted.
+    `answers` returns responses of the policy, in which the tokens of a draft vocabulary are
+    counted.
 
     Raises ConfigError for impossible auxiliary layers or draft vocabularies, and for ones that
     differ from the folder's. Raises CheckpointError for a folder without a head of this policy.
     """
     if config.speculative.eagle.spec_model_path is not None:
         return _known_head(config, policy.config)
-    head = _new_head(config, policy.config, frequent)
+    head = _new_head(config, policy.config, answers)
     head.init_weights(config.trainer.seed, policy)
     return head, None
 
@@ -140,17 +142,41 @@ def head_to_be(config: Config, policy: ModelConfig) -> DraftModel:
 
 
 def _new_head(
-    config: Config, policy: ModelConfig, frequent: Callable[[int], Sequence[int]] | None = None
+    config: Config,
+    policy: ModelConfig,
+    answers: Callable[[], Sequence[Sequence[int]]] | None = None,
 ) -> DraftModel:
     eagle = config.speculative.eagle
-    aux_layers = _new_aux_layers(eagle, policy, counts=frequent is not None)
+    aux_layers = _new_aux_layers(eagle, policy, counts=answers is not None)
+    tokens = _draft_tokens(eagle, policy, answers)
     if eagle.spec_algorithm == "EAGLE":
-        return DraftHead(policy)
-    size, tokens = eagle.draft_vocab_size, None
-    if size is not None:
-        assert frequent is not None, "see `_new_aux_layers`"
-        tokens = frequent(size)
+        return DraftHead(policy, tokens)
     return Eagle3Head(policy, aux_layers, tokens)
+
+
+def _draft_tokens(
+    eagle: EagleSection,
+    policy: ModelConfig,
+    answers: Callable[[], Sequence[Sequence[int]]] | None,
+) -> list[int] | None:
+    """The draft vocabulary of a new head; None: all tokens.
+
+    Without `answers` no token is counted, so an EAGLE head gets the lowest ids.
+    """
+    size, counts = eagle.draft_vocab_size, TokenCounts(policy.vocab_size)
+    if size == "auto" and policy.vocab_size <= LARGE:
+        size = None
+    if size is None or (answers is None and eagle.spec_algorithm == "EAGLE3"):
+        return None
+    responses = () if answers is None else answers()
+    for response in responses:
+        counts.add(response)
+    if size == "auto":
+        size = best_size(responses, policy)
+    if size is None:
+        return None
+    ends = policy.eos_token_ids
+    return counts.most_frequent(max(size, len(ends)), always=ends)
 
 
 def _new_aux_layers(eagle: EagleSection, policy: ModelConfig, *, counts: bool) -> tuple[int, ...]:
@@ -159,16 +185,16 @@ def _new_aux_layers(eagle: EagleSection, policy: ModelConfig, *, counts: bool) -
     `counts`: there are responses in which the tokens for a draft vocabulary can be counted. Raises
     ConfigError for auxiliary layers or a draft vocabulary that the policy cannot have.
     """
-    if eagle.spec_algorithm == "EAGLE":
-        return ()
-    size = eagle.draft_vocab_size
-    if size is not None and (not counts or size > policy.vocab_size):
+    size, eagle3 = eagle.draft_vocab_size, eagle.spec_algorithm == "EAGLE3"
+    if isinstance(size, int) and ((eagle3 and not counts) or size > policy.vocab_size):
         raise ConfigError(
             f"speculative.eagle.draft_vocab_size={size}: it must be at most the policy's "
-            f"{policy.vocab_size}, and it needs responses to count tokens in; lower it, "
-            "train the draft head with `slipstream draft` first, or set "
+            f"{policy.vocab_size}, and an EAGLE3 head needs responses to count tokens in; lower "
+            "it, train the draft head with `slipstream draft` first, or set "
             "speculative.eagle.draft_vocab_size=null"
         )
+    if not eagle3:
+        return ()
     aux_layers = eagle.aux_hidden_state_layer_ids
     if aux_layers is None:
         aux_layers = default_aux_layers(policy.num_layers)
@@ -191,14 +217,14 @@ def _known_head(config: Config, policy: ModelConfig) -> tuple[DraftModel, Path]:
     assert eagle.spec_model_path is not None
     folder = head_folder(Path(eagle.spec_model_path))
     head = load_draft_head(folder, policy)
-    size = head.draft_vocab_size if isinstance(head, Eagle3Head) else None
+    size = None if head.draft_tokens is None else head.draft_vocab_size
     aux_layers = eagle.aux_hidden_state_layer_ids
     for option, wanted, found, usual in (
-        ("spec_algorithm", eagle.spec_algorithm, head.algorithm, "EAGLE"),
-        ("draft_vocab_size", eagle.draft_vocab_size, size, None),
-        ("aux_hidden_state_layer_ids", aux_layers, head.aux_layers, None),
+        ("spec_algorithm", eagle.spec_algorithm, head.algorithm, ("EAGLE",)),
+        ("draft_vocab_size", eagle.draft_vocab_size, size, ("auto", None)),
+        ("aux_hidden_state_layer_ids", aux_layers, head.aux_layers, (None,)),
     ):
-        if wanted not in (usual, found):
+        if wanted not in (*usual, found):
             raise ConfigError(
                 f"{key}.{option}={wanted}, but in {folder} it is {found}; remove the option, or "
                 f"start "

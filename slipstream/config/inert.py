@@ -75,10 +75,10 @@ def _training(speculative: SpeculativeSection) -> Iterator[str]:
             f"{key}.depth=2 or {key}.depth_decay=null"
         )
     if new and eagle.spec_algorithm == "EAGLE":
-        for name in ("draft_vocab_size", "aux_hidden_state_layer_ids"):
-            if getattr(eagle, name) is not None:
-                yield WithoutEffect(
-                    f"speculative.eagle.{name} has no effect with "
-                    "speculative.eagle.spec_algorithm=EAGLE; set "
-                    f"speculative.eagle.spec_algorithm=EAGLE3 or speculative.eagle.{name}=null"
-                )
+        name = "aux_hidden_state_layer_ids"
+        if getattr(eagle, name) is not None:
+            yield WithoutEffect(
+                f"speculative.eagle.{name} has no effect with "
+                "speculative.eagle.spec_algorithm=EAGLE; set "
+                f"speculative.eagle.spec_algorithm=EAGLE3 or speculative.eagle.{name}=null"
+            )

@@ -33,9 +33,12 @@ class EagleSection:
     """Type of a new draft head. `EAGLE` (1 and 2) takes the policy's final hidden states and uses
     the policy's LM head. `EAGLE3` takes the hidden states of three layers and has its own LM
     head."""
-    draft_vocab_size: PositiveInt | None = None
-    """Number of tokens that a new EAGLE3 draft head can draft: the most frequent tokens in the
-    first responses of `slipstream draft`; null: all tokens."""
+    draft_vocab_size: PositiveInt | Literal["auto"] | None = "auto"
+    """Number of tokens that a new draft head can draft: the most frequent tokens in the first
+    responses of `slipstream draft`, or in `rollout_files`. `auto`: all tokens of a policy with up
+    to 16,384 tokens; else the number with the highest estimated speed. null: all tokens. A new
+    EAGLE head of RL starts with the lowest token ids. Co-training renews the tokens of an EAGLE
+    head if the policy writes others."""
     aux_hidden_state_layer_ids: tuple[NonNegativeInt, ...] | None = None
     """Auxiliary layers of a new EAGLE3 draft head: three layers of the policy, counted from 0,
     whose inputs the draft head takes; null: layer 2, the middle layer (number of layers divided by

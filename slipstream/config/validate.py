@@ -717,12 +717,17 @@ def _cotraining(config: Config) -> Iterator[str]:
             f"set speculative.enable=true speculative.spec_strategy=eagle, or {off}"
         )
     eagle = speculative.eagle
-    if eagle.draft_vocab_size is not None and eagle.spec_model_path is None:
+    if (
+        isinstance(eagle.draft_vocab_size, int)
+        and eagle.spec_model_path is None
+        and eagle.spec_algorithm == "EAGLE3"
+    ):
         yield (
             f"speculative.eagle.draft_vocab_size={eagle.draft_vocab_size}: the draft vocabulary is "
             "chosen by token counts of responses, and a draft model created by RL has none yet; "
             "train one with `slipstream draft` first and set speculative.eagle.spec_model_path="
-            "FOLDER, or set speculative.eagle.draft_vocab_size=null"
+            "FOLDER, or set speculative.eagle.draft_vocab_size=null, or "
+            "speculative.eagle.spec_algorithm=EAGLE"
         )
     if train.min_workers_for_training != 1:
         yield (

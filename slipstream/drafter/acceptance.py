@@ -156,6 +156,7 @@ def measure_acceptance(
     in their dtype.
     """
     packed = head.pack(vocab.dtype)
+    lm_head = packed.draft_lm_head(vocab.lm_head)
     padded = not supports_varlen(head.config, vocab.dtype, vocab.embedding_VD.device)
     lengths: list[list[int]] = [[] for _ in held_out]
     order = sorted(range(len(held_out)), key=lambda i: len(held_out[i].sequence.tokens))
@@ -177,7 +178,7 @@ def measure_acceptance(
             states, slots = predicted.flatten(0, 1), batch.slots(2 + k)
             # Continue only the chains that are correct so far.
             for some in torch.split(slots[correct[slots] == k], ROWS_AT_ONCE):
-                logits = packed.logits(pad_rows(states[some]), vocab.lm_head)[: len(some)]
+                logits = packed.logits(pad_rows(states[some]), lm_head)[: len(some)]
                 positions = position_M[some] + (2 + k)
                 drafts = choose(logits, positions, rows.part(sequence_M[some])).tokens
                 correct[some] += drafts == ids[some + (2 + k)]

@@ -21,8 +21,9 @@ from torch.optim.swa_utils import PARAM_LIST, AveragedModel
 from slipstream.checkpoint.saved import MOST_PER_STEP, REMEDY, Saved, restoring
 from slipstream.drafter.acceptance import Acceptance, HeldOut, Regression, measure_acceptance
 from slipstream.drafter.collector import FeatureCollector
-from slipstream.drafter.sequences import DraftSequence, VocabLayers
+from slipstream.drafter.sequences import DraftSequence, VocabLayers, written
 from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings, Metrics
+from slipstream.drafter.vocabulary import TokenCounts
 from slipstream.errors import CheckpointError, ConfigError, TrainingError, check_at_least_one
 from slipstream.models.draft.model import DraftModel
 from slipstream.types import PolicyVersion
@@ -67,6 +68,10 @@ class Slice:
 
 
 _COUNTS = ("version", "hold_backs", "failures", "tokens_seen")
+_RENEW_ABOVE = 0.002
+"""The draft vocabulary is renewed if other tokens cover this share more of what was written."""
+_KEPT_COUNTS = 0.5
+"""Share of the token counts that stays at each slice."""
 _MOST_TOKENS = 1 << 31
 """No step of a head's training sees more tokens."""
 
@@ -106,6 +111,12 @@ class CoTraining:
         """Newest policy version whose responses the head in use was trained on; None if
         unknown."""
         self.regression = Regression()
+        self.words: TokenCounts | None = None
+        """Counts of the tokens that the policy wrote, for a head whose draft vocabulary can change;
+        else None."""
+        if head.draft_tokens is not None and head.algorithm == "EAGLE":
+            self.words = TokenCounts(head.config.vocab_size)
+        self._counted_to: int | None = None
         self.used = head.blank().to(head.device)
         self.used.load_state_dict(head.state_dict())
 
@@ -125,6 +136,7 @@ class CoTraining:
         """
         s, held_out = self.settings, self.collector.held_out
         started = time.perf_counter()
+        vocabulary = self._renew_vocabulary()
         batches = self.collector.buffer.batches(s.batch_size, f"{s.train.seed}/{step}")
         before = self._accepted(self.used, held_out, vocab)
         history, failure = list[Metrics](), None
@@ -155,9 +167,37 @@ class CoTraining:
         held_back = bool(history) and not adopted
         self.hold_backs += held_back
         metrics = _of_training(history) | _of_acceptance(before, "before") | self.counts()
-        metrics |= _of_acceptance(after, "after")
+        metrics |= _of_acceptance(after, "after") | vocabulary
         metrics["drafter/seconds"] = time.perf_counter() - started
         return Slice(metrics=metrics, adopted=adopted, held_back=held_back, failure=failure)
+
+    def _renew_vocabulary(self) -> Metrics:
+        """Replace the draft vocabulary of the head in training if the policy writes other tokens.
+
+        The new vocabulary is used when the trained head is adopted. Only a head without an LM head
+        of its own can change its tokens. Returns the coverage of the vocabulary before and after,
+        as metrics; none for a head that drafts all tokens.
+        """
+        head, words = self.trainer.head, self.words
+        if words is None or head.tokens is None:
+            return {}
+        words.fade(_KEPT_COUNTS)
+        for entry in self.collector.entries:
+            if self._counted_to is None or entry.step > self._counted_to:
+                words.add(written(entry.sequence))
+        steps = [entry.step for entry in self.collector.entries]
+        self._counted_to = max(steps, default=self._counted_to)
+        best = words.most_frequent(
+            len(head.tokens), always=head.config.eos_token_ids, before=head.tokens
+        )
+        before, after = words.coverage(head.tokens), words.coverage(best)
+        if after > before + _RENEW_ABOVE:
+            for each in (head, self._averaged):
+                assert each.draft_tokens is not None
+                each.draft_tokens.copy_(torch.tensor(best))
+        else:
+            after = before
+        return {"drafter/vocabulary_coverage/before": before, "drafter/vocabulary_coverage": after}
 
     def counts(self) -> Metrics:
         """Counters since the start, as metrics."""
@@ -188,6 +228,8 @@ class CoTraining:
             "trained_to": self.trained_to,
             "lost": [self.regression.share, self.regression.variance],
             "collector": self.collector.state_dict(),
+            "words": None if self.words is None else self.words.counts.clone(),
+            "counted_to": self._counted_to,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -206,6 +248,7 @@ class CoTraining:
         Saved(state).fields(*names)
         counts = {name: saved[name].count() for name in _COUNTS}
         trained_to = version_of(saved["trained_to"])
+        words, counted_to = self._saved_words(saved)
         share, variance = saved["lost"].elements(2)
         regression = Regression(share.number(), variance.number(0.0))
         parts: dict[str, nn.Module] = {
@@ -226,6 +269,16 @@ class CoTraining:
         for name, count in counts.items():
             setattr(self, name, count)
         self.trained_to, self.regression = trained_to, regression
+        self.words, self._counted_to = words, counted_to
+
+    def _saved_words(self, saved: Mapping[str, Saved]) -> tuple[TokenCounts | None, int | None]:
+        """The token counts of a saved state. Raises CheckpointError if they do not fit."""
+        counted_to = version_of(saved["counted_to"])
+        if self.words is None:
+            return None, counted_to
+        words = TokenCounts(len(self.words.counts))
+        words.counts = saved["words"].tensor(words.counts)
+        return words, counted_to
 
     def check_position(self, step: int, version: PolicyVersion) -> None:
         """Raise CheckpointError if the restored state is newer than RL step `step` with the policy
@@ -239,6 +292,7 @@ class CoTraining:
             ("trained_to", self.trained_to or 0, version),
             ("collector.buffer.newest_used", buffer.newest_used or 0, version),
             ("collector.buffer.counts.received", buffer.counts.received, most),
+            ("counted_to", self._counted_to or 0, step),
             ("the step of a response", max((e.step for e in entries), default=0), step),
             ("the version of a response", max((e.version for e in entries), default=0), version),
         ):
@@ -310,7 +364,8 @@ def _average(head: DraftModel, decay: float) -> AveragedModel:
 
 
 def _tensors(head: DraftModel) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in head.named_parameters()}
+    """Copies of the weights, and of the draft vocabulary if there is one."""
+    return {name: t.detach().clone() for name, t in head.state_dict().items()}
 
 
 def _of_training(history: Sequence[Metrics]) -> Metrics:

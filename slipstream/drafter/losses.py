@@ -73,7 +73,9 @@ class DraftLoss:
 
     The single losses and `accuracy` are those of the first draft token. `value` is None for a head
     that predicts no features; `acceptance` and `topk_mass` are None if their weight is 0. Accuracy
-    is the share of slots where the head's likeliest token is the policy's likeliest token.
+    is the share of slots where the head's likeliest token is the policy's likeliest token. With a
+    draft vocabulary, it compares draft tokens only, and a slot whose written token is outside is
+    wrong.
     `slots` is the number of slots of the first depth.
     """
 
@@ -114,8 +116,9 @@ def draft_loss(
     head's input features, not to the features to predict.
 
     For a head with a draft vocabulary, the soft loss compares distributions over its tokens only,
-    and slots whose likeliest token is outside count as 0 (as in EAGLE-3's published training). The
-    acceptance and top-k mass losses use the policy's full distribution.
+    and slots whose written token is outside count as 0. (EAGLE-3's published training judges by the
+    policy's likeliest token instead. That needs logits of all tokens, which cost more than all the
+    rest.) The acceptance and top-k mass losses use the policy's full distribution.
 
     Raises DataError for a batch without slots, ValueError if `topk` is not below the size of the
     (draft) vocabulary.
@@ -131,6 +134,12 @@ def draft_loss(
     )
     total = torch.zeros((), device=inputs.device)
     weights, first = 0.0, None
+    lm_head = head.draft_lm_head(batch.lm_head)
+    policy_lm_head, is_draftable = batch.lm_head, None
+    if head.tokens is not None:
+        policy_lm_head = batch.lm_head.rows(head.tokens)
+        draftable = torch.zeros(head.config.vocab_size, dtype=torch.bool, device=inputs.device)
+        is_draftable = draftable.index_fill_(0, head.tokens, True)[batch.tokens_BT.flatten()]
     for k, states in enumerate(unrolled):
         # Slot t drafts token t + 2 + k. `slots` leaves out the last ones, which draft a token
         # beyond the sequence.
@@ -138,13 +147,11 @@ def draft_loss(
         if not len(counted):
             break
         mine, true = states.flatten(0, 1)[counted], final[counted + 1 + k]
-        log_q = torch.log_softmax(head.draft_logits(mine, batch.lm_head).float(), -1)
+        log_q = torch.log_softmax(head.draft_logits(mine, lm_head).float(), -1)
+        counts = None if is_draftable is None else is_draftable[counted + 2 + k].float()
         with torch.no_grad():
-            logits = batch.lm_head(true).float()
-            likeliest, theirs, counts = logits.argmax(-1), logits, None
-            if head.tokens is not None:
-                theirs = logits[:, head.tokens]
-                counts = torch.isin(likeliest, head.tokens).float()
+            theirs = policy_lm_head(true).float()
+            likeliest = theirs.argmax(-1)
         soft = -(torch.softmax(theirs, -1) * log_q).sum(-1)
         soft = (soft if counts is None else soft * counts).mean()
         weighted = soft_weight * soft
@@ -153,9 +160,7 @@ def draft_loss(
             value = F.smooth_l1_loss(mine.float(), true.float())
             weighted = weighted + value_weight * value
         if acceptance_weight or topk_mass_weight:
-            log_p = torch.log_softmax(logits, -1)
-            if head.tokens is not None:
-                log_p = log_p[:, head.tokens]
+            log_p = _log_probs(batch.lm_head, true, head.tokens)
         if acceptance_weight:
             acceptance = acceptance_loss(log_p, log_q)
             weighted = weighted + acceptance_weight * acceptance
@@ -166,10 +171,8 @@ def draft_loss(
         total = total + weight * weighted
         weights += weight
         if first is None:
-            drafted = log_q.argmax(-1)
-            if head.tokens is not None:
-                drafted = head.tokens[drafted]
-            accuracy = (drafted == likeliest).float().mean()
+            same = (log_q.argmax(-1) == likeliest).float()
+            accuracy = (same if counts is None else same * counts).mean()
             optional = _detached(acceptance), _detached(topk_mass)
             first = (_detached(value), soft.detach(), *optional, len(counted), accuracy)
     if first is None:
@@ -186,6 +189,13 @@ def draft_loss(
         accuracy=first[5],
         slots=first[4],
     )
+
+
+@torch.no_grad()
+def _log_probs(lm_head: PackedLinear, final: Tensor, tokens: Tensor | None) -> Tensor:
+    """Return the policy's log-probs of `tokens` (Z,), or of all tokens, at final states (N, D)."""
+    log_p = torch.log_softmax(lm_head(final).float(), -1)
+    return log_p if tokens is None else log_p[:, tokens]
 
 
 def _detached(loss: Tensor | None) -> Tensor | None:

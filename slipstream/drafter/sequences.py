@@ -53,6 +53,11 @@ class DraftSequence:
         return sum(map(bool, self.loss_mask[2:]))
 
 
+def written(sequence: DraftSequence) -> list[int]:
+    """Return the tokens that the policy wrote."""
+    return [t for t, m in zip(sequence.tokens, sequence.loss_mask, strict=True) if m]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabLayers:
     """Embedding and LM head of a policy. A draft head has none of its own and uses these."""

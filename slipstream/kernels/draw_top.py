@@ -11,7 +11,7 @@ from numba import carray
 
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.draw import ALL, GOLDEN, SLACK, STEP, U, mix
-from slipstream.kernels.memory import floats_at, words_at
+from slipstream.kernels.memory import floats_at, ints_at, words_at
 from slipstream.kernels.numeric import F, exp, largest
 
 _8 = U(8)
@@ -31,20 +31,33 @@ def _insert(best, ids, score, token):
 
 
 @kernel
-def draw_top(scores, key, position, heat, V, best, ids):
-    """Find the `len(ids)` best of V fp32 scores at an address, with keyed noise at a position.
+def draw_top(scores, tokens, key, position, heat, Z, best, ids):
+    """Find the `len(ids)` best of Z fp32 scores at an address, with keyed noise at a position.
 
-    `key` is the address of the key's two words. If the temperature `heat` is 0, there is no noise.
-    The results go to `best` (float64) and `ids`. Among equals the lowest id comes first. Unused
-    entries, and all entries if the largest score is infinite or NaN, are -inf and the last id.
+    `tokens` is the address of the scores' token ids (Z,), int64 in ascending order, on which the
+    noise depends. If it is 0, the ids are 0 to Z - 1. `key` is the address of the key's two words.
+    If the temperature `heat` is 0, there is no noise. The results go to `best` (float64) and
+    `ids`. Among equals the lowest id comes first. Unused entries, and all entries if the largest
+    score is infinite or NaN, are -inf and the last id.
     """
-    s, words = carray(floats_at(scores), (V,)), carray(words_at(key), (2,))
-    best[:], ids[:] = -np.inf, V - 1
-    top = largest(scores, V)
+    _draw_top(scores, tokens, key, position, heat, Z, best, ids)
+    if tokens:
+        token_of = carray(ints_at(tokens), (Z,))
+        for i in range(len(ids)):
+            ids[i] = token_of[ids[i]]
+
+
+@kernel
+def _draw_top(scores, tokens, key, position, heat, Z, best, ids):
+    """`draw_top`, but the results in `ids` are indices of scores."""
+    s, words = carray(floats_at(scores), (Z,)), carray(words_at(key), (2,))
+    token_of = carray(ints_at(tokens), (Z if tokens else 0,))
+    best[:], ids[:] = -np.inf, Z - 1
+    top = largest(scores, Z)
     if not np.isfinite(top):
         return
     if heat == 0:
-        for j in range(V):
+        for j in range(Z):
             _insert(best, ids, np.float64(s[j]), j)
         return
     first = mix(U(words[0] ^ U(U(position) * GOLDEN)))
@@ -53,11 +66,18 @@ def draw_top(scores, key, position, heat, V, best, ids):
     ratio = F(np.inf)
     # The first loop over a block is vectorized, and most blocks have no candidate for the second.
     complements, weights = np.empty(_BLOCK, np.uint32), np.empty(_BLOCK, np.float32)
-    for start in range(0, V, _BLOCK):
-        size = min(_BLOCK, V - start)
+    words_of_block = np.empty(_BLOCK, np.uint32)
+    for start in range(0, Z, _BLOCK):
+        size = min(_BLOCK, Z - start)
         near = 0
+        if tokens:
+            for i in range(size):
+                words_of_block[i] = U(token_of[start + i])
+        else:
+            for i in range(size):
+                words_of_block[i] = U(start + i)
         for i in range(size):
-            k = mix(U(mix(U(U(U(start + i) * GOLDEN) ^ first)) + second))
+            k = mix(U(mix(U(U(words_of_block[i] * GOLDEN) ^ first)) + second))
             complements[i] = ALL ^ k
             weights[i] = exp(s[start + i] - top)
             # A lower bound of 1 - u from 24 bits, which fit into a signed number.

@@ -9,8 +9,7 @@ from __future__ import annotations
 import glob
 import json
 import random
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -252,13 +251,6 @@ def usable(sequences: Sequence[DraftSequence], max_length: int) -> list[DraftSeq
             "look at the policy's responses"
         )
     return kept
-
-
-def most_frequent(answers: Iterable[Sequence[int]], size: int, vocab_size: int) -> list[int]:
-    """The `size` most frequent tokens in `answers`, sorted by id. Of equally frequent tokens, the
-    lower id is preferred."""
-    counts = Counter(token for answer in answers for token in answer)
-    return sorted(sorted(range(vocab_size), key=lambda token: -counts[token])[:size])
 
 
 def read_rollouts(patterns: Sequence[str], *, vocab_size: int) -> list[tuple[list[int], list[int]]]:

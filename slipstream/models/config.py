@@ -193,10 +193,14 @@ class ModelConfig:
     @property
     def parameters(self) -> int:
         """The number of parameters in the matrices, which are almost all of the model's."""
-        heads = (self.num_heads + self.num_kv_heads) * self.head_dim
-        layer = 2 * self.hidden_size * heads + 3 * self.hidden_size * self.intermediate_size
         ends = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
-        return ends + self.num_layers * layer
+        return ends + self.num_layers * self.layer_weights
+
+    @property
+    def layer_weights(self) -> int:
+        """The number of weights in the matrices of a layer."""
+        heads = 2 * (self.num_heads + self.num_kv_heads)
+        return self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

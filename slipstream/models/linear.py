@@ -66,6 +66,11 @@ class PackedLinear:
             return cls(weight, None, panels, _zeros(rounded))
         return cls(weight, bias, panels, F.pad(bias.detach().float(), (0, rounded - outs)))
 
+    def rows(self, indices: Tensor) -> PackedLinear:
+        """Return a layer with the outputs `indices` (n,) of this one. It copies their weights."""
+        bias = None if self.bias is None else self.bias[indices]
+        return PackedLinear.of(self.weight[indices], bias)
+
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer: (..., in) -> (..., out)."""
         if self.panels is None or self.start is None:

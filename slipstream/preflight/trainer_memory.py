@@ -221,7 +221,7 @@ def narrower(config: ModelConfig) -> list[tuple[float, ModelConfig]]:
     dimension has two smaller values, and there is a model for each combination of them. The factors
     extrapolate a function that is linear in each dimension.
     """
-    if layer_weights(config) <= MOST_WEIGHTS:
+    if config.layer_weights <= MOST_WEIGHTS:
         return [(1.0, config)]
     sizes = {
         "hidden_size": config.hidden_size,
@@ -250,12 +250,12 @@ def _in_proportion(config: ModelConfig) -> ModelConfig:
     heads, kv_heads = (
         count * config.head_dim / head_dim for count in (config.num_heads, config.num_kv_heads)
     )
-    small, factor = config, math.sqrt(8 * layer_weights(config) / MOST_WEIGHTS)
+    small, factor = config, math.sqrt(8 * config.layer_weights / MOST_WEIGHTS)
 
     def narrow(size: float, multiple: int = 1) -> int:
         return max(1, round(size / factor / multiple)) * multiple
 
-    while layer_weights(small) > MOST_WEIGHTS:
+    while small.layer_weights > MOST_WEIGHTS:
         small = _with_widths(
             config,
             hidden_size=narrow(config.hidden_size, 16),
@@ -278,12 +278,6 @@ def rope_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Return the bytes of the table of rotary embeddings that the small models do not make."""
     positions = max(0, config.max_position_embeddings - MOST_POSITIONS)
     return 2 * positions * config.head_dim * dtype.itemsize
-
-
-def layer_weights(config: ModelConfig) -> int:
-    """Return the number of weights in the matrices of a layer."""
-    heads = 2 * (config.num_heads + config.num_kv_heads)
-    return config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
 
 
 def _measured(

@@ -13,21 +13,25 @@ from slipstream.sampling.noise import gumbel_noise
 
 
 @kernel
-def _call(scores, key, position, heat, V, best, ids, count):  # type: ignore[no-untyped-def]
+def _call(scores, tokens, key, position, heat, Z, best, ids, count):  # type: ignore[no-untyped-def]
     draw_top(
-        scores, key, position, heat, V,
+        scores, tokens, key, position, heat, Z,
         carray(doubles_at(best), (count,)), carray(ints_at(ids), (count,)),
     )  # fmt: skip
 
 
 def top(
-    row: torch.Tensor, key: torch.Tensor, heat: float, count: int
+    row: torch.Tensor,
+    key: torch.Tensor,
+    heat: float,
+    count: int,
+    tokens: torch.Tensor | None = None,
 ) -> tuple[list[float], list[int]]:
     best = torch.empty(count, dtype=torch.float64)
     ids = torch.empty(count, dtype=torch.int64)
-    _call(
-        row.data_ptr(), key.data_ptr(), 17, heat, len(row), best.data_ptr(), ids.data_ptr(), count
-    )
+    names = 0 if tokens is None else tokens.data_ptr()
+    places = best.data_ptr(), ids.data_ptr()
+    _call(row.data_ptr(), names, key.data_ptr(), 17, heat, len(row), *places, count)
     return best.tolist(), ids.tolist()
 
 
@@ -54,3 +58,15 @@ def test_equal_scores_come_in_the_order_of_ids_and_nan_gives_no_tokens() -> None
     assert top(row, key, 0.0, 4)[1] == [1, 2, 4, 0]
     row[3] = torch.nan
     assert top(row, key, 1.0, 2) == ([-float("inf")] * 2, [4, 4])
+
+
+@pytest.mark.parametrize("heat", [0.0, 1.0])
+def test_noise_depends_on_the_token_ids_of_a_draft_vocabulary(heat: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randperm(5000, generator=generator)[:300].sort().values
+    row = torch.full((5000,), -float("inf"))
+    row[tokens] = 3 * torch.randn(300, generator=generator)
+    key = torch.tensor([[12345, -678]], dtype=torch.int32)
+    best, ids = top(row, key, heat, 8)
+    assert set(ids) <= set(tokens.tolist())
+    assert top(row[tokens].contiguous(), key, heat, 8, tokens) == (best, ids)

@@ -177,14 +177,13 @@ HUGE = 2**31 - 1
 )
 def test_no_small_model_has_many_weights(widths: dict[str, int]) -> None:
     config = replace(CONFIG, max_position_embeddings=2**24, **widths)  # type: ignore[arg-type]
-    weights = trainer_memory.layer_weights
     narrow = trainer_memory.narrower(config)
     assert len(narrow) > 1
     # The number of weights is a product of two widths, like the memory.
-    total = sum(share * weights(small) for share, small in narrow)
-    assert total == pytest.approx(weights(config), rel=1e-6)
+    total = sum(share * small.layer_weights for share, small in narrow)
+    assert total == pytest.approx(config.layer_weights, rel=1e-6)
     for small in (*(small for _, small in narrow), trainer_memory._in_proportion(config)):
-        assert weights(small) <= trainer_memory.MOST_WEIGHTS
+        assert small.layer_weights <= trainer_memory.MOST_WEIGHTS
 
 
 def test_the_table_of_many_positions_is_counted_and_not_made() -> None:

@@ -278,6 +278,8 @@ class Engine:
             self._runner.load(tensors)
         self._weights += 1
         self.version = update.version
+        if isinstance(self._own_proposer, LearningProposer):
+            self._own_proposer.policy_changed()
         if self._own_selector is not None:
             self._own_selector.changed()
 

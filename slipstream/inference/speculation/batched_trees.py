@@ -23,18 +23,26 @@ from slipstream.inference.speculation.protocol import DraftBatch
 from slipstream.kernels.draft.tree import WIDTH
 from slipstream.models.draft.forward import DraftPass, LevelPass, of_parents
 from slipstream.models.draft.model import PackedDraft
+from slipstream.models.linear import PackedLinear
 from slipstream.sampling.choose import choose
 from slipstream.sampling.noise import AT_ONCE, gumbel_noise
 from slipstream.tree_size import candidate_count
 
 
 def draft_chain_batched(
-    head: PackedDraft, kv: Tensor, batch: DraftBatch, inputs: DraftInputs, num_keys: int, steps: int
+    head: PackedDraft,
+    lm_head: PackedLinear,
+    kv: Tensor,
+    batch: DraftBatch,
+    inputs: DraftInputs,
+    num_keys: int,
+    steps: int,
 ) -> Tensor:
-    """Draft chains (N, steps). Keys and values of the drafts are written to `kv`, which needs
-    `num_keys` slots."""
-    hidden_ND, lm_head = inputs.hidden_ND, batch.policy.lm_head
-    vocab_size = lm_head.weight.shape[0]
+    """Draft chains (N, steps) with the result of `PackedDraft.draft_lm_head`.
+
+    Keys and values of the drafts are written to `kv`, which needs `num_keys` slots.
+    """
+    hidden_ND, vocab_size = inputs.hidden_ND, head.config.vocab_size
     noisy = None if batch.rows.any_truncated else _NoisyScores(batch, steps, vocab_size)
 
     def draft(step: int) -> Tensor:
@@ -57,6 +65,7 @@ def draft_chain_batched(
 
 def draft_tree_batched(
     head: PackedDraft,
+    lm_head: PackedLinear,
     kv: Tensor,
     batch: DraftBatch,
     inputs: DraftInputs,
@@ -69,8 +78,8 @@ def draft_tree_batched(
     Keys and values of the expanded nodes are written to `kv`, which needs `num_keys` slots.
     Drafting ends before `steps` levels if no score reaches `batch.min_log_probability`.
     """
-    N, lm_head, device = len(inputs.ends_N), batch.policy.lm_head, kv.device
-    noisy = _NoisyScores(batch, steps, lm_head.weight.shape[0])
+    N, device = len(inputs.ends_N), kv.device
+    noisy = _NoisyScores(batch, steps, head.config.vocab_size)
     run = LevelPass(
         head, batch.policy.embedding, kv, inputs.ends_N, num_keys, max(steps - 1, 1), topk
     )

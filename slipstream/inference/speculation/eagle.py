@@ -50,6 +50,7 @@ from slipstream.models.copy_in_place import copy_in_place
 from slipstream.models.draft.forward import DraftPass, Ints, TreeDrafter
 from slipstream.models.draft.model import DraftModel, PackedDraft
 from slipstream.models.hf_io import copy_tensors
+from slipstream.models.linear import PackedLinear
 from slipstream.models.numerics import activation_dtype
 from slipstream.sampling.tree import Candidates
 from slipstream.types import WeightUpdate
@@ -97,6 +98,10 @@ class EagleProposer:
         self._pending = PendingFeatureQueue(pending_bytes)
         self._temperature = DraftTemperature()
         self._drafter: TreeDrafter | None = None
+        # The LM head over the draft vocabulary, which torch's operations use; None: it must be
+        # made again, because the policy has changed.
+        self._lm_head: PackedLinear | None = None
+        self._is_lm_head_stale = False
         # Candidates of the trees that the policy verifies in this step.
         self._last_candidates: Candidates | None = None
         self._graphs = None if record is None else DraftGraphs(record)
@@ -178,8 +183,10 @@ class EagleProposer:
         self._batch = None
         if not self._order:
             self._pending.clear()
-            # It refers to weights that an update may replace before the next request.
+            # They refer to weights that an update may replace before the next request.
             self._drafter = None
+            if self._graphs is None:
+                self._lm_head = None
             if self._free_cache:
                 if self._graphs is not None:
                     self._graphs.clear()
@@ -202,8 +209,15 @@ class EagleProposer:
             self._packed = packed
         else:
             copy_in_place(self._packed, packed)
+        self._is_lm_head_stale = True
         for row in self._rows.values():
             row.cached = 0
+
+    def policy_changed(self) -> None:
+        """Note that the policy has new weights, so that rows copied from its LM head are
+        renewed."""
+        self._drafter = None
+        self._is_lm_head_stale = True
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
         """Process all pending features, then draft a chain or a tree for each request.
@@ -322,8 +336,13 @@ class EagleProposer:
 
         def draft(batch: DraftBatch, prefill: PrefillInput, num_keys: int) -> tuple[Tensor, ...]:
             inputs, kv = self._prefill(batch, prefill, num_keys), self._store.data[0]
-            return (draft_chain_batched(self._packed, kv, batch, inputs, num_keys, plan.steps),)
+            return (
+                draft_chain_batched(
+                    self._packed, lm_head, kv, batch, inputs, num_keys, plan.steps
+                ),
+            )
 
+        lm_head = self._draft_lm_head(batch)
         (drafts,) = self._run(draft, batch, plan, starts_N, pending)
         return drafts
 
@@ -335,11 +354,12 @@ class EagleProposer:
         def draft(batch: DraftBatch, prefill: PrefillInput, num_keys: int) -> tuple[Tensor, ...]:
             inputs, kv = self._prefill(batch, prefill, num_keys), self._store.data[0]
             shape = num_keys, plan.steps, plan.topk
-            parts = draft_tree_batched(self._packed, kv, batch, inputs, *shape)
+            parts = draft_tree_batched(self._packed, lm_head, kv, batch, inputs, *shape)
             # One tensor, because the copy of each tensor to the host waits for the GPU. float64
             # holds token ids exactly.
             return (torch.cat([part.double() for part in parts], 1),)
 
+        lm_head = self._draft_lm_head(batch)
         (together,) = self._run(draft, batch, plan, starts_N, pending)
         numbers = together.cpu().numpy()
         compared = min(WIDTH, batch.policy.config.vocab_size)
@@ -347,6 +367,18 @@ class EagleProposer:
         return Candidates(
             tokens.astype(np.int64), parents.astype(np.int64), scores, numbers[:, -compared:]
         )
+
+    def _draft_lm_head(self, batch: DraftBatch) -> PackedLinear:
+        """The LM head over the draft vocabulary, with the policy's current weights."""
+        old = self._lm_head
+        if old is None or self._is_lm_head_stale:
+            new = self._packed.draft_lm_head(batch.policy.lm_head)
+            if old is None or self._graphs is None:
+                self._lm_head = old = new
+            else:
+                copy_in_place(old, new)
+            self._is_lm_head_stale = False
+        return old
 
     def _run(
         self,

@@ -166,6 +166,10 @@ def aux_layers_of(proposer: Proposer | None) -> tuple[int, ...]:
 class LearningProposer(Proposer, UsesAuxLayers, Protocol):
     """A proposer whose weights are trained elsewhere."""
 
+    def policy_changed(self) -> None:
+        """The policy has new weights; later drafts use them."""
+        ...
+
     def update(self, update: WeightUpdate) -> None:
         """Load new weights, even while requests run; later drafts use them.
 

@@ -116,6 +116,10 @@ class UnionProposer:
         self._head.update(update)
         self._head_curve.forget(_KEPT_ON_UPDATE)
 
+    def policy_changed(self) -> None:
+        """Tell the head's proposer that the policy has new weights."""
+        self._head.policy_changed()
+
     def end(self, request_id: str) -> None:
         """Remove a request from both proposers."""
         self._offers.pop(request_id, None)

@@ -26,7 +26,7 @@ from slipstream.kernels.compiling import kernel
 from slipstream.kernels.draft.prefill import draft_prefill, lay_out, layer_inputs, share
 from slipstream.kernels.draw_top import draw_top
 from slipstream.kernels.layers import layers_part, room_from
-from slipstream.kernels.memory import doubles_at, floats_at, hold, ints_at
+from slipstream.kernels.memory import doubles_at, floats_at, ints_at
 from slipstream.kernels.numeric import ZERO
 from slipstream.kernels.product import product_part
 from slipstream.kernels.rows import add_norm_part
@@ -58,7 +58,7 @@ def _predict(
 
 @kernel
 def _draw_rows(
-    logits, padded, V, draft_tokens, Z, keys_N2, temperatures, position, sequences, owners, topk,
+    logits, padded, draft_tokens, Z, keys_N2, temperatures, position, sequences, owners, topk,
     scale, tokens, scores, gaps, begin, end,
 ):  # fmt: skip
     """Draw the `topk` best tokens of rows `begin` to `end`, with their log probabilities.
@@ -68,10 +68,6 @@ def _draw_rows(
     `gaps` is 0, it gets the score differences of the `WIDTH` best tokens to the best, (rows,
     WIDTH).
     """
-    # Noise depends on the token id, so the scores of a draft vocabulary go to the tokens' ids.
-    tokens_of = carray(ints_at(draft_tokens), (Z if draft_tokens else 0,))
-    all_scores = np.empty(V if draft_tokens else 0, np.float32)
-    all_scores[:] = -np.inf
     at = carray(ints_at(position), (sequences,))
     owner = carray(ints_at(owners), (end if owners else 0,))
     temperature = carray(floats_at(temperatures), (sequences,))
@@ -84,11 +80,7 @@ def _draw_rows(
             for j in range(Z):
                 line[j] = line[j] / t
         scored = logits + row * padded * 4
-        if draft_tokens:
-            for j in range(Z):
-                all_scores[tokens_of[j]] = line[j]
-            scored = all_scores.ctypes.data
-        draw_top(scored, keys_N2 + 8 * n, at[n], t, V, best, ids)
+        draw_top(scored, draft_tokens, keys_N2 + 8 * n, at[n], t, Z, best, ids)
         mass, finite = 0.0, np.isfinite(best[0])
         for i in range(WIDTH):
             gap = best[i] - best[0] if finite else -np.inf
@@ -100,7 +92,6 @@ def _draw_rows(
         for i in range(topk):
             chosen[i] = ids[i]
             log_probs[i] = (best[i] - best[0]) / scale - np.log(mass) if finite else -np.inf
-    hold(all_scores)
 
 
 @kernel
@@ -223,8 +214,8 @@ def _keep(followed, paths, rows, depth, n, topk, floor, starts):
 
 @kernel
 def _tree(
-    given, drawn_at, spots, E, embedding, fc, fc_start, lm_head, lm_start, V, padded,
-    norm, last_norm, draft_tokens, Z, keys_N2, temperatures, tokens, parents, scores, steps, topk,
+    given, drawn_at, spots, E, embedding, fc, fc_start, lm_head, lm_start, padded, norm,
+    last_norm, draft_tokens, Z, keys_N2, temperatures, tokens, parents, scores, steps, topk,
     thresholds, gaps, weights, eps, logits, wide, both, x, spare, delta, normed, qkv, q, mixed,
     gates, gated, own_rows, cos, sin, limit, head_stride, longest, keys, values, N, D, F, Q, H, K,
     W, size, part, parts,
@@ -293,7 +284,7 @@ def _tree(
         wait(parts)
         level_gaps = 0 if level else gaps + 8 * WIDTH * first
         _draw_rows(
-            logits, padded, V, draft_tokens, Z, keys_N2, temperatures, positions, n, owners, topk,
+            logits, padded, draft_tokens, Z, keys_N2, temperatures, positions, n, owners, topk,
             scale, drawn, promised, level_gaps, M * part // parts, M * (part + 1) // parts,
         )  # fmt: skip
         wait(parts)
@@ -324,7 +315,7 @@ def _tree(
 
 @for_team
 def _tree_shared(p):
-    _tree(*to_fixed_tuple(carray(p, (54,)), 54), part_number(), part_count())
+    _tree(*to_fixed_tuple(carray(p, (53,)), 53), part_number(), part_count())
 
 
 def tree(*arguments: int, work: int) -> None:
@@ -337,7 +328,7 @@ def tree(*arguments: int, work: int) -> None:
     features (F,) before them; drawn_at: the positions (N,) of the first draft tokens; spots: buffer
     for `tree_numbers` int64 numbers; E;
     embedding (V, D); fc, fc_start: packed, with 2D inputs (EAGLE-3: F) and D outputs; lm_head,
-    lm_start: packed, with `padded` outputs, of which Z are tokens; V; padded; norm, last_norm: of a
+    lm_start: packed, with `padded` outputs, of which Z are tokens; padded; norm, last_norm: of a
     state, before the layer and before the LM head (0: none, see `prefill`); draft_tokens: the draft
     vocabulary (Z,), int64 (0: all tokens); Z; keys_N2, temperatures: as in `draw`;
     tokens, parents (N, C) int64, scores (N, C) float64: of the C = `candidate_count(steps, topk)`

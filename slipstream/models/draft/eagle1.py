@@ -6,6 +6,7 @@ Features are the policy's final hidden states, after its last norm. So the polic
 turns a predicted feature into a distribution of token t+2. To draft the next token, the prediction
 replaces the true feature (Li et al. 2024, EAGLE and EAGLE-2). Embedding and LM head are the
 policy's and are passed in at each use, because a copy would become stale while the policy learns.
+With a draft vocabulary, only the rows of its tokens are used (Zhao et al. 2025, FR-Spec).
 
 The layer has the policy's shape and family, without an input norm. Parameters have the names of
 published EAGLE heads (`fc.weight`, `layers.0.self_attn.q_proj.weight`, ...). Shapes as in
@@ -14,6 +15,7 @@ published EAGLE heads (`fc.weight`, `layers.0.self_attn.q_proj.weight`, ...). Sh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -33,9 +35,14 @@ class DraftHead(DraftModel):
     algorithm = "EAGLE"
     aux_layers = ()
 
-    def __init__(self, config: ModelConfig) -> None:
-        """`config` is the configuration of the policy that the head drafts for."""
-        super().__init__(config)
+    def __init__(self, config: ModelConfig, tokens: Sequence[int] | None = None) -> None:
+        """`config` is the configuration of the policy that the head drafts for.
+
+        `tokens` is the draft vocabulary; None: all tokens. Its size is fixed, but its tokens can
+        change, because the LM head is the policy's. Raises ConfigError unless these are token ids
+        of the policy in ascending order.
+        """
+        super().__init__(config, tokens)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([Layer(config, input_norm=False)])
 
@@ -62,11 +69,12 @@ class DraftHead(DraftModel):
             layer=packed,
             eps=eps,
             fused=fuse_layer(packed, self.config, eps),
+            tokens=self.draft_tokens,
         )
 
     def blank(self) -> Self:
         """Return an uninitialized head of the same shape."""
-        return type(self)(self.config)
+        return type(self)(self.config, self.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +97,10 @@ class PackedDraftHead(PackedDraft):
         embedded = F.embedding(ids_BT.flatten(), embedding_VD)
         return self.fc(torch.cat([embedded, states_BTD.reshape(len(embedded), -1)], -1)), None
 
-    def draft_logits(self, states_MD: Tensor, lm_head: PackedLinear) -> Tensor:
-        """Return logits (M, V) by the policy's LM head."""
-        return lm_head(states_MD)
+    def draft_lm_head(self, lm_head: PackedLinear) -> PackedLinear:
+        """Return the policy's LM head, or a copy of its rows for the draft vocabulary."""
+        return lm_head if self.tokens is None else lm_head.rows(self.tokens)
+
+    def draft_logits(self, states_MD: Tensor, draft_lm_head: PackedLinear) -> Tensor:
+        """Return logits (M, Z) by the LM head."""
+        return draft_lm_head(states_MD)

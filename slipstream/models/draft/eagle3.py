@@ -85,22 +85,14 @@ class Eagle3Head(DraftModel):
             sliding_window=None,
             windowed_layers=(),
         )
-        super().__init__(config)
+        super().__init__(config, tokens)
         self.aux_layers = tuple(aux_layers)
-        self.tokens = None if tokens is None else tuple(tokens)
         check_aux_layers(self.aux_layers, config.num_layers)
-        if self.tokens is not None:
-            check_tokens(self.tokens, config.vocab_size)
         D = config.hidden_size
         self.fc = nn.Linear(NUM_AUX_LAYERS * D, D, bias=False)
         self.midlayer = MidLayer(config)
         self.norm = Norm(D)
         self.lm_head = nn.Linear(D, self.draft_vocab_size, bias=False)
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Z, the number of tokens that the head can draft."""
-        return self.config.vocab_size if self.tokens is None else len(self.tokens)
 
     @torch.no_grad()
     def init_weights(self, seed: int, policy: Decoder | None = None) -> None:
@@ -114,7 +106,9 @@ class Eagle3Head(DraftModel):
         self.fc.weight[:, -D:] += torch.eye(D)
         if policy is not None:
             rows = policy.lm_head_weight
-            self.lm_head.weight.copy_(rows if self.tokens is None else rows[list(self.tokens)])
+            self.lm_head.weight.copy_(
+                rows if self.draft_tokens is None else rows[self.draft_tokens]
+            )
             self.norm.weight.copy_(policy.model.norm.weight)
 
     def pack(self, dtype: torch.dtype) -> PackedEagle3Head:
@@ -123,7 +117,6 @@ class Eagle3Head(DraftModel):
         rows = activation_dtype(dtype, device)
         packed = self.midlayer.pack(self.config, dtype)
         eps = torch.full((), self.config.rms_norm_eps, device=device)
-        tokens = None if self.tokens is None else torch.tensor(self.tokens, device=device)
         return PackedEagle3Head(
             config=self.config,
             fc=PackedLinear.of(self.fc.weight.to(dtype)),
@@ -133,7 +126,7 @@ class Eagle3Head(DraftModel):
             hidden_norm=self.midlayer.hidden_norm.weight.to(rows),
             norm=self.norm.weight.to(rows),
             lm_head=PackedLinear.of(self.lm_head.weight.to(dtype)),
-            draft_tokens=tokens,
+            tokens=self.draft_tokens,
         )
 
     def blank(self) -> Self:
@@ -148,22 +141,11 @@ class PackedEagle3Head(PackedDraft):
     hidden_norm: Tensor
     norm: Tensor
     lm_head: PackedLinear
-    draft_tokens: Tensor | None
-
-    @property
-    def tokens(self) -> Tensor | None:
-        """The draft vocabulary (Z,); None: all tokens."""
-        return self.draft_tokens
 
     @property
     def state_norms(self) -> tuple[Tensor | None, Tensor | None]:
         """The norm of a state before the layer, and the norm before the LM head."""
         return self.hidden_norm, self.norm
-
-    @property
-    def own_lm_head(self) -> PackedLinear | None:
-        """The head's own LM head, over the draft vocabulary."""
-        return self.lm_head
 
     def to_states(self, features: Tensor) -> Tensor:
         """Return fc(features): one state for the hidden states of three layers."""
@@ -183,11 +165,15 @@ class PackedEagle3Head(PackedDraft):
         )
         return states, torch.cat(halves, -1)
 
-    def draft_logits(self, states_MD: Tensor, lm_head: PackedLinear) -> Tensor:
-        """Return logits (M, Z) by the head's own norm and LM head; `lm_head` is not used."""
+    def draft_lm_head(self, lm_head: PackedLinear) -> PackedLinear:
+        """Return the head's own LM head."""
+        return self.lm_head
+
+    def draft_logits(self, states_MD: Tensor, draft_lm_head: PackedLinear) -> Tensor:
+        """Return logits (M, Z) by the head's own norm and its LM head."""
         # Contiguous, because the kernels read rows by address.
         states_MD = states_MD.contiguous()
-        return self.lm_head(add_norm(states_MD, None, self.norm, self.eps)[1])
+        return draft_lm_head(add_norm(states_MD, None, self.norm, self.eps)[1])
 
 
 def check_aux_layers(aux_layers: Sequence[int], num_layers: int) -> None:
@@ -199,19 +185,4 @@ def check_aux_layers(aux_layers: Sequence[int], num_layers: int) -> None:
             f"an EAGLE-3 head reads the inputs of {NUM_AUX_LAYERS} of {num_layers} layers, "
             f"numbered from 0 and in ascending order, not of {list(aux_layers)}; set "
             "speculative.eagle.aux_hidden_state_layer_ids to such a list, or leave it at null"
-        )
-
-
-def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
-    """Raise ConfigError unless `tokens` are ascending ids below `vocab_size`, and at least one."""
-    if not tokens or len(tokens) > vocab_size:
-        raise ConfigError(
-            f"the draft vocabulary has {len(tokens)} tokens; set "
-            "speculative.eagle.draft_vocab_size to a number from 1 to the policy's "
-            f"{vocab_size}"
-        )
-    if tokens[0] < 0 or tokens[-1] >= vocab_size or any(a >= b for a, b in pairwise(tokens)):
-        raise ConfigError(
-            f"the draft vocabulary must name tokens of the policy's {vocab_size}, each once and in "
-            "ascending order; train another head with `slipstream draft`"
         )

@@ -1,7 +1,6 @@
 """Read and write EAGLE-3 heads as the files that vLLM and SGLang load as `LlamaForCausalLMEagle3`.
 
-Tensors have the names of published heads. Two tensors describe a draft vocabulary: `d2t` holds the
-offsets from draft ids to the policy's ids, and `t2d` marks which of the policy's tokens are in it.
+Tensors have the names of published heads.
 
 Both engines read the auxiliary layers from `config.json`, but number them differently. vLLM 0.32
 names a layer whose input is read, as we do; SGLang 0.5 names the layer whose output is read. The
@@ -23,12 +22,12 @@ from torch import Tensor
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.config import ModelConfig
 from slipstream.models.draft.eagle3 import NUM_AUX_LAYERS, Eagle3Head, default_aux_layers
+from slipstream.models.draft.token_map import MASK, OFFSETS, SIZE, map_tensors, tokens_in
 from slipstream.models.hf_io import load_tensors
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 _IDS = "eagle_aux_hidden_state_layer_ids"
-_OFFSETS, _MASK = "d2t", "t2d"
 _VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Settings with which the engines' classes compute something other than this head."""
 
@@ -41,7 +40,7 @@ def config_of(head: Eagle3Head, dtype: torch.dtype, *, by_outputs: bool = False)
     layer_ids = list(head.aux_layers)
     return head.config.one_layer().to_hf(dtype=str(dtype).removeprefix("torch.")) | {
         "architectures": [ARCHITECTURE],
-        "draft_vocab_size": head.draft_vocab_size,
+        SIZE: head.draft_vocab_size,
         _IDS: layer_ids,
         "eagle_config": {
             "use_aux_hidden_state": True,
@@ -52,13 +51,7 @@ def config_of(head: Eagle3Head, dtype: torch.dtype, *, by_outputs: bool = False)
 
 def tensors_of(head: Eagle3Head) -> dict[str, Tensor]:
     """Return all tensors of the file by name."""
-    found = {name: p.detach() for name, p in head.named_parameters()}
-    if head.tokens is not None:
-        tokens = torch.tensor(head.tokens)
-        known = torch.zeros(head.config.vocab_size, dtype=torch.bool)
-        known[tokens] = True
-        found |= {_OFFSETS: tokens - torch.arange(len(tokens)), _MASK: known}
-    return found
+    return {name: p.detach() for name, p in head.named_parameters()} | map_tensors(head)
 
 
 def head_of(
@@ -104,7 +97,7 @@ def head_of(
     positions = own.max_position_embeddings if policy is None else policy.max_position_embeddings
     config = replace(own, num_layers=layers, max_position_embeddings=positions)
     try:
-        tokens = _tokens(raw, tensors, own.vocab_size)
+        tokens = tokens_in(raw, tensors, own.vocab_size)
         head = Eagle3Head(config, layer_ids, tokens)
     except ConfigError as error:
         raise _unfit(folder, error) from error
@@ -112,14 +105,14 @@ def head_of(
     weights = {
         name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name: tensor
         for name, tensor in tensors.items()
-        if name not in (_OFFSETS, _MASK)
+        if name not in (OFFSETS, MASK)
     }
     try:
         load_tensors(head, weights, source=str(folder))
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}. An EAGLE-3 head has {', '.join(dict(head.named_parameters()))}, all finite, "
-            f"also {_OFFSETS} and {_MASK} if its vocabulary is smaller than the policy's, and "
+            f"also {OFFSETS} and {MASK} if its vocabulary is smaller than the policy's, and "
             "nothing else; export it like this, or train one with `slipstream draft`"
         ) from error
     return head
@@ -154,34 +147,3 @@ def aux_layers(raw: Mapping[str, Any], policy: ModelConfig | None, folder: Path)
     if not isinstance(ids, Sequence) or not all(type(i) is int for i in ids):
         raise _unfit(folder, f"{_IDS} must be a list of layer indices, got {ids!r}")
     return tuple(ids)
-
-
-def _tokens(
-    raw: Mapping[str, Any], tensors: Mapping[str, Tensor], vocab_size: int
-) -> tuple[int, ...] | None:
-    """Return the draft vocabulary, None for all tokens. Raises ConfigError if it is invalid."""
-    size = raw.get("draft_vocab_size") or vocab_size
-    offsets, known = tensors.get(_OFFSETS), tensors.get(_MASK)
-    if offsets is None and size == vocab_size:
-        return None
-    if offsets is None or offsets.dtype not in (torch.int32, torch.int64):
-        shown = "missing" if offsets is None else f"of {offsets.dtype}"
-        raise ConfigError(
-            f"a draft vocabulary of {size} of {vocab_size} tokens needs {_OFFSETS}, the integer "
-            f"offsets from its ids to the policy's, but {_OFFSETS} is {shown}; export the head "
-            "again"
-        )
-    if offsets.shape != (size,):
-        raise ConfigError(
-            f"{_OFFSETS} has shape {tuple(offsets.shape)}, but draft_vocab_size is {size}; export "
-            "the head again"
-        )
-    tokens = (offsets.long() + torch.arange(len(offsets))).tolist()
-    if known is not None:
-        named = set(known.flatten().nonzero()[:, 0].tolist())
-        if known.shape != (vocab_size,) or named != set(tokens):
-            raise ConfigError(
-                f"{_MASK} names other tokens than {_OFFSETS}, or does not have one number for each "
-                f"of {vocab_size} tokens; export the head again"
-            )
-    return None if tokens == list(range(vocab_size)) else tuple(tokens)

@@ -13,20 +13,27 @@ from typing import Any
 
 import torch
 
-from slipstream.errors import CheckpointError
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.config import ModelConfig
 from slipstream.models.draft import eagle3_files
 from slipstream.models.draft.eagle1 import DraftHead
 from slipstream.models.draft.eagle3 import Eagle3Head
 from slipstream.models.draft.layouts import own_tensors
 from slipstream.models.draft.model import DraftModel
+from slipstream.models.draft.token_map import (
+    MASK,
+    OFFSETS,
+    SIZE,
+    listed_tokens,
+    map_tensors,
+    tokens_in,
+)
 from slipstream.models.hf_io import (
     architectures,
     load_config,
     load_tensors,
     read_json,
     read_tensors,
-    write_model,
     write_tensors,
 )
 from slipstream.reading import reading
@@ -62,7 +69,10 @@ def save_draft_head(head: DraftModel, folder: Path, *, dtype: torch.dtype = torc
         return
     config = head.config.one_layer().to_hf(dtype=str(dtype).removeprefix("torch."))
     config |= {"architectures": [ARCHITECTURES[head.config.family]]}
-    write_model(folder, config, head, dtype=dtype)
+    if head.draft_tokens is not None:
+        config[SIZE] = head.draft_vocab_size
+    tensors = {name: p.detach() for name, p in head.named_parameters()} | map_tensors(head)
+    write_tensors(folder, config, tensors, dtype=dtype)
 
 
 def load_draft_head(folder: Path, policy: ModelConfig | None = None) -> DraftModel:
@@ -97,13 +107,23 @@ def _load(folder: Path, policy: ModelConfig | None) -> DraftModel:
         ) from error
     if is_eagle3:
         return eagle3_files.head_of(_config(folder), theirs, tensors, policy, folder)
-    head = DraftHead(theirs if policy is None else policy)
+    sizes = theirs if policy is None else policy
     try:
-        load_tensors(head, own_tensors(tensors), source=str(folder))
+        tokens = listed_tokens(folder) or tokens_in(_config(folder), tensors, sizes.vocab_size)
+        head = DraftHead(sizes, tokens)
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{folder}: {error}. The values are in the head's files; train another head with "
+            "`slipstream draft`"
+        ) from error
+    weights = {n: t for n, t in own_tensors(tensors).items() if n not in (OFFSETS, MASK)}
+    try:
+        load_tensors(head, weights, source=str(folder))
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}. A draft head has {', '.join(dict(head.named_parameters()))}, all finite, "
-            "and nothing else; export it like this, or train one with `slipstream draft`"
+            f"also {OFFSETS} and {MASK} if its vocabulary is smaller than the policy's, and "
+            "nothing else; export it like this, or train one with `slipstream draft`"
         ) from error
     return head
 

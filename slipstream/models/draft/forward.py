@@ -47,11 +47,11 @@ class TreeDrafter:
         assert fused is not None
         self._fused = fused
         c, fc = head.config, head.fc
-        lm_head = head.own_lm_head or policy.lm_head
+        lm_head = head.draft_lm_head(policy.lm_head)
         norm, last_norm = head.state_norms
         draft_tokens, like = head.tokens, policy.embedding
         cos, sin = rope_table(c, like.dtype, like.device)
-        self._held = norm, last_norm, draft_tokens, cos, sin
+        self._held = lm_head, norm, last_norm, draft_tokens, cos, sin
         self._padded = len(present(lm_head.start))
         self._widths = c.hidden_size, fc.weight.shape[1]
         self._is_eagle3 = norm is not None
@@ -61,7 +61,6 @@ class TreeDrafter:
             present(fc.start).data_ptr(),
             present(lm_head.panels).data_ptr(),
             present(lm_head.start).data_ptr(),
-            len(like),
             self._padded,
             0 if norm is None else norm.data_ptr(),
             0 if last_norm is None else last_norm.data_ptr(),

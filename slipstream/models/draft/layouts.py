@@ -19,6 +19,7 @@ from slipstream.errors import ConfigError
 from slipstream.models.draft import eagle3_files
 from slipstream.models.draft.eagle3 import Eagle3Head
 from slipstream.models.draft.model import DraftModel
+from slipstream.models.draft.token_map import TOKEN_MAP
 from slipstream.models.hf_io import write_tensors
 
 FC_BIAS = "fc.bias"
@@ -41,6 +42,9 @@ class Layout:
     by_outputs: bool
     """Whether the engine numbers an EAGLE-3 head's auxiliary layers by their outputs
     (`eagle3_files`)."""
+    token_map: bool
+    """Whether the engine reads the draft vocabulary of an EAGLE-1 head from a file of its own. If
+    not, it drafts all tokens."""
     usage: str
     """The command line that serves `{policy}` with `{head}`; `{algorithm}` is the engine's name of
     the head's algorithm."""
@@ -48,7 +52,10 @@ class Layout:
     def command(self, head: DraftModel, *, policy: str, folder: object) -> str:
         """Return the command line that starts the engine with the head in `folder`."""
         algorithm = head.algorithm.lower() if self.engine == "vLLM" else head.algorithm
-        return self.usage.format(policy=policy, head=folder, algorithm=algorithm)
+        line = self.usage.format(policy=policy, head=folder, algorithm=algorithm)
+        if self.token_map and head.draft_tokens is not None and head.algorithm == "EAGLE":
+            line += f" --speculative-token-map {folder}/{TOKEN_MAP}"
+        return line
 
 
 LAYOUTS: Mapping[str, Layout] = {
@@ -58,6 +65,7 @@ LAYOUTS: Mapping[str, Layout] = {
         fc_bias=False,
         untied=False,
         by_outputs=False,
+        token_map=False,
         usage="vllm serve {policy} --speculative-config "
         '\'{{"method": "{algorithm}", "model": "{head}", "num_speculative_tokens": 3}}\'',
     ),
@@ -67,6 +75,7 @@ LAYOUTS: Mapping[str, Layout] = {
         fc_bias=True,
         untied=True,
         by_outputs=True,
+        token_map=True,
         usage="python -m sglang.launch_server --model-path {policy} "
         "--speculative-algorithm {algorithm} --speculative-draft-model-path {head} "
         "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4",
@@ -103,6 +112,8 @@ def export_draft_head(
     if target.fc_bias:
         tensors[FC_BIAS] = torch.zeros(head.config.hidden_size)
     write_tensors(folder, config, tensors, dtype=dtype)
+    if target.token_map and head.tokens is not None:
+        torch.save(list(head.tokens), folder / TOKEN_MAP)
 
 
 def own_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 from typing import Self
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from slipstream.errors import ConfigError
 from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_attention import ChainKeys, CpuAttention
 from slipstream.models.cpu_layers import CpuLayers, supports_layers
@@ -45,14 +47,21 @@ class DraftModel(nn.Module, ABC):
     aux_layers: tuple[int, ...]
     """Layers of the policy whose inputs, concatenated, are the features. If empty, the features are
     the policy's final hidden states."""
-    tokens: tuple[int, ...] | None = None
-    """The draft vocabulary in ascending order; None: all tokens."""
+    draft_tokens: Tensor | None
+    """The draft vocabulary (Z,), int64 in ascending order, a buffer; None: all tokens."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        """`config` has the sizes of the head's layer, and the policy's number of layers."""
+    def __init__(self, config: ModelConfig, tokens: Sequence[int] | None = None) -> None:
+        """`config` has the sizes of the head's layer, and the policy's number of layers.
+
+        `tokens` is the draft vocabulary; None: all tokens. Raises ConfigError unless these are
+        token ids of the policy in ascending order.
+        """
         super().__init__()
         self.config = config
         self.fc: nn.Linear
+        if tokens is not None:
+            check_tokens(tokens, config.vocab_size)
+        self.register_buffer("draft_tokens", None if tokens is None else torch.tensor(tokens))
 
     @abstractmethod
     def init_weights(self, seed: int, policy: Decoder | None = None) -> None:
@@ -65,6 +74,16 @@ class DraftModel(nn.Module, ABC):
     @abstractmethod
     def blank(self) -> Self:
         """Return an uninitialized head of the same shape."""
+
+    @property
+    def tokens(self) -> tuple[int, ...] | None:
+        """The draft vocabulary in ascending order; None: all tokens."""
+        return None if self.draft_tokens is None else tuple(self.draft_tokens.tolist())
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Z, the number of tokens that the head can draft."""
+        return self.config.vocab_size if self.draft_tokens is None else len(self.draft_tokens)
 
     def is_like(self, other: DraftModel) -> bool:
         """Return whether the weights of one head can be used in the other."""
@@ -89,6 +108,8 @@ class PackedDraft(ABC):
     eps: Tensor
     fused: CpuLayers | None
     """The layer as one kernel call without gradients; None if the kernels do not support it."""
+    tokens: Tensor | None
+    """The draft vocabulary (Z,) in ascending order; None: all tokens."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -96,19 +117,9 @@ class PackedDraft(ABC):
         return self.fc.weight.dtype
 
     @property
-    def tokens(self) -> Tensor | None:
-        """The draft vocabulary (Z,) in ascending order; None: all tokens."""
-        return None
-
-    @property
     def state_norms(self) -> tuple[Tensor | None, Tensor | None]:
         """The gains (D,) of a state's norms before the layer and before the LM head, or None."""
         return None, None
-
-    @property
-    def own_lm_head(self) -> PackedLinear | None:
-        """The head's own LM head over the draft vocabulary; None: the policy's is used."""
-        return None
 
     @property
     def predicts_features(self) -> bool:
@@ -130,15 +141,19 @@ class PackedDraft(ABC):
         """
 
     @abstractmethod
-    def draft_logits(self, states_MD: Tensor, lm_head: PackedLinear) -> Tensor:
-        """Return logits (M, Z) of the token after next; `lm_head` is the policy's."""
+    def draft_lm_head(self, lm_head: PackedLinear) -> PackedLinear:
+        """Return the LM head over the draft vocabulary; `lm_head` is the policy's."""
 
-    def logits(self, states_MD: Tensor, lm_head: PackedLinear) -> Tensor:
+    @abstractmethod
+    def draft_logits(self, states_MD: Tensor, draft_lm_head: PackedLinear) -> Tensor:
+        """Return logits (M, Z) of the token after next, with the result of `draft_lm_head`."""
+
+    def logits(self, states_MD: Tensor, draft_lm_head: PackedLinear) -> Tensor:
         """Return logits (M, V) in fp32 over the policy's vocabulary.
 
         Tokens outside the draft vocabulary get -inf.
         """
-        own = self.draft_logits(states_MD, lm_head).float()
+        own = self.draft_logits(states_MD, draft_lm_head).float()
         if self.tokens is None:
             return own
         wide = own.new_full((len(own), self.config.vocab_size), -inf)
@@ -200,6 +215,21 @@ class PackedDraft(ABC):
             self.layer, 0, x, x if qkv_input is None else qkv_input, attention, self.eps
         )
         return x + delta
+
+
+def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
+    """Raise ConfigError unless `tokens` are ascending ids below `vocab_size`, and at least one."""
+    if not tokens or len(tokens) > vocab_size:
+        raise ConfigError(
+            f"the draft vocabulary has {len(tokens)} tokens; set "
+            "speculative.eagle.draft_vocab_size to a number from 1 to the policy's "
+            f"{vocab_size}"
+        )
+    if tokens[0] < 0 or tokens[-1] >= vocab_size or any(a >= b for a, b in pairwise(tokens)):
+        raise ConfigError(
+            f"the draft vocabulary must name tokens of the policy's {vocab_size}, each once and in "
+            "ascending order; train another head with `slipstream draft`"
+        )
 
 
 def fuse_layer(layer: PackedLayer, config: ModelConfig, eps: Tensor) -> CpuLayers | None:
