@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.errors import EngineError
+from slipstream.errors import ConfigError, EngineError
 from slipstream.inference.engine.kv_cache import KVStore
 from slipstream.inference.engine.recorder import Recorder
 from slipstream.inference.speculation.batched_trees import draft_chain_batched, draft_tree_batched
@@ -48,7 +48,13 @@ from slipstream.inference.weights import checked_tensors
 from slipstream.kernels.draft.tree import WIDTH
 from slipstream.models.copy_in_place import copy_in_place
 from slipstream.models.draft.forward import DraftPass, Ints, TreeDrafter
-from slipstream.models.draft.model import DraftModel, PackedDraft
+from slipstream.models.draft.model import (
+    DRAFT_TOKENS,
+    DraftModel,
+    PackedDraft,
+    check_end_tokens,
+    check_tokens,
+)
 from slipstream.models.hf_io import copy_tensors
 from slipstream.models.linear import PackedLinear
 from slipstream.models.numerics import activation_dtype
@@ -202,7 +208,16 @@ class EagleProposer:
         Raises EngineError, and changes nothing, if the update does not fit the head.
         """
         what = "draft head update"
-        copy_tensors(self._head, checked_tensors(self._head, update, self._dtype, what=what))
+        named = list(update.tensors())
+        weights = [(name, tensor) for name, tensor in named if name != DRAFT_TOKENS]
+        tokens = [tensor for name, tensor in named if name == DRAFT_TOKENS]
+        tensors = checked_tensors(
+            self._head, replace(update, buckets=[weights]), self._dtype, what=what
+        )
+        self._check_tokens(tokens, f"{what} to version {update.version} refused")
+        copy_tensors(self._head, tensors)
+        if self._head.draft_tokens is not None:
+            self._head.draft_tokens.copy_(tokens[0])
         with torch.no_grad():
             packed = self._head.pack(self._dtype)
         if self._graphs is None:
@@ -212,6 +227,24 @@ class EagleProposer:
         self._is_lm_head_stale = True
         for row in self._rows.values():
             row.cached = 0
+
+    def _check_tokens(self, found: Sequence[Tensor], refused: str) -> None:
+        """Raise EngineError unless the draft vocabularies `found` in an update are one like the
+        head's. Its size never changes."""
+        own, config = self._head.draft_tokens, self._head.config
+        size = None if own is None else len(own)
+        if [(t.dtype, tuple(t.shape)) for t in found] != [(torch.int64, (size,))] * (size is not None):
+            shapes = [f"{t.dtype} {tuple(t.shape)}" for t in found]
+            raise EngineError(
+                f"{refused}: its {DRAFT_TOKENS} are {shapes}, but the head's draft vocabulary has "
+                f"{size or 'all'} tokens; send as many, or start a run with another draft head"
+            )
+        for tokens in found:
+            try:
+                check_tokens(tokens.tolist(), config.vocab_size)
+                check_end_tokens(tokens.tolist(), config.eos_token_ids)
+            except ConfigError as error:
+                raise EngineError(f"{refused}: {error}") from error
 
     def policy_changed(self) -> None:
         """Note that the policy has new weights, so that rows copied from its LM head are

@@ -19,7 +19,7 @@ from slipstream.models.draft import eagle3_files
 from slipstream.models.draft.eagle1 import DraftHead
 from slipstream.models.draft.eagle3 import Eagle3Head
 from slipstream.models.draft.layouts import own_tensors
-from slipstream.models.draft.model import DraftModel
+from slipstream.models.draft.model import DraftModel, check_end_tokens
 from slipstream.models.draft.token_map import (
     MASK,
     OFFSETS,
@@ -86,7 +86,13 @@ def load_draft_head(folder: Path, policy: ModelConfig | None = None) -> DraftMod
     missing, unexpected, misshapen or not finite.
     """
     with reading(folder, CheckpointError, "train a draft head with `slipstream draft`"):
-        return _load(folder, policy)
+        head = _load(folder, policy)
+    if head.tokens is not None and policy is not None:
+        try:
+            check_end_tokens(head.tokens, policy.eos_token_ids)
+        except ConfigError as error:
+            raise CheckpointError(f"{folder}: {error}") from error
+    return head
 
 
 def _load(folder: Path, policy: ModelConfig | None) -> DraftModel:

@@ -39,6 +39,10 @@ from slipstream.models.linear import PackedLinear
 from slipstream.models.numerics import activation_dtype, has_kernels
 
 
+DRAFT_TOKENS = "draft_tokens"
+"""The name of the draft vocabulary among the weights of a head."""
+
+
 class DraftModel(nn.Module, ABC):
     """The parameters of a draft head: one decoder layer, its input projection and its output."""
 
@@ -61,7 +65,7 @@ class DraftModel(nn.Module, ABC):
         self.fc: nn.Linear
         if tokens is not None:
             check_tokens(tokens, config.vocab_size)
-        self.register_buffer("draft_tokens", None if tokens is None else torch.tensor(tokens))
+        self.register_buffer(DRAFT_TOKENS, None if tokens is None else torch.tensor(tokens))
 
     @abstractmethod
     def init_weights(self, seed: int, policy: Decoder | None = None) -> None:
@@ -229,6 +233,15 @@ def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
         raise ConfigError(
             f"the draft vocabulary must name tokens of the policy's {vocab_size}, each once and in "
             "ascending order; train another head with `slipstream draft`"
+        )
+
+
+def check_end_tokens(tokens: Sequence[int], ends: Sequence[int]) -> None:
+    """Raise ConfigError if a draft vocabulary has none of the policy's end tokens."""
+    if ends and not set(ends) & set(tokens):
+        raise ConfigError(
+            f"the draft vocabulary has none of the policy's end tokens {list(ends)}, so no draft "
+            "could end a response; train another head with `slipstream draft`"
         )
 
 
