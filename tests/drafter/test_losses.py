@@ -19,6 +19,7 @@ from slipstream.drafter.losses import (
 from slipstream.errors import DataError
 from slipstream.models.draft.eagle1 import DraftHead
 from slipstream.models.draft.eagle3 import Eagle3Head
+from slipstream.models.draft.model import DraftModel
 from slipstream.models.linear import PackedLinear
 from tests.models.helpers import config
 
@@ -314,20 +315,24 @@ def test_acceptance_loss_counts_at_every_depth_if_weighted() -> None:
     assert float((loss.total - plain.total).detach()) == pytest.approx(more, rel=1e-4)
 
 
-def test_loss_of_a_draft_vocabulary_equals_a_plain_loop() -> None:
-    """The loss of an EAGLE-3 head with some of the tokens, against a loop over slots."""
-    tokens, steps = [*range(0, V, 3)], 2
-    head = Eagle3Head(config("qwen3", hidden_size=D, vocab_size=V), (0, 1, 2), tokens)
+@pytest.mark.parametrize("eagle3", [True, False])
+def test_loss_of_a_draft_vocabulary_equals_a_plain_loop(eagle3: bool) -> None:
+    """The loss of a head with some of the tokens, against a loop over slots."""
+    tokens, steps, sizes = [*range(0, V, 3)], 2, config("qwen3", hidden_size=D, vocab_size=V)
+    head: DraftModel = Eagle3Head(sizes, (0, 1, 2), tokens) if eagle3 else DraftHead(sizes, tokens)
     head.init_weights(0)
     wide = torch.randn(B, T, 4 * D, generator=torch.Generator().manual_seed(4))
+    wide = wide if eagle3 else wide[..., 3 * D :]
     batch = replace(random_batch(), features_BTF=wide)
     packed = head.pack(torch.float32)
     weights: dict[str, Any] = {"value_weight": 0.7, "soft_weight": 0.2, "acceptance_weight": 0.3}
     weights |= {"topk_mass_weight": 0.4, "topk": 3}
     loss = draft_loss(packed, batch, depth=steps, depth_decay=0.5, **weights)
-    assert loss.value is None
+    assert (loss.value is None) == eagle3
     assert torch.equal(batch.head_inputs, wide[..., : 3 * D])
-    assert torch.equal(batch.final, wide[..., 3 * D :])
+    assert torch.equal(batch.final, wide[..., -D:])
+    lm_head = packed.draft_lm_head(batch.lm_head)
+    assert len(lm_head.weight) == len(tokens)
     total = outside = 0.0
     with torch.no_grad():
         unrolled = list(
@@ -336,15 +341,17 @@ def test_loss_of_a_draft_vocabulary_equals_a_plain_loop() -> None:
             )
         )
         for k, states in enumerate(unrolled):
-            soft, accepted, held, hits = [], [], [], []
+            soft, accepted, held, hits, values = [], [], [], [], []
             for b in range(B):
                 for t in range(T - 2 - k):
                     if not batch.loss_mask_BT[b, t + 2 + k]:
                         continue
-                    logits = batch.lm_head(batch.final[b, t + 1 + k][None])[0].double()
-                    mine = packed.draft_logits(states[b, t][None], batch.lm_head)[0].double()
+                    true = batch.final[b, t + 1 + k]
+                    values.append(float(F.smooth_l1_loss(states[b, t], true)))
+                    logits = batch.lm_head(true[None])[0].double()
+                    mine = packed.draft_logits(states[b, t][None], lm_head)[0].double()
                     p, q = torch.softmax(logits[tokens], -1), torch.softmax(mine, -1)
-                    known = int(logits.argmax()) in tokens
+                    known = int(batch.tokens_BT[b, t + 2 + k]) in tokens
                     outside += not known
                     soft.append(-float((p * q.log()).sum()) if known else 0.0)
                     mass = torch.softmax(logits, -1)[tokens]
@@ -352,9 +359,10 @@ def test_loss_of_a_draft_vocabulary_equals_a_plain_loop() -> None:
                     held.append(
                         -math.log(float(mass @ torch.tensor(membership(q.tolist(), 3)).double()))
                     )
-                    hits.append(tokens[int(mine.argmax())] == int(logits.argmax()))
+                    hits.append(known and mine.argmax() == logits[tokens].argmax())
             mean = 0.2 * sum(soft) / len(soft) + 0.3 * sum(accepted) / len(accepted)
             mean += 0.4 * sum(held) / len(held)
+            mean += 0 if eagle3 else 0.7 * sum(values) / len(values)
             total += 0.5**k * mean
             if k == 0:
                 assert float(loss.accuracy) == pytest.approx(sum(hits) / len(hits))

@@ -15,7 +15,6 @@ from slipstream.checkpoint.manager import TRACKER
 from slipstream.checkpoint.state import cotraining_file, draft_folder, huggingface_folder
 from slipstream.checkpoint.tree import load_tree
 from slipstream.cli import main
-from slipstream.loops.draft_data import most_frequent
 from slipstream.metrics.loggers import read_jsonl
 from slipstream.metrics.names import check_names
 from slipstream.models.draft.eagle3 import Eagle3Head
@@ -136,15 +135,10 @@ def test_draft_vocabulary_has_the_most_frequent_recorded_tokens(
     head = load_draft_head(head_folder(tmp_path / "draft"), config)
     answers = [r["response_ids"] for rs in records_of(trained / "rollouts").values() for r in rs]
     counts = {t: sum(a.count(t) for a in answers) for t in range(config.vocab_size)}
-    least = min(counts[t] for t in head.tokens or ())
+    # End tokens are always in it, however often they occur.
+    least = min(counts[t] for t in head.tokens or () if t not in config.eos_token_ids)
     assert head.tokens == tuple(sorted(head.tokens or ()))
     assert all(n <= least for t, n in counts.items() if t not in (head.tokens or ()))
-
-
-def test_most_frequent_returns_sorted_token_ids() -> None:
-    assert most_frequent([[3, 1, 3], [5, 5, 1, 3]], 2, 8) == [1, 3]
-    # Tokens that never occur are added from the lowest id on.
-    assert most_frequent([[6]], 3, 8) == [0, 1, 6]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +153,7 @@ def test_most_frequent_returns_sorted_token_ids() -> None:
             2,
             "set speculative.eagle.spec_topk below 12",
         ),
-        ((VOCABULARY,), 2, "draft_vocab_size has no effect with"),
+        ((f"{EAGLE}.draft_vocab_size=100000",), 2, "at most the policy's"),
         (THIRD[1:], 2, "aux_hidden_state_layer_ids has no effect with"),
     ],
 )

@@ -233,11 +233,12 @@ class EagleProposer:
         head's. Its size never changes."""
         own, config = self._head.draft_tokens, self._head.config
         size = None if own is None else len(own)
-        if [(t.dtype, tuple(t.shape)) for t in found] != [(torch.int64, (size,))] * (size is not None):
+        expected = [] if size is None else [(torch.int64, (size,))]
+        if [(t.dtype, tuple(t.shape)) for t in found] != expected:
             shapes = [f"{t.dtype} {tuple(t.shape)}" for t in found]
             raise EngineError(
                 f"{refused}: its {DRAFT_TOKENS} are {shapes}, but the head's draft vocabulary has "
-                f"{size or 'all'} tokens; send as many, or start a run with another draft head"
+                f"{size or 'all'} tokens; send that number, or start a run with another draft head"
             )
         for tokens in found:
             try:
@@ -370,9 +371,7 @@ class EagleProposer:
         def draft(batch: DraftBatch, prefill: PrefillInput, num_keys: int) -> tuple[Tensor, ...]:
             inputs, kv = self._prefill(batch, prefill, num_keys), self._store.data[0]
             return (
-                draft_chain_batched(
-                    self._packed, lm_head, kv, batch, inputs, num_keys, plan.steps
-                ),
+                draft_chain_batched(self._packed, lm_head, kv, batch, inputs, num_keys, plan.steps),
             )
 
         lm_head = self._draft_lm_head(batch)

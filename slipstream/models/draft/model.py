@@ -38,7 +38,6 @@ from slipstream.models.functional import rms_norm, rope_at, rotate
 from slipstream.models.linear import PackedLinear
 from slipstream.models.numerics import activation_dtype, has_kernels
 
-
 DRAFT_TOKENS = "draft_tokens"
 """The name of the draft vocabulary among the weights of a head."""
 

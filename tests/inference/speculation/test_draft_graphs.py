@@ -46,7 +46,9 @@ def drafting(head: PackedDraftHead, kv: Tensor) -> Drafting:
         last = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, 32)
         hidden = prefill.features.gather(1, last)[:, 0] + prefill.numbers[:, 2:3] / 64
         given = DraftInputs(starts + counts, hidden, prefill.scale)
-        return draft_tree_batched(head, kv, batch, given, num_keys, PLAN.steps, PLAN.topk)
+        return draft_tree_batched(
+            head, batch.policy.lm_head, kv, batch, given, num_keys, PLAN.steps, PLAN.topk
+        )
 
     return draft
 

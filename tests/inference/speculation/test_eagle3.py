@@ -90,7 +90,9 @@ def test_drafts_equal_those_of_the_head_on_the_policys_aux_layers(
             given = torch.nn.functional.pad(aux_layers[:, : length - 1], (0, 0, 0, len(chain)))
             unrolled = head.unroll(ids, given, packed.embedding, len(chain))
             for draft, states in zip(chain, unrolled, strict=True):
-                logits = head.logits(states[0, length - 2 : length - 1], packed.lm_head)
+                logits = head.logits(
+                    states[0, length - 2 : length - 1], head.draft_lm_head(packed.lm_head)
+                )
                 assert int(logits.argmax()) == draft
 
 

@@ -49,6 +49,9 @@ class ConstantHead:
     def update(self, update: WeightUpdate) -> None:
         self.calls.append(f"update {update.version}")
 
+    def policy_changed(self) -> None:
+        self.calls.append("policy changed")
+
 
 def batch(name: str, last: int) -> DraftBatch:
     with torch.no_grad():

@@ -33,7 +33,7 @@ def made(seed: int = 2, tokens: list[int] | None = None, **more: object) -> Eagl
 
 def test_names_are_those_of_published_heads() -> None:
     head = Eagle3Head(config("qwen2"), AUX_LAYERS, [3, 5, 90])
-    shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in head.named_parameters()}
     # A Llama layer for every family of policy: no biases, no query and key norms.
     assert shapes == {
         "fc.weight": (48, 144),
@@ -76,7 +76,7 @@ def test_a_step_equals_the_formula(kernels: bool) -> None:
     ):
         packed = head.pack(torch.float32)
         state = next(packed.unroll(ids, features, embedding, 1))[0, :1]
-        ours = packed.draft_logits(state, None)  # type: ignore[arg-type]
+        ours = packed.draft_logits(state, packed.lm_head)
         w, eps = head.state_dict(), torch.tensor(c.rms_norm_eps)
         g = features[0, :1] @ w["fc.weight"].T
         e = rms_norm(embedding[ids[0, :1]], w["midlayer.input_layernorm.weight"], eps)
@@ -116,7 +116,7 @@ def test_chains_and_gradients_equal_those_of_separate_sequences(
             alone = {} if len(parts) > 1 else {"lengths": lengths}
             with patch.object(model, "supports_varlen", lambda *_: by_kernels):
                 chains = packed.unroll(ids[:, own], given[:, own], embedding, steps, **alone)
-                drafts = [packed.draft_logits(x[0], None) for x in chains]  # type: ignore[arg-type]
+                drafts = [packed.draft_logits(x[0], packed.lm_head) for x in chains]
             loss = sum((w[own] * x).sum() for w, x in zip(upstream, drafts, strict=True))
             assert isinstance(loss, torch.Tensor)
             loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
@@ -177,8 +177,8 @@ def test_tokens_outside_the_draft_vocabulary_are_not_drafted() -> None:
     tokens = [1, 4, 90]
     with torch.no_grad():
         packed, states = made(tokens=tokens).pack(torch.float32), torch.randn(5, 64)
-        own = packed.draft_logits(states, None)  # type: ignore[arg-type]
-        wide = packed.logits(states, None)  # type: ignore[arg-type]
+        own = packed.draft_logits(states, packed.lm_head)
+        wide = packed.logits(states, packed.lm_head)
     assert wide.shape == (5, VOCAB)
     assert torch.equal(wide[:, tokens], own)
     others = [token for token in range(VOCAB) if token not in tokens]
