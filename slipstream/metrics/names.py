@@ -604,6 +604,17 @@ SECTIONS: tuple[Section, ...] = (
                 "samples",
                 "responses removed so far because the buffer was full",
             ),
+            Metric(
+                "drafter/vocabulary_coverage/before",
+                "share",
+                "written tokens, newer ones with more weight, that are in the draft vocabulary "
+                "before the slice (heads with a draft vocabulary)",
+            ),
+            Metric(
+                "drafter/vocabulary_coverage",
+                "share",
+                "the same, with the draft vocabulary of the head in training",
+            ),
             Metric("drafter/acceptance_rate", "share", "accepted drafts of the trained head"),
             Metric(
                 "drafter/acceptance_rate/{before,after}",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -12,10 +14,11 @@ from slipstream.drafter.acceptance import Acceptance, Regression
 from slipstream.drafter.buffer import BufferedSequence, BufferSettings, DraftBuffer
 from slipstream.drafter.collector import CollectorSettings, FeatureCollector
 from slipstream.drafter.cotraining import CoTraining, CoTrainSettings
-from slipstream.drafter.sequences import VocabLayers
+from slipstream.drafter.sequences import VocabLayers, written
 from slipstream.drafter.trainer import DraftTrainSettings
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.metrics.names import check_names
+from slipstream.models.draft.eagle1 import DraftHead
 from slipstream.training.optim import OptimSettings
 from slipstream.types import SamplingParams
 from tests.drafter.helpers import new_head, requests, responses, vocab_of
@@ -280,3 +283,56 @@ def record_steps(made: CoTraining, vocab: VocabLayers, *, slices: int) -> list[d
     for number in range(1, slices + 1):
         made.slice(vocab, step=number)
     return found
+
+
+def with_vocabulary(tokens: list[int]) -> CoTraining:
+    made = cotraining(count=40)
+    head = DraftHead(shared_decoder().config, tokens)
+    head.init_weights(1)
+    torch.nn.init.zeros_(head.fc.weight)
+    return CoTraining(head, made.collector, made.settings)
+
+
+def test_the_draft_vocabulary_follows_the_tokens_of_the_policy() -> None:
+    decoder, vocab = shared_decoder(), vocab_of(shared_decoder())
+    tokens = [*range(decoder.config.vocab_size - 20, decoder.config.vocab_size)]
+    made = with_vocabulary(tokens)
+    entries = made.collector.entries
+    counts = Counter(t for entry in entries for t in written(entry.sequence))
+    first = made.slice(vocab, step=1)
+    check_names(first.metrics)
+    assert made.trainer.head.tokens is not None
+    best = set(made.trainer.head.tokens)
+    assert len(best) == len(tokens)
+    rest = max(n for t, n in counts.items() if t not in best)
+    assert min(counts[t] for t in best) >= rest > 0
+    covered = sum(counts[t] for t in best) / counts.total()
+    assert first.metrics["drafter/vocabulary_coverage"] == pytest.approx(covered)
+    before = sum(counts[t] for t in tokens) / counts.total()
+    assert first.metrics["drafter/vocabulary_coverage/before"] == pytest.approx(before)
+    # The vocabulary is part of the version that is published.
+    assert first.adopted
+    assert tuple(tensors(made)["draft_tokens"].tolist()) == made.trainer.head.tokens
+    # The same responses are not counted twice, and the vocabulary stays.
+    assert made.words is not None
+    total = float(made.words.counts.sum())
+    second = made.slice(vocab, step=2)
+    assert float(made.words.counts.sum()) == total / 2
+    assert set(made.trainer.head.tokens) == best
+    assert second.metrics["drafter/vocabulary_coverage"] == pytest.approx(covered)
+    resumed = with_vocabulary(tokens)
+    resumed.load_state_dict(made.state_dict())
+    assert resumed.words is not None
+    assert torch.equal(resumed.words.counts, made.words.counts)
+    assert resumed.trainer.head.tokens == made.trainer.head.tokens
+    assert resumed.slice(vocab, step=3).metrics == pytest.approx(
+        made.slice(vocab, step=3).metrics | {"drafter/seconds": ANY}
+    )
+
+
+def test_a_head_that_drafts_all_tokens_has_no_token_counts() -> None:
+    made = cotraining(count=24)
+    assert made.words is None
+    assert (
+        "drafter/vocabulary_coverage" not in made.slice(vocab_of(shared_decoder()), step=1).metrics
+    )

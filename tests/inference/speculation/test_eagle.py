@@ -290,7 +290,7 @@ def test_rows_in_another_order_are_an_error() -> None:
 
 
 def head_update(head: DraftHead, **changed: torch.Tensor) -> WeightUpdate:
-    tensors = {name: p.detach().clone() for name, p in head.named_parameters()} | changed
+    tensors = {name: t.detach().clone() for name, t in head.state_dict().items()} | changed
     return WeightUpdate(version=3, buckets=[list(tensors.items())], kind=UpdateKind.DRAFT)
 
 
@@ -492,3 +492,90 @@ def test_drafting_stays_within_the_kv_cache_of_the_head(
     engine.run([make_request("a", [3, 4, 5], max_tokens=300, top_p=0.9)])
     # The last slots are nearly reached; the levels of a tree leave a few free.
     assert min(reached) < 8
+
+
+def with_tokens(tokens: list[int], seed: int = 1) -> DraftHead:
+    head = DraftHead(shared_decoder().config, tokens)
+    head.init_weights(seed)
+    return head
+
+
+def drafted_tokens(proposer: Recorder, since: int = 0) -> set[int]:
+    return {token for _, _, chain in proposer.drafted[since:] for token in chain}
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("plan", ["3_1_4", "3_2_6"])
+def test_a_draft_vocabulary_is_renewed_while_requests_run(
+    kernels: bool, plan: str, request: pytest.FixtureRequest
+) -> None:
+    if not kernels:
+        request.getfixturevalue("without_kernels")
+    vocab_size = shared_decoder().config.vocab_size
+    even, odd = [*range(0, vocab_size, 2)], [*range(1, vocab_size, 2)]
+    requests = mixed_requests(6, tokens=30, seed=4)
+    reference = all_bits(make_engine().run(requests))
+    proposer = Recorder(with_tokens(even), dtype=torch.float32)
+    proposer.drafted, proposer.pending = [], {}
+    engine = make_engine(proposer=proposer, plan=DraftPlan.parse(plan))
+    for each in requests:
+        engine.add(each)
+    done = [one for _ in range(4) for one in engine.step()]
+    at = len(proposer.drafted)
+    assert drafted_tokens(proposer) <= set(even)
+    engine.update_drafter(head_update(with_tokens(odd[: len(even)])))
+    done += drain(engine)
+    assert all_bits(done) == reference
+    assert 0 < len(drafted_tokens(proposer, at)) <= len(odd)
+    assert drafted_tokens(proposer, at) <= set(odd)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.tensor([1, 2]), "its draft_tokens are .* but the head's draft vocabulary has 3"),
+        (torch.tensor([1.0, 2.0, 3.0]), "its draft_tokens are .*float32"),
+        (torch.tensor([3, 2, 5]), "each once and in ascending order"),
+        (torch.tensor([1, 2, 100000]), "must name tokens of the policy's"),
+    ],
+)
+def test_a_wrong_draft_vocabulary_in_an_update_changes_nothing(
+    tokens: torch.Tensor, message: str
+) -> None:
+    proposer = EagleProposer(with_tokens([1, 2, 3]), dtype=torch.float32)
+    engine = make_engine(proposer=proposer, plan=DraftPlan.chain(2))
+    before = {n: t.clone() for n, t in proposer._head.state_dict().items()}
+    with pytest.raises(EngineError, match=f"version 3 refused.*{message}"):
+        engine.update_drafter(head_update(with_tokens([1, 2, 3], seed=2), draft_tokens=tokens))
+    assert all(torch.equal(before[n], t) for n, t in proposer._head.state_dict().items())
+    whole = EagleProposer(new_head(shared_decoder()), dtype=torch.float32)
+    with pytest.raises(EngineError, match="draft vocabulary has all tokens"):
+        make_engine(proposer=whole, plan=DraftPlan.chain(2)).update_drafter(
+            head_update(new_head(shared_decoder(), seed=2), draft_tokens=torch.tensor([1]))
+        )
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_the_rows_of_a_draft_vocabulary_follow_the_policy(
+    kernels: bool, request: pytest.FixtureRequest
+) -> None:
+    """After an update of the policy, drafts equal those of an engine that started with it."""
+    if not kernels:
+        request.getfixturevalue("without_kernels")
+    tokens = [*range(0, shared_decoder().config.vocab_size, 2)]
+    asked = make_request("a", [3, 4, 5], max_tokens=40, ignore_eos=True)
+    found = []
+    for starts_with_it in (True, False):
+        proposer = Recorder(with_tokens(tokens), dtype=torch.float32)
+        proposer.drafted, proposer.pending = [], {}
+        first = make_decoder(9) if starts_with_it else make_decoder(8)
+        engine = make_engine(first, proposer=proposer, plan=DraftPlan.chain(3))
+        if not starts_with_it:
+            engine.add(make_request("b", [7, 8], max_tokens=40, ignore_eos=True))
+            for _ in range(5):
+                engine.step()
+            engine.update_weights(update_from(make_decoder(9), 1))
+        proposer.drafted = []
+        done = all_bits(engine.run([asked]))
+        found.append((done, [drafts for drafts in proposer.drafted if drafts[0] == "a"]))
+    assert found[0] == found[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from slipstream.errors import CheckpointError
 from slipstream.models.draft.eagle1 import DraftHead
 from slipstream.models.draft.eagle3 import Eagle3Head
 from slipstream.models.draft.files import load_draft_head, save_draft_head
-from slipstream.models.draft.layouts import export_draft_head
+from slipstream.models.draft.layouts import LAYOUTS, export_draft_head
 from slipstream.models.rope_scaling import YarnScaling
 from tests.models.helpers import FAMILIES, config
 
@@ -161,3 +162,78 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     (tmp_path / WEIGHTS).unlink()
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors"):
         load_draft_head(tmp_path, config("qwen3"))
+
+
+TOKENS = [0, 2, 4, 70, 95]
+
+
+@pytest.mark.parametrize("layout", [None, "sglang", "vllm"])
+def test_a_draft_vocabulary_survives_a_round_trip(tmp_path: Path, layout: str | None) -> None:
+    policy = config("llama")
+    head = DraftHead(policy, TOKENS)
+    head.init_weights(5)
+    if layout is None:
+        save_draft_head(head, tmp_path)
+    else:
+        export_draft_head(head, tmp_path, layout)
+    loaded = load_draft_head(tmp_path, policy)
+    # vLLM's class for EAGLE-1 heads drafts all tokens.
+    assert loaded.tokens == (None if layout == "vllm" else tuple(TOKENS))
+    ours, theirs = (dict(each.named_parameters()) for each in (head, loaded))
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    stored = load_file(tmp_path / WEIGHTS)
+    if layout is None:
+        assert stored["d2t"].tolist() == [0, 1, 2, 67, 91]
+        assert json.loads((tmp_path / "config.json").read_text())["draft_vocab_size"] == 5
+    else:
+        # The engines' classes have no such tensors.
+        assert not {"d2t", "t2d"} & stored.keys()
+    if layout == "sglang":
+        assert torch.load(tmp_path / "hot_token_ids.pt", weights_only=True) == TOKENS
+        command = LAYOUTS[layout].command(head, policy="p", folder="draft")
+        assert command.endswith(" --speculative-token-map draft/hot_token_ids.pt")
+        whole = DraftHead(policy)
+        assert "token-map" not in LAYOUTS[layout].command(whole, policy="p", folder="draft")
+
+
+def without_map(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    save_file({n: t for n, t in tensors.items() if n not in ("d2t", "t2d")}, folder / WEIGHTS)
+
+
+def map_to(tokens: list[int]) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS) | {"d2t": torch.tensor(tokens) - torch.arange(5)}
+        tensors.pop("t2d")
+        save_file(tensors, folder / WEIGHTS)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_map, "a draft vocabulary of 5 of 96 tokens needs d2t"),
+        (map_to([0, 3, 4, 70, 95]), r"none of the policy's end tokens \[2\]"),
+        (map_to([0, 2, 4, 70, 96]), "must name tokens of the policy's 96"),
+        (map_to([0, 2, 2, 70, 95]), "each once and in ascending order"),
+    ],
+)
+def test_a_wrong_draft_vocabulary_raises_an_error(
+    tmp_path: Path, change: Callable[[Path], None], message: str
+) -> None:
+    head = DraftHead(config("llama"), TOKENS)
+    head.init_weights(5)
+    save_draft_head(head, tmp_path)
+    change(tmp_path)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_draft_head(tmp_path, config("llama"))
+    assert "slipstream draft" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle"])
+def test_an_unreadable_token_map_raises_an_error(tmp_path: Path, content: bytes) -> None:
+    export_draft_head(DraftHead(config("llama"), TOKENS), tmp_path, "sglang")
+    (tmp_path / "hot_token_ids.pt").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"hot_token_ids\.pt cannot be read"):
+        load_draft_head(tmp_path, config("llama"))
