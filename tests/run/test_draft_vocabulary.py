@@ -1,0 +1,72 @@
+"""Co-training of an EAGLE head with a draft vocabulary."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from slipstream.checkpoint.state import draft_folder
+from slipstream.cli import main
+from slipstream.metrics.loggers import read_jsonl
+from slipstream.metrics.names import check_names
+from slipstream.models.draft.files import load_draft_head
+from tests.run.helpers import assert_same_result, result_of, rl_only, write_reward
+from tests.run.test_cotraining import LEARN, OPPORTUNISTIC, SETTINGS
+
+VOCABULARY = "speculative.eagle.draft_vocab_size=16"
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The folder of a run, and its reward function."""
+    root = tmp_path_factory.mktemp("learned")
+    reward = write_reward(root)
+    assert main(rl_only(root / "run", *SETTINGS, *LEARN, VOCABULARY, reward=reward)) == 0
+    return root / "run", reward
+
+
+def test_the_vocabulary_is_renewed_and_changes_no_rollout(
+    learned: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, reward = learned
+    assert main(rl_only(tmp_path / "off", *SETTINGS, reward=reward)) == 0
+    for step in range(1, 5):
+        name = f"rollouts/{step}.jsonl"
+        assert (folder / name).read_bytes() == (tmp_path / "off" / name).read_bytes()
+    steps = dict(read_jsonl(folder / "metrics.jsonl"))
+    for metrics in steps.values():
+        check_names(metrics)
+    # A new head of RL drafts the lowest token ids until co-training has counted tokens.
+    before, after = (steps[2][f"drafter/vocabulary_coverage{name}"] for name in ("/before", ""))
+    # The policy's weights are random, so it writes all tokens about equally often.
+    assert after > 1.2 * before
+    head = load_draft_head(draft_folder(folder / "global_step_4"))
+    assert head.draft_vocab_size == 16
+    assert head.tokens != tuple(range(16))
+
+
+def test_a_resumed_run_has_the_same_vocabulary(learned: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, reward = learned
+    again = tmp_path / "run"
+    shutil.copytree(folder, again)
+    shutil.rmtree(again / "global_step_4")
+    (again / "latest_checkpointed_iteration.txt").write_text("2")
+    assert main(rl_only(again, *SETTINGS, *LEARN, VOCABULARY, reward=reward)) == 0
+    assert_same_result(result_of(folder), result_of(again))
+    ours, theirs = (load_draft_head(draft_folder(f / "global_step_4")) for f in (folder, again))
+    assert ours.tokens == theirs.tokens
+
+
+def test_the_training_process_publishes_its_vocabulary(
+    learned: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, reward = learned
+    settings = (*SETTINGS, *LEARN, VOCABULARY, OPPORTUNISTIC)
+    assert main(rl_only(tmp_path / "run", *settings, reward=reward)) == 0
+    for step in range(1, 5):
+        name = f"rollouts/{step}.jsonl"
+        assert (folder / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
+    head = load_draft_head(draft_folder(tmp_path / "run" / "global_step_4"))
+    assert head.draft_vocab_size == 16
