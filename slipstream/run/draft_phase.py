@@ -105,6 +105,11 @@ class _DraftPhase:
             f"{self._draft.steps_per_round} on every {self._draft.samples_per_round} "
             + ("fresh responses" if self._draft.rollout_files is None else "recorded responses")
         )
+        head = self._trainer.head
+        if head.draft_tokens is not None:
+            run.progress.note(
+                f"draft vocabulary: {head.draft_vocab_size:,} of {head.config.vocab_size:,} tokens"
+            )
         held_out = self._parts.hold_out(self._stop)
         if held_out is None:
             return None

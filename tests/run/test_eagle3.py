@@ -125,13 +125,18 @@ def test_training_from_a_given_head_keeps_its_architecture(
         assert "spec_model_path=null" in said
 
 
+@pytest.mark.parametrize("algorithm", [(), THIRD])
 def test_draft_vocabulary_has_the_most_frequent_recorded_tokens(
-    trained: Path, tmp_path: Path
+    trained: Path,
+    tmp_path: Path,
+    algorithm: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     pattern = trained / "rollouts" / "*.jsonl"
     given = f"speculative.draft.rollout_files=[{pattern}]"
-    assert main(line(trained, tmp_path / "draft", *THIRD, VOCABULARY, given)) == 0
+    assert main(line(trained, tmp_path / "draft", *algorithm, VOCABULARY, given)) == 0
     config = load_config(huggingface_folder(trained / "global_step_2"))
+    assert f"draft vocabulary: 12 of {config.vocab_size} tokens" in capsys.readouterr().out
     head = load_draft_head(head_folder(tmp_path / "draft"), config)
     answers = [r["response_ids"] for rs in records_of(trained / "rollouts").values() for r in rs]
     counts = {t: sum(a.count(t) for a in answers) for t in range(config.vocab_size)}
