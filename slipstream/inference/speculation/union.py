@@ -6,13 +6,19 @@ and one per range of match lengths for history. Both chains are compared with th
 policy sampled, so a proposer is measured even if its chain was not verified. With a tree plan, both
 drafts are merged into one tree, and the nodes with the highest estimated acceptance probability are
 verified.
+
+The head drafts for all requests in one call, which takes a share of the step. If the batch would
+get more tokens per second from history alone, the head is not asked. It is still asked now and
+then, because what it would gain may change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from itertools import accumulate, takewhile
 from math import log
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -35,12 +41,72 @@ _KEPT_ON_UPDATE = 0.25
 the full weight of the old drafts, history would be preferred for too long."""
 
 
+T = TypeVar("T")
+
+_ASK_EVERY = 32
+"""The head is asked at least once in this many steps."""
+
+_KEPT_SHARE = 0.9
+"""Weight of earlier steps in the measured share of time that the head takes."""
+
+
+class HeadTime:
+    """Measures the share of a step's time in which the head drafts, by number of drafts and of
+    requests, and decides whether the step is faster with it."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._shares: dict[tuple[int, int], float] = {}
+        self._skipped = 0
+        # Key, start and end of the head's drafting in this step.
+        self._now: tuple[tuple[int, int], float, float] | None = None
+
+    def asks(self, drafts: int, requests: int, both: float, alone: float) -> bool:
+        """Whether to ask the head for `drafts` drafts of each of the `requests`. The batch is
+        expected to get `both` tokens with the head, and `alone` tokens from history alone."""
+        share = self._shares.get(self._key(drafts, requests))
+        # Without the head, the step takes (1 - share) of the time.
+        if share is None or both * (1 - share) >= alone or self._skipped + 1 >= _ASK_EVERY:
+            self._skipped = 0
+            return True
+        self._skipped += 1
+        return False
+
+    def measured(self, drafts: int, requests: int, draft: Callable[[], T]) -> T:
+        """Return what `draft` returns, and measure its time."""
+        started = self._clock()
+        result = draft()
+        self._now = self._key(drafts, requests), started, self._clock()
+        return result
+
+    def step_ended(self) -> None:
+        """The policy has verified the drafts of this step."""
+        if self._now is None:
+            return
+        key, started, drafted = self._now
+        self._now = None
+        share = (drafted - started) / max(self._clock() - started, 1e-9)
+        before = self._shares.get(key, share)
+        self._shares[key] = _KEPT_SHARE * before + (1 - _KEPT_SHARE) * share
+
+    def ask_next(self) -> None:
+        """Ask the head in the next step, because it has changed."""
+        self._skipped = _ASK_EVERY
+
+    @staticmethod
+    def _key(drafts: int, requests: int) -> tuple[int, int]:
+        return drafts, requests.bit_length()
+
+
 class UnionProposer:
     """A `Proposer` that combines a draft head and history."""
 
-    def __init__(self, head: LearningProposer, history: HistoryProposer) -> None:
+    def __init__(
+        self, head: LearningProposer, history: HistoryProposer, head_time: HeadTime | None = None
+    ) -> None:
         self._head = head
         self._history = history
+        self._head_time = head_time or HeadTime()
         self._head_curve = AcceptanceCurve()
         self.head_record = (0, 0)
         """Number of chains and trees of the head that were compared with the sampled tokens, and
@@ -69,21 +135,38 @@ class UnionProposer:
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
         """The better chain for each request, or with a tree plan a merged tree."""
-        trees = self._head.propose(batch, plan)
+        kinds: list[int] = []
         found: list[tuple[list[int], AcceptanceCurve]] = []
-        for name, tree in zip(batch.request_ids, trees, strict=True):
+        for name in batch.request_ids:
             past, match_length = self._history.suggest(name, plan.steps)
-            kind = sum(match_length >= limit for limit in _MATCH_LENGTHS)
+            kinds.append(sum(match_length >= limit for limit in _MATCH_LENGTHS))
+            found.append((past, self._curves[kinds[-1]]))
+        expected = [curve.expected(len(past)) for past, curve in found]
+        trees = self._drafts_of_head(batch, plan, expected)
+        for name, tree, (past, _), kind in zip(batch.request_ids, trees, found, kinds, strict=True):
             self._offers[name] = (tree, past, kind)
-            found.append((past, self._curves[kind]))
         if plan.topk > 1:
             return _merged(trees, found, plan, batch)
         return [
             DraftTree.chain(tree.tokens[0], past)
-            if curve.expected(len(past)) > self._head_curve.expected(len(tree) - 1)
+            if accepted > self._head_curve.expected(len(tree) - 1)
             else tree
-            for tree, (past, curve) in zip(trees, found, strict=True)
+            for tree, (past, _), accepted in zip(trees, found, expected, strict=True)
         ]
+
+    def _drafts_of_head(
+        self, batch: DraftBatch, plan: DraftPlan, expected: Sequence[float]
+    ) -> list[DraftTree]:
+        """The head's drafts; roots alone if a chain plan is faster without the head. `expected`:
+        accepted tokens of each request's chain from history."""
+        count = len(expected)
+        by_head = self._head_curve.expected(plan.steps)
+        both = count + sum(max(by_head, accepted) for accepted in expected)
+        if plan.topk == 1 and not self._head_time.asks(
+            plan.steps, count, both, count + sum(expected)
+        ):
+            return batch.chains([()] * count)
+        return self._head_time.measured(plan.steps, count, lambda: self._head.propose(batch, plan))
 
     def observe(
         self,
@@ -93,6 +176,7 @@ class UnionProposer:
     ) -> None:
         """Compare both drafts of each request with its new tokens, update the acceptance curves,
         and pass the tokens on to both proposers."""
+        self._head_time.step_ended()
         counts: list[tuple[AcceptanceCurve, list[int], list[int]]] = [
             (curve, [], []) for curve in (*self._curves, self._head_curve)
         ]
@@ -115,6 +199,7 @@ class UnionProposer:
         EngineError if the update does not fit."""
         self._head.update(update)
         self._head_curve.forget(_KEPT_ON_UPDATE)
+        self._head_time.ask_next()
 
     def policy_changed(self) -> None:
         """Tell the head's proposer that the policy has new weights."""

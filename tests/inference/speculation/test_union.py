@@ -13,7 +13,7 @@ from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
-from slipstream.inference.speculation.union import UnionProposer
+from slipstream.inference.speculation.union import HeadTime, UnionProposer
 from slipstream.models.draft.eagle1 import DraftHead
 from slipstream.types import UpdateKind, WeightUpdate
 from tests.inference.helpers import all_bits, make_engine, mixed_requests, shared_decoder
@@ -66,7 +66,9 @@ def proposed(union: UnionProposer, name: str, last: int) -> list[int]:
 
 
 def test_the_chain_with_the_better_record_is_proposed() -> None:
-    union = UnionProposer(ConstantHead([7, 7, 7]), HistoryProposer())
+    # Drafting takes no time, so the head is always asked.
+    head_time = HeadTime(lambda: 0.0)
+    union = UnionProposer(ConstantHead([7, 7, 7]), HistoryProposer(), head_time)
     text = [20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30]
     union.begin("a", PROMPT, PROMPT, None)
     union.observe(["a"], [text], None)
@@ -186,3 +188,50 @@ def test_merged_trees_do_not_change_the_generated_tokens(plan: DraftPlan) -> Non
     stats = engine.stats()
     assert 0 < stats.head_draft_tokens < stats.draft_tokens
     assert stats.accepted_tokens > 0
+
+
+def test_the_head_is_not_asked_if_history_alone_is_faster() -> None:
+    """Drafting with the head takes a share of each step, here of 3 in 10 seconds."""
+    now = [0.0]
+
+    class Slow(ConstantHead):
+        def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
+            self.calls.append("propose")
+            now[0] += 3.0
+            return super().propose(batch, plan)
+
+    head = Slow([1, 2, 3])
+    union = UnionProposer(head, HistoryProposer(), HeadTime(lambda: now[0]))
+    text = [20 + i % 9 for i in range(400)]
+    union.begin("a", PROMPT, [*PROMPT, *text[:40]], None)
+    asked = []
+    at = 40
+    for _ in range(80):
+        before = head.calls.count("propose")
+        (tree,) = union.propose(batch("a", text[at - 1]), DraftPlan.chain(3))
+        asked.append(head.calls.count("propose") > before)
+        assert list(tree.tokens[1:]) in ([1, 2, 3], text[at : at + 3])
+        now[0] += 7.0
+        accepted = 3 if list(tree.tokens[1:]) == text[at : at + 3] else 0
+        union.observe(["a"], [text[at : at + accepted + 1]], None)
+        at += accepted + 1
+    # At first the head is asked, until its drafts and time are known; then every 32nd step.
+    assert asked[0]
+    later = [step for step, was_asked in enumerate(asked) if was_asked and step > 10]
+    assert len(later) == 2
+    assert later[1] - later[0] == 32
+    # A changed head is asked at once.
+    union.update(WeightUpdate(version=2, buckets=[], kind=UpdateKind.DRAFT))
+    before = head.calls.count("propose")
+    union.propose(batch("a", text[at - 1]), DraftPlan.chain(3))
+    assert head.calls.count("propose") == before + 1
+
+
+def test_the_head_is_asked_if_it_is_faster() -> None:
+    head = ConstantHead([30, 31, 32])
+    union = UnionProposer(head, HistoryProposer(), HeadTime(lambda: 0.0))
+    union.begin("a", PROMPT, [*PROMPT, 29], None)
+    for _ in range(40):
+        (tree,) = union.propose(batch("a", 29), DraftPlan.chain(3))
+        assert list(tree.tokens) == [29, 30, 31, 32]
+        union.observe(["a"], [[30, 31, 32, 29]], None)
