@@ -11,15 +11,15 @@ Contenders are interleaved; times are medians.
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from bench.chat_requests import chat_prompts, flags_of, requests_for
+from slipstream.bench.timing import alternate
 from slipstream.drafter.sequences import DraftSequence, VocabLayers, policy_features
 from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings
 from slipstream.drafter.vocabulary import SIZES, TokenCounts, best_size
@@ -32,7 +32,7 @@ from slipstream.models.draft.eagle1 import DraftHead
 from slipstream.models.hf_io import load_checkpoint
 from slipstream.models.numerics import default_dtype
 from slipstream.training.optim import OptimSettings
-from slipstream.types import GenerateRequest, NoiseKey, SamplingParams
+from slipstream.types import SamplingParams
 
 SUBJECTS = (
     *("rivers", "music", "Python", "tigers", "bread", "history", "space", "trains", "gold"),
@@ -46,38 +46,13 @@ TRAIN_SEQUENCES, TRAIN_STEPS = 32, 4
 PLAN = DraftPlan.chain(4)
 
 
-def prompts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return a prompt for each subject."""
-    found = []
-    for subject in SUBJECTS:
-        message = [{"role": "user", "content": f"Tell me about {subject}."}]
-        text = str(
-            tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-        )
-        found.append(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return found
-
-
-def requests(asked: Sequence[list[int]], count: int, tokens: int) -> list[GenerateRequest]:
-    """Return `count` requests for at most `tokens` tokens each."""
-    return [
-        GenerateRequest(
-            request_id=str(i),
-            prompt_ids=tuple(asked[i % len(asked)]),
-            params=SamplingParams(temperature=1.0, max_tokens=tokens),
-            key=NoiseKey(seed=1, namespace="bench", epoch=0, uid=str(i)),
-        )
-        for i in range(count)
-    ]
-
-
 def main(policy: Path, batches: Sequence[int], rounds: int) -> None:
     """Measure and print."""
     decoder = load_checkpoint(policy)
-    asked = prompts(AutoTokenizer.from_pretrained(policy))
+    asked = chat_prompts(policy, [f"Tell me about {subject}." for subject in SUBJECTS])
     dtype, vocab_size = default_dtype(decoder.device), decoder.config.vocab_size
     settings = EngineSettings(dtype=dtype, max_num_seqs=64, max_model_len=512)
-    done = Engine(decoder, settings).run(requests(asked, RESPONSES, LENGTH))
+    done = Engine(decoder, settings).run(requests_for(asked, RESPONSES, _params(LENGTH)))
     answers = [list(each.token_ids) for each in done]
     counts, halves = TokenCounts(vocab_size), (TokenCounts(vocab_size), TokenCounts(vocab_size))
     for number, answer in enumerate(answers):
@@ -130,19 +105,25 @@ def _step_times(
             proposer=EagleProposer(head, dtype=settings.dtype),
             selector=PredefinedSelector(PLAN),
         )
-    times: dict[int | None, list[float]] = {size: [] for size in engines}
     expected: list[list[int]] = []
-    for number in range(1 + rounds):
-        for size, engine in engines.items():
-            before, started = engine.stats().decode_steps, time.perf_counter()
-            found = [list(g.token_ids) for g in engine.run(requests(asked, batch, STEP_TOKENS))]
-            seconds = time.perf_counter() - started
-            expected = expected or found
-            if found != expected:
-                raise SystemExit(f"a draft vocabulary of {size} changed the tokens")
-            if number:  # the first round compiles kernels
-                times[size].append(seconds / (engine.stats().decode_steps - before))
-    return {size: median(values) for size, values in times.items()}
+    steps: dict[str, list[int]] = {str(size): [] for size in engines}
+
+    def run(size: int | None, engine: Engine) -> None:
+        before = engine.stats().decode_steps
+        done = engine.run(requests_for(asked, batch, _params(STEP_TOKENS)))
+        found = [list(g.token_ids) for g in done]
+        expected.extend(found if not expected else ())
+        if found != expected:
+            raise SystemExit(f"a draft vocabulary of {size} changed the tokens")
+        steps[str(size)].append(engine.stats().decode_steps - before)
+
+    times = alternate({str(s): partial(run, s, e) for s, e in engines.items()}, rounds=rounds)
+    # All rounds of an engine have the same number of steps.
+    return {size: median(times[str(size)].wall) / steps[str(size)][-1] for size in engines}
+
+
+def _params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=1.0, max_tokens=max_tokens)
 
 
 def _training_speeds(
@@ -180,9 +161,5 @@ def _training_speeds(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--policy", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args()
+    given = flags_of(__doc__, batches=(1, 8), rounds=5)
     main(given.policy, given.batch, given.rounds)

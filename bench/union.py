@@ -10,14 +10,12 @@ the median of the paired ratios to decoding without drafts, with minimum and max
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from statistics import median
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
+from bench.chat_requests import chat_prompts, flags_of, requests_for
+from slipstream.bench.timing import alternate, ratio
 from slipstream.inference.engine import Engine, EngineSettings
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.history import HistoryProposer
@@ -29,7 +27,7 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.draft.eagle1 import DraftHead
 from slipstream.models.hf_io import load_checkpoint
 from slipstream.models.numerics import default_dtype
-from slipstream.types import GenerateRequest, NoiseKey, SamplingParams
+from slipstream.types import SamplingParams
 
 TEXTS = (
     "A river carries sand and stones from the mountains to the sea, and builds new land there.",
@@ -71,58 +69,32 @@ def _engine(name: str, policy: Decoder, settings: EngineSettings) -> Engine:
     return Engine(policy, settings, proposer=proposer, selector=PredefinedSelector(PLAN))
 
 
-def _requests(tokenizer: PreTrainedTokenizerBase) -> list[GenerateRequest]:
-    found = []
-    for number, text in enumerate(TEXTS):
-        message = [{"role": "user", "content": f"Repeat this text word for word, twice: {text}"}]
-        prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-        ids = tokenizer(str(prompt), add_special_tokens=False)["input_ids"]
-        found.append(
-            GenerateRequest(
-                request_id=str(number),
-                prompt_ids=tuple(ids),
-                params=SamplingParams(temperature=0.0, max_tokens=64),
-                key=NoiseKey(seed=1, namespace="bench", epoch=0, uid=str(number)),
-            )
-        )
-    return found
-
-
 def main(folder: Path, batches: Sequence[int], rounds: int) -> None:
     """Measure and print."""
     policy = load_checkpoint(folder)
-    asked = _requests(AutoTokenizer.from_pretrained(folder))
+    prompts = chat_prompts(folder, [f"Repeat this text word for word, twice: {t}" for t in TEXTS])
+    asked = requests_for(prompts, len(prompts), SamplingParams(temperature=0.0, max_tokens=64))
     settings = EngineSettings(dtype=default_dtype(policy.device), max_model_len=1024)
+    expected: list[list[int]] = []
+
+    def run(name: str, batch: int) -> None:
+        engine = _engine(name, policy, settings)
+        found = [
+            list(done.token_ids)
+            for start in range(0, len(asked), batch)
+            for done in engine.run(asked[start : start + batch])
+        ]
+        expected.extend(found if not expected else ())
+        if found != expected:
+            raise SystemExit(f"{name} changed the tokens")
+
     for batch in batches:
-        seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-        expected: list[list[int]] = []
-        for number in range(1 + rounds):
-            for name in CONTENDERS:
-                engine, started = _engine(name, policy, settings), time.perf_counter()
-                found = [
-                    list(done.token_ids)
-                    for start in range(0, len(asked), batch)
-                    for done in engine.run(asked[start : start + batch])
-                ]
-                if number:  # the first round compiles kernels
-                    seconds[name].append(time.perf_counter() - started)
-                expected = expected or found
-                if found != expected:
-                    raise SystemExit(f"{name} changed the tokens")
+        times = alternate({name: partial(run, name, batch) for name in CONTENDERS}, rounds=rounds)
         for name in CONTENDERS[1:]:
-            pairs = zip(seconds["plain"], seconds[name], strict=True)
-            ratios = [plain / own for plain, own in pairs]
-            print(
-                f"{batch} running, {name}: {median(ratios):.2f}x "
-                f"[{min(ratios):.2f}..{max(ratios):.2f}]",
-                flush=True,
-            )
+            gain = ratio(times["plain"].wall, times[name].wall)
+            print(f"{batch} running, {name}: {gain}", flush=True)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--policy", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
+    given = flags_of(__doc__, batches=(1, 4), rounds=3)
     main(given.policy, given.batch, given.rounds)

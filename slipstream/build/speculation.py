@@ -127,7 +127,9 @@ def first_head(
     """
     if config.speculative.eagle.spec_model_path is not None:
         return _known_head(config, policy.config)
-    head = _new_head(config, policy.config, answers)
+    eagle = config.speculative.eagle
+    aux_layers = _new_aux_layers(eagle, policy.config, counts=answers is not None)
+    head = _new_head(eagle, policy.config, aux_layers, _draft_tokens(eagle, policy.config, answers))
     head.init_weights(config.trainer.seed, policy)
     return head, None
 
@@ -137,18 +139,19 @@ def head_to_be(config: Config, policy: ModelConfig) -> DraftModel:
     `first_head`."""
     if config.speculative.eagle.spec_model_path is not None:
         return _known_head(config, policy)[0]
+    eagle = config.speculative.eagle
+    aux_layers = _new_aux_layers(eagle, policy, counts=False)
+    tokens = _draft_tokens(eagle, policy, None)
     with torch.device("meta"):
-        return _new_head(config, policy)
+        return _new_head(eagle, policy, aux_layers, tokens)
 
 
 def _new_head(
-    config: Config,
+    eagle: EagleSection,
     policy: ModelConfig,
-    answers: Callable[[], Sequence[Sequence[int]]] | None = None,
+    aux_layers: tuple[int, ...],
+    tokens: Sequence[int] | None,
 ) -> DraftModel:
-    eagle = config.speculative.eagle
-    aux_layers = _new_aux_layers(eagle, policy, counts=answers is not None)
-    tokens = _draft_tokens(eagle, policy, answers)
     if eagle.spec_algorithm == "EAGLE":
         return DraftHead(policy, tokens)
     return Eagle3Head(policy, aux_layers, tokens)
@@ -161,22 +164,20 @@ def _draft_tokens(
 ) -> list[int] | None:
     """The draft vocabulary of a new head; None: all tokens.
 
-    Without `answers` no token is counted, so an EAGLE head gets the lowest ids.
+    Without `answers` no token can be counted. Then `auto` means all tokens, and a number means the
+    lowest ids.
     """
-    size, counts = eagle.draft_vocab_size, TokenCounts(policy.vocab_size)
-    if size == "auto" and policy.vocab_size <= LARGE:
-        size = None
-    if size is None or (answers is None and eagle.spec_algorithm == "EAGLE3"):
-        return None
-    responses = () if answers is None else answers()
-    for response in responses:
-        counts.add(response)
+    size, responses = eagle.draft_vocab_size, list[Sequence[int]]()
+    if answers is not None and size is not None and (size != "auto" or policy.vocab_size > LARGE):
+        responses.extend(answers())
     if size == "auto":
         size = best_size(responses, policy)
     if size is None:
         return None
-    ends = policy.eos_token_ids
-    return counts.most_frequent(max(size, len(ends)), always=ends)
+    counts = TokenCounts(policy.vocab_size)
+    for response in responses:
+        counts.add(response)
+    return counts.most_frequent(size, always=policy.eos_token_ids)
 
 
 def _new_aux_layers(eagle: EagleSection, policy: ModelConfig, *, counts: bool) -> tuple[int, ...]:
@@ -186,12 +187,16 @@ def _new_aux_layers(eagle: EagleSection, policy: ModelConfig, *, counts: bool) -
     ConfigError for auxiliary layers or a draft vocabulary that the policy cannot have.
     """
     size, eagle3 = eagle.draft_vocab_size, eagle.spec_algorithm == "EAGLE3"
-    if isinstance(size, int) and ((eagle3 and not counts) or size > policy.vocab_size):
+    key, least = "speculative.eagle.draft_vocab_size", max(1, len(policy.eos_token_ids))
+    if isinstance(size, int) and not least <= size <= policy.vocab_size:
         raise ConfigError(
-            f"speculative.eagle.draft_vocab_size={size}: it must be at most the policy's "
-            f"{policy.vocab_size}, and an EAGLE3 head needs responses to count tokens in; lower "
-            "it, train the draft head with `slipstream draft` first, or set "
-            "speculative.eagle.draft_vocab_size=null"
+            f"{key}={size}: a draft vocabulary has at least the policy's end tokens, and at most "
+            f"all of its tokens; set a number from {least} to {policy.vocab_size}, or {key}=null"
+        )
+    if isinstance(size, int) and eagle3 and not counts:
+        raise ConfigError(
+            f"{key}={size}: a new EAGLE3 head needs responses to count tokens in; train it with "
+            f"`slipstream draft` first, or set {key}=null"
         )
     if not eagle3:
         return ()
@@ -220,11 +225,11 @@ def _known_head(config: Config, policy: ModelConfig) -> tuple[DraftModel, Path]:
     size = None if head.draft_tokens is None else head.draft_vocab_size
     aux_layers = eagle.aux_hidden_state_layer_ids
     for option, wanted, found, usual in (
-        ("spec_algorithm", eagle.spec_algorithm, head.algorithm, ("EAGLE",)),
-        ("draft_vocab_size", eagle.draft_vocab_size, size, ("auto", None)),
-        ("aux_hidden_state_layer_ids", aux_layers, head.aux_layers, (None,)),
+        ("spec_algorithm", eagle.spec_algorithm, head.algorithm, "EAGLE"),
+        ("draft_vocab_size", eagle.draft_vocab_size, size, "auto"),
+        ("aux_hidden_state_layer_ids", aux_layers, head.aux_layers, None),
     ):
-        if wanted not in (*usual, found):
+        if wanted not in (usual, found):
             raise ConfigError(
                 f"{key}.{option}={wanted}, but in {folder} it is {found}; remove the option, or "
                 f"start "

@@ -25,7 +25,13 @@ from slipstream.drafter.sequences import DraftSequence, VocabLayers, written
 from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings, Metrics
 from slipstream.drafter.vocabulary import TokenCounts
 from slipstream.errors import CheckpointError, ConfigError, TrainingError, check_at_least_one
-from slipstream.models.draft.model import DraftModel
+from slipstream.models.config import ModelConfig
+from slipstream.models.draft.model import (
+    DRAFT_TOKENS,
+    DraftModel,
+    check_end_tokens,
+    check_tokens,
+)
 from slipstream.types import PolicyVersion
 
 
@@ -76,6 +82,18 @@ _MOST_TOKENS = 1 << 31
 """No step of a head's training sees more tokens."""
 
 
+def check_saved_tokens(weights: Mapping[str, Tensor], policy: ModelConfig) -> None:
+    """Raise CheckpointError if the draft vocabulary among a head's saved weights is not one of the
+    policy."""
+    for name, tensor in weights.items():
+        if name.endswith(DRAFT_TOKENS):
+            try:
+                check_tokens(tensor.tolist(), policy.vocab_size)
+                check_end_tokens(tensor.tolist(), policy.eos_token_ids)
+            except ConfigError as error:
+                raise CheckpointError(f"{name}: {error}; {REMEDY}") from error
+
+
 def version_of(saved: Saved) -> PolicyVersion | None:
     """Return a saved policy version, or None."""
     return None if saved.value is None else saved.count()
@@ -111,11 +129,11 @@ class CoTraining:
         """Newest policy version whose responses the head in use was trained on; None if
         unknown."""
         self.regression = Regression()
-        self.words: TokenCounts | None = None
+        self.token_counts: TokenCounts | None = None
         """Counts of the tokens that the policy wrote, for a head whose draft vocabulary can change;
         else None."""
         if head.draft_tokens is not None and head.algorithm == "EAGLE":
-            self.words = TokenCounts(head.config.vocab_size)
+            self.token_counts = TokenCounts(head.config.vocab_size)
         self._counted_to: int | None = None
         self.used = head.blank().to(head.device)
         self.used.load_state_dict(head.state_dict())
@@ -178,19 +196,19 @@ class CoTraining:
         of its own can change its tokens. Returns the coverage of the vocabulary before and after,
         as metrics; none for a head that drafts all tokens.
         """
-        head, words = self.trainer.head, self.words
-        if words is None or head.tokens is None:
+        head, counts = self.trainer.head, self.token_counts
+        if counts is None or head.tokens is None:
             return {}
-        words.fade(_KEPT_COUNTS)
+        counts.fade(_KEPT_COUNTS)
         for entry in self.collector.entries:
             if self._counted_to is None or entry.step > self._counted_to:
-                words.add(written(entry.sequence))
+                counts.add(written(entry.sequence))
         steps = [entry.step for entry in self.collector.entries]
         self._counted_to = max(steps, default=self._counted_to)
-        best = words.most_frequent(
+        best = counts.most_frequent(
             len(head.tokens), always=head.config.eos_token_ids, before=head.tokens
         )
-        before, after = words.coverage(head.tokens), words.coverage(best)
+        before, after = counts.coverage(head.tokens), counts.coverage(best)
         if after > before + _RENEW_ABOVE:
             for each in (head, self._averaged):
                 assert each.draft_tokens is not None
@@ -228,7 +246,7 @@ class CoTraining:
             "trained_to": self.trained_to,
             "lost": [self.regression.share, self.regression.variance],
             "collector": self.collector.state_dict(),
-            "words": None if self.words is None else self.words.counts.clone(),
+            "token_counts": None if self.token_counts is None else self.token_counts.counts.clone(),
             "counted_to": self._counted_to,
         }
 
@@ -248,13 +266,16 @@ class CoTraining:
         Saved(state).fields(*names)
         counts = {name: saved[name].count() for name in _COUNTS}
         trained_to = version_of(saved["trained_to"])
-        words, counted_to = self._saved_words(saved)
+        token_counts, counted_to = self._saved_counts(saved)
         share, variance = saved["lost"].elements(2)
         regression = Regression(share.number(), variance.number(0.0))
         parts: dict[str, nn.Module] = {
             "head": self.trainer.head, "average": self.average, "used": self.used,
         }  # fmt: skip
         weights = {name: saved[name].tensors(part.state_dict()) for name, part in parts.items()}
+        for name, tensors in weights.items():
+            with restoring(name):
+                check_saved_tokens(tensors, self.used.config)
         with restoring("trainer"):
             self.trainer.load_state_dict(saved["trainer"].value)
             if not counts["failures"]:
@@ -269,16 +290,18 @@ class CoTraining:
         for name, count in counts.items():
             setattr(self, name, count)
         self.trained_to, self.regression = trained_to, regression
-        self.words, self._counted_to = words, counted_to
+        self.token_counts, self._counted_to = token_counts, counted_to
 
-    def _saved_words(self, saved: Mapping[str, Saved]) -> tuple[TokenCounts | None, int | None]:
+    def _saved_counts(self, saved: Mapping[str, Saved]) -> tuple[TokenCounts | None, int | None]:
         """The token counts of a saved state. Raises CheckpointError if they do not fit."""
         counted_to = version_of(saved["counted_to"])
-        if self.words is None:
+        if self.token_counts is None:
             return None, counted_to
-        words = TokenCounts(len(self.words.counts))
-        words.counts = saved["words"].tensor(words.counts)
-        return words, counted_to
+        found = TokenCounts(len(self.token_counts.counts))
+        found.counts = saved["token_counts"].tensor(found.counts)
+        if float(found.counts.min()) < 0:
+            raise CheckpointError(f"token_counts has numbers below 0; {REMEDY}")
+        return found, counted_to
 
     def check_position(self, step: int, version: PolicyVersion) -> None:
         """Raise CheckpointError if the restored state is newer than RL step `step` with the policy

@@ -450,14 +450,18 @@ def _engine(
 
 
 def _head(config: Config, policy: ModelConfig, in_flight: int) -> int:
-    """Return the bytes of the draft head: its weights and the KV cache of its layer.
+    """Return the bytes of the draft head: its weights, the KV cache of its layer, and the rows of
+    the policy's LM head that a draft vocabulary copies, in two layouts.
 
     If this process trains the head, add 16 bytes per weight for gradients and optimizer.
     """
-    parameters = sum(parameter.numel() for parameter in head_to_be(config, policy).parameters())
+    head = head_to_be(config, policy)
+    parameters = sum(parameter.numel() for parameter in head.parameters())
     dtype, train = rollout_dtype(config), config.speculative.train
     bytes_per_weight = 4 + dtype.itemsize
     if train.enable_drafter_training and train.mode != "opportunistic":
         bytes_per_weight += 16
     layer = KVStore(policy, dtype, device_of(config), 0).slot_bytes // policy.num_layers
-    return bytes_per_weight * parameters + in_flight * max_model_len(config) * layer
+    rows = 0 if head.draft_tokens is None else head.draft_vocab_size
+    copied = 2 * rows * policy.hidden_size * dtype.itemsize
+    return bytes_per_weight * parameters + copied + in_flight * max_model_len(config) * layer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 from unittest.mock import ANY
 
 import pytest
@@ -314,16 +315,16 @@ def test_the_draft_vocabulary_follows_the_tokens_of_the_policy() -> None:
     assert first.adopted
     assert tuple(tensors(made)["draft_tokens"].tolist()) == made.trainer.head.tokens
     # The same responses are not counted twice, and the vocabulary stays.
-    assert made.words is not None
-    total = float(made.words.counts.sum())
+    assert made.token_counts is not None
+    total = float(made.token_counts.counts.sum())
     second = made.slice(vocab, step=2)
-    assert float(made.words.counts.sum()) == total / 2
+    assert float(made.token_counts.counts.sum()) == total / 2
     assert set(made.trainer.head.tokens) == best
     assert second.metrics["drafter/vocabulary_coverage"] == pytest.approx(covered)
     resumed = with_vocabulary(tokens)
     resumed.load_state_dict(made.state_dict())
-    assert resumed.words is not None
-    assert torch.equal(resumed.words.counts, made.words.counts)
+    assert resumed.token_counts is not None
+    assert torch.equal(resumed.token_counts.counts, made.token_counts.counts)
     assert resumed.trainer.head.tokens == made.trainer.head.tokens
     assert resumed.slice(vocab, step=3).metrics == pytest.approx(
         made.slice(vocab, step=3).metrics | {"drafter/seconds": ANY}
@@ -332,7 +333,29 @@ def test_the_draft_vocabulary_follows_the_tokens_of_the_policy() -> None:
 
 def test_a_head_that_drafts_all_tokens_has_no_token_counts() -> None:
     made = cotraining(count=24)
-    assert made.words is None
+    assert made.token_counts is None
     assert (
         "drafter/vocabulary_coverage" not in made.slice(vocab_of(shared_decoder()), step=1).metrics
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"used": torch.tensor([1, 1, 2])}, "used.*draft_tokens.*each once and in ascending order"),
+        ({"average": torch.tensor([1, 2, 1000])}, "average.*draft_tokens.*tokens of the policy's"),
+        ({"token_counts": -1.0}, "token_counts has numbers below 0"),
+    ],
+)
+def test_a_wrong_saved_vocabulary_is_refused(change: dict[str, Any], message: str) -> None:
+    made = with_vocabulary([1, 2, 3])
+    state = made.state_dict()
+    for name, value in change.items():
+        if name == "token_counts":
+            state[name][0] = value
+        else:
+            key = next(key for key in state[name] if key.endswith("draft_tokens"))
+            state[name][key] = value
+    with pytest.raises(CheckpointError, match=message):
+        with_vocabulary([1, 2, 3]).load_state_dict(state)
+    assert made.used.tokens == (1, 2, 3)

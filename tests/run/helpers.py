@@ -12,6 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -190,3 +191,12 @@ def environment(**values: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def assert_same_rl(one: Path, other: Path, steps: int = 4) -> None:
+    """Two runs of `steps` RL steps must have the same rollouts and policy weights."""
+    ours, theirs = policy(one, steps), policy(other, steps)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for step in range(1, steps + 1):
+        name = f"rollouts/{step}.jsonl"
+        assert (one / name).read_bytes() == (other / name).read_bytes()

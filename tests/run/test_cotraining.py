@@ -28,6 +28,7 @@ from slipstream.models.hf_io import read_tensors
 from tests.drafter.helpers import adopting_orphans, wait_for_end
 from tests.run.helpers import (
     assert_same_result,
+    assert_same_rl,
     policy,
     result_of,
     rl_only,
@@ -68,11 +69,7 @@ def test_cotraining_changes_neither_rollouts_nor_policy_weights(
 ) -> None:
     folder, reward = learned
     assert main(rl_only(tmp_path / "off", *SETTINGS, reward=reward)) == 0
-    ours, theirs = policy(folder, 4), policy(tmp_path / "off", 4)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    for step in range(1, 5):
-        name = f"rollouts/{step}.jsonl"
-        assert (folder / name).read_bytes() == (tmp_path / "off" / name).read_bytes()
+    assert_same_rl(folder, tmp_path / "off")
 
 
 def test_cotraining_metrics_are_logged(learned: tuple[Path, Path]) -> None:
@@ -190,11 +187,7 @@ def test_run_killed_during_cotraining_equals_uninterrupted_run(
     if mode == "interval":
         # Includes the metrics of the head.
         assert_same_result(result_of(tmp_path / "run"), result_of(folder))
-    ours, theirs = policy(tmp_path / "run", 4), policy(folder, 4)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    for step in range(1, 5):
-        name = f"rollouts/{step}.jsonl"
-        assert (folder / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
+    assert_same_rl(tmp_path / "run", folder)
 
 
 KILLED_WHILE_WRITING = """
@@ -289,11 +282,7 @@ def test_opportunistic_training_changes_neither_rollouts_nor_policy_weights(
     folder, reward = learned
     line = rl_only(tmp_path / "run", *SETTINGS, *LEARN, OPPORTUNISTIC, reward=reward)
     assert main(line) == 0
-    ours, theirs = policy(tmp_path / "run", 4), policy(folder, 4)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    for step in range(1, 5):
-        name = f"rollouts/{step}.jsonl"
-        assert (folder / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
+    assert_same_rl(tmp_path / "run", folder)
     steps = dict(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
     assert steps[4]["drafter/restarts"] == 0
     assert steps[4]["rollout/idle_core_seconds"] >= 0
@@ -332,11 +321,7 @@ def test_opportunistic_training_on_all_cores_uses_the_core_lent_by_the_engine(
         monkeypatch.setattr(build_cotraining, "usable_cores", lambda: 2)
         more.append("trainer.num_threads=2")
     assert main(rl_only(tmp_path / "run", *SETTINGS, *LEARN, *more, reward=reward)) == 0
-    ours, theirs = policy(tmp_path / "run", 4), policy(folder, 4)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    for step in range(1, 5):
-        name = f"rollouts/{step}.jsonl"
-        assert (folder / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
+    assert_same_rl(tmp_path / "run", folder)
     # A core is lent in every rollout after the first, in the validation, and at the end of the run,
     # so that the process can end. Training starts at the end of the first rollout.
     assert told[::2] == [True] * len(told[::2])

@@ -12,7 +12,13 @@ from slipstream.cli import main
 from slipstream.metrics.loggers import read_jsonl
 from slipstream.metrics.names import check_names
 from slipstream.models.draft.files import load_draft_head
-from tests.run.helpers import assert_same_result, result_of, rl_only, write_reward
+from tests.run.helpers import (
+    assert_same_result,
+    assert_same_rl,
+    result_of,
+    rl_only,
+    write_reward,
+)
 from tests.run.test_cotraining import LEARN, OPPORTUNISTIC, SETTINGS
 
 VOCABULARY = "speculative.eagle.draft_vocab_size=16"
@@ -32,9 +38,7 @@ def test_the_vocabulary_is_renewed_and_changes_no_rollout(
 ) -> None:
     folder, reward = learned
     assert main(rl_only(tmp_path / "off", *SETTINGS, reward=reward)) == 0
-    for step in range(1, 5):
-        name = f"rollouts/{step}.jsonl"
-        assert (folder / name).read_bytes() == (tmp_path / "off" / name).read_bytes()
+    assert_same_rl(folder, tmp_path / "off")
     steps = dict(read_jsonl(folder / "metrics.jsonl"))
     for metrics in steps.values():
         check_names(metrics)
@@ -65,8 +69,26 @@ def test_the_training_process_publishes_its_vocabulary(
     folder, reward = learned
     settings = (*SETTINGS, *LEARN, VOCABULARY, OPPORTUNISTIC)
     assert main(rl_only(tmp_path / "run", *settings, reward=reward)) == 0
-    for step in range(1, 5):
-        name = f"rollouts/{step}.jsonl"
-        assert (folder / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
+    assert_same_rl(folder, tmp_path / "run")
     head = load_draft_head(draft_folder(tmp_path / "run" / "global_step_4"))
     assert head.draft_vocab_size == 16
+
+
+@pytest.mark.parametrize("size", [0, 100_000])
+def test_a_vocabulary_of_impossible_size_is_refused(
+    tmp_path: Path, size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = f"speculative.eagle.draft_vocab_size={size}"
+    assert (
+        main(rl_only(tmp_path / "run", *SETTINGS, *LEARN, wrong, reward=write_reward(tmp_path)))
+        == 2
+    )
+    assert "speculative.eagle.draft_vocab_size" in capsys.readouterr().err
+
+
+def test_the_dry_run_counts_a_head_with_a_vocabulary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = rl_only(tmp_path / "run", *SETTINGS, *LEARN, reward=write_reward(tmp_path))
+    assert main([*line, VOCABULARY, "--dry-run"]) == 0
+    assert "draft head" in capsys.readouterr().out

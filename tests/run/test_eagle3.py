@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from slipstream.checkpoint.layout import head_folder
 from slipstream.checkpoint.manager import TRACKER
@@ -22,7 +21,7 @@ from slipstream.models.draft.files import load_draft_head
 from slipstream.models.hf_io import load_config
 from tests.run.helpers import (
     assert_same_result,
-    policy,
+    assert_same_rl,
     records_of,
     result_of,
     rl_only,
@@ -115,13 +114,14 @@ def test_training_from_a_given_head_keeps_its_architecture(
     again = load_draft_head(head_folder(tmp_path / "draft"), config)
     assert again.is_like(load_draft_head(head_folder(finished), config))
     for wrong, found in (
-        (f"{EAGLE}.draft_vocab_size=13", "draft_vocab_size=13, and in .* it is 12"),
+        (f"{EAGLE}.draft_vocab_size=13", "it is 12"),
+        (f"{EAGLE}.draft_vocab_size=null", "it is 12"),
         (f"{EAGLE}.aux_hidden_state_layer_ids=[0,1,2]", "it is (0, 1, 3)"),
     ):
         capsys.readouterr()
         assert main(line(trained, tmp_path / "other", given, wrong)) == 2
         said = capsys.readouterr().err
-        assert found.split(" .* ")[-1] in said
+        assert found in said
         assert "spec_model_path=null" in said
 
 
@@ -151,14 +151,14 @@ def test_draft_vocabulary_has_the_most_frequent_recorded_tokens(
     [
         (THIRD[:1], 2, "2, 2 and 1 of 4, are not three layers in order"),
         ((THIRD[0], f"{EAGLE}.aux_hidden_state_layer_ids=[0,1,4]"), 2, "not of [0, 1, 4]"),
-        ((*THIRD, f"{EAGLE}.draft_vocab_size=100000"), 2, "at most the policy's"),
+        ((*THIRD, f"{EAGLE}.draft_vocab_size=100000"), 2, "set a number from "),
         ((*THIRD, f"{TRAIN}.value_weight=1"), 2, "an EAGLE3 head predicts no features"),
         (
             (*THIRD, VOCABULARY, f"{TRAIN}.topk_mass_weight=0.1", f"{EAGLE}.spec_topk=12"),
             2,
             "set speculative.eagle.spec_topk below 12",
         ),
-        ((f"{EAGLE}.draft_vocab_size=100000",), 2, "at most the policy's"),
+        ((f"{EAGLE}.draft_vocab_size=100000",), 2, "set a number from "),
         (THIRD[1:], 2, "aux_hidden_state_layer_ids has no effect with"),
     ],
 )
@@ -196,20 +196,12 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "run", reward
 
 
-def same_rl(one: Path, other: Path) -> None:
-    ours, theirs = policy(one, 4), policy(other, 4)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    for step in range(1, 5):
-        name = f"rollouts/{step}.jsonl"
-        assert (one / name).read_bytes() == (other / name).read_bytes()
-
-
 def test_cotraining_changes_neither_rollouts_nor_policy_weights(
     learned: tuple[Path, Path], tmp_path: Path
 ) -> None:
     folder, reward = learned
     assert main(rl_only(tmp_path / "off", *SETTINGS, LAYERS, reward=reward)) == 0
-    same_rl(folder, tmp_path / "off")
+    assert_same_rl(folder, tmp_path / "off")
     steps = dict(read_jsonl(folder / "metrics.jsonl"))
     assert [steps[n]["drafter/updates"] for n in range(1, 5)] == [0, 3, 3, 6]
     assert "drafter/feature_loss" not in steps[4]
@@ -248,7 +240,7 @@ def test_opportunistic_training_changes_neither_rollouts_nor_policy_weights(
 ) -> None:
     folder, reward = learned
     assert main(rl_only(tmp_path / "run", *RL, OPPORTUNISTIC, reward=reward)) == 0
-    same_rl(tmp_path / "run", folder)
+    assert_same_rl(tmp_path / "run", folder)
     steps = dict(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
     assert steps[4]["drafter/restarts"] == 0
     assert isinstance(load_draft_head(draft_folder(tmp_path / "run" / "global_step_4")), Eagle3Head)

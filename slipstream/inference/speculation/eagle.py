@@ -104,8 +104,9 @@ class EagleProposer:
         self._pending = PendingFeatureQueue(pending_bytes)
         self._temperature = DraftTemperature()
         self._drafter: TreeDrafter | None = None
-        # The LM head over the draft vocabulary, which torch's operations use; None: it must be
-        # made again, because the policy has changed.
+        # The LM head over the draft vocabulary, for drafting with torch's operations. It is stale
+        # if the policy or the draft vocabulary has changed since. A stale one is overwritten if
+        # graphs refer to its memory.
         self._lm_head: PackedLinear | None = None
         self._is_lm_head_stale = False
         # Candidates of the trees that the policy verifies in this step.
