@@ -92,7 +92,10 @@ def main(folder: Path, batches: Sequence[int], rounds: int) -> None:
         times = alternate({name: partial(run, name, batch) for name in CONTENDERS}, rounds=rounds)
         for name in CONTENDERS[1:]:
             gain = ratio(times["plain"].wall, times[name].wall)
-            print(f"{batch} running, {name}: {gain}", flush=True)
+            print(
+                f"{batch} running, {name}: {gain.median:.2f}x [{gain.min:.2f}..{gain.max:.2f}]",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
