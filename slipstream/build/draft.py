@@ -208,10 +208,11 @@ def train_settings(
 
 def loop_settings(config: Config) -> DraftLoopSettings:
     """The step counts of the loop."""
-    draft = config.speculative.draft
+    draft, batch_size = config.speculative.draft, config.speculative.train.batch_size_per_gpu
+    a_pass = -(-draft.samples_per_round // batch_size)
     return DraftLoopSettings(
         total_steps=draft.total_training_steps,
-        steps_per_round=draft.steps_per_round,
-        batch_size=config.speculative.train.batch_size_per_gpu,
+        steps_per_round=draft.steps_per_round or draft.epochs_per_round * a_pass,
+        batch_size=batch_size,
         seed=config.trainer.seed,
     )

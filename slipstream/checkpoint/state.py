@@ -53,6 +53,12 @@ def draft_folder(checkpoint: Path) -> Path:
     return checkpoint / "draft"
 
 
+def other_head_folder(checkpoint: Path, which: str) -> Path:
+    """Return the folder of another head than `draft_folder`: the `newest` or the `best` of the
+    training so far."""
+    return checkpoint / "draft" / which
+
+
 def optimizer_file(checkpoint: Path) -> Path:
     """Return the file of optimizer and schedule (`save_tree`).
 
@@ -83,7 +89,13 @@ def cotraining_file(checkpoint: Path) -> Path:
 
 def state_files(checkpoint: Path) -> list[Path]:
     """Return the files of weights and states that a checkpoint has."""
-    weights = (huggingface_folder(checkpoint), critic_folder(checkpoint), draft_folder(checkpoint))
+    weights = (
+        huggingface_folder(checkpoint),
+        critic_folder(checkpoint),
+        draft_folder(checkpoint),
+        other_head_folder(checkpoint, "newest"),
+        other_head_folder(checkpoint, "best"),
+    )
     files = [
         state_file(checkpoint),
         data_file(checkpoint),

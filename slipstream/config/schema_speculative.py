@@ -200,10 +200,13 @@ class DraftSection:
 
     total_training_steps: PositiveInt = 480
     """Training steps in total."""
-    steps_per_round: PositiveInt = 80
-    """Training steps on the responses of one round."""
     samples_per_round: PositiveInt = 256
     """Responses that a round trains on, one per prompt."""
+    epochs_per_round: PositiveInt = 2
+    """Number of passes over the responses of a round."""
+    steps_per_round: PositiveInt | None = None
+    """Training steps on the responses of one round; null: the steps of `epochs_per_round` passes.
+    """
     rollout_files: tuple[str, ...] | None = None
     """Recorded rollouts (`rollouts/N.jsonl` of a run) to train on; null: generate responses."""
     held_out_samples: PositiveInt = 128
@@ -211,7 +214,10 @@ class DraftSection:
     accept_depth: PositiveInt = 5
     """Chain depth up to which acceptance is measured."""
     save_freq: CountOrOff = 3
-    """Rounds between checkpoints, each with a measurement; -1: only after the last round."""
+    """Rounds between checkpoints; -1: only after the last round."""
+    patience: CountOrOff = 3
+    """End the training after this many rounds without a better head, measured on held-out
+    responses; -1: never."""
     optim: DrafterOptimSection = field(default_factory=DrafterOptimSection)
     """Optimizer of the draft head for a fixed policy."""
 

@@ -27,6 +27,9 @@ from slipstream.training.optim import OptimSettings, PolicyOptimizer
 
 Metrics = dict[str, float]
 
+EVALUATED_AT_ONCE = 16
+"""Number of sequences per forward pass of `DraftTrainer.evaluate`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTrainSettings:
@@ -108,6 +111,25 @@ class DraftTrainer:
             if after_step is not None:
                 after_step(self.step, history[-1])
         return history
+
+    @torch.no_grad()
+    def evaluate(self, sequences: Sequence[DraftSequence], vocab: VocabLayers) -> Metrics:
+        """Soft loss and accuracy of the first draft, as means over all slots of `sequences`."""
+        size, loss, correct, slots = EVALUATED_AT_ONCE, 0.0, 0.0, 0
+        packed = self.head.pack(vocab.dtype)
+        padded = not supports_varlen(self.head.config, vocab.dtype, vocab.embedding_VD.device)
+        for start in range(0, len(sequences), size):
+            some = [each for each in sequences[start : start + size] if each.slots]
+            if not some:
+                continue
+            found = draft_loss(packed, collate(some, vocab, padded=padded))
+            loss += float(found.soft) * found.slots
+            correct += float(found.accuracy) * found.slots
+            slots += found.slots
+        return {
+            "draft/val_soft_loss": loss / max(slots, 1),
+            "draft/val_accuracy": correct / max(slots, 1),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of the step count and the optimizer state. The caller saves the head's

@@ -44,8 +44,10 @@ def train_draft_head(
     stop: Callable[[], bool] = lambda: False,
     after_step: Callable[[int, Metrics], None] | None = None,
     after_round: Callable[[Mapping[str, Any], bool], None] | None = None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Train until `total_steps`. Returns False if `stop` ended the training earlier.
+    """Train until `total_steps`, or until `enough` is true after a round. Returns False if `stop`
+    ended the training earlier.
 
     Continues at the trainer's step. `source` must be at its position before the round of that step.
     `after_round` gets the position of `source` to resume from, and whether the loop ends. If a
@@ -74,11 +76,11 @@ def train_draft_head(
                 after_step=after_step,
             )
         stopped = trainer.step < end
+        last = stopped or end == settings.total_steps or enough()
         if after_round is not None:
-            last = stopped or end == settings.total_steps
             after_round(position if stopped else source.state_dict(), last)
-        if stopped:
-            return False
+        if last:
+            return not stopped
     return True
 
 

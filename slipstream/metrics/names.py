@@ -506,6 +506,8 @@ SECTIONS: tuple[Section, ...] = (
                 "first drafts whose likeliest token is also the policy's likeliest token",
                 headline="accuracy",
             ),
+            Metric("draft/val_soft_loss", "nats", "`draft/soft_loss` on the held-out responses"),
+            Metric("draft/val_accuracy", "share", "`draft/accuracy` on the held-out responses"),
             Metric("draft/slots", "tokens", "tokens of the step that can be drafted"),
             Metric("draft/lr", "", "learning rate"),
             Metric("draft/muon_lr", "", "learning rate of the matrices that Muon updates"),

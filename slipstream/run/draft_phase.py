@@ -6,8 +6,12 @@ The run folder of this phase holds
 
     config.yaml              the resolved configuration
     metrics.jsonl            one line per training step
-    global_step_N/draft/     the head: `config.json` and `model.safetensors`
+    global_step_N/draft/     the best head so far: `config.json` and `model.safetensors`;
+                             `newest/`, if that is another one
     global_step_N/           also optimizer, position in the data, state
+
+Each round ends with a measurement on held-out responses. The training ends early if several rounds
+give no better head.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from slipstream.checkpoint.state import (
     data_file,
     draft_folder,
     optimizer_file,
+    other_head_folder,
     state_file,
 )
 from slipstream.checkpoint.tree import load_tree, save_tree
@@ -43,16 +48,30 @@ from slipstream.config.launch import INTERRUPTED
 from slipstream.config.schema import Config
 from slipstream.config.tree import to_dict
 from slipstream.deadlines import run_in_daemon
-from slipstream.drafter.acceptance import Acceptance, HeldOut, measure_acceptance
+from slipstream.drafter.acceptance import HeldOut, measure_acceptance
+from slipstream.drafter.best import (
+    BestHead,
+    acceptance_line,
+    acceptance_metrics,
+    acceptance_table,
+    saved_acceptance,
+)
 from slipstream.drafter.trainer import DraftTrainer, Metrics
 from slipstream.errors import CheckpointError
 from slipstream.loops.draft import train_draft_head
 from slipstream.loops.draft_data import SequenceSource
 from slipstream.models.draft.files import load_draft_head, save_draft_head
+from slipstream.models.draft.model import DraftModel
 from slipstream.run.context import Run
 from slipstream.run.event_loop import run_async
 from slipstream.run.snapshot import computed_with
 from slipstream.run.train import opened
+
+
+LARGE_GAP = 0.1
+"""A larger difference of training and held-out accuracy causes a warning."""
+
+_PATIENCE = "speculative.draft.patience"
 
 
 async def draft_phase(run: Run) -> Path | None:
@@ -83,31 +102,41 @@ class _DraftPhase:
             run.config, run.tokenizer, run.task, initial_policy(run.config)
         )
         self._trainer = self._parts.trainer
+        self._settings = build_draft.loop_settings(run.config)
         self._manager = CheckpointManager(
             run.folder, keep=run.config.trainer.max_actor_ckpt_to_keep
         )
         self._held_out: list[HeldOut] = []
         self._before: Metrics = {}
-        self._last: Metrics = {}
+        self._best = BestHead()
+        self._newest: Metrics = {}
+        """The acceptance of the newest head, if it was measured."""
+        self._accuracies: list[float] = []
+        """The training accuracy of each step of this round."""
+        self._warned = False
         self._clock = time.perf_counter()
 
     def train(self) -> Path | None:
-        run, total = self._run, self._draft.total_training_steps
+        run, total, progress = self._run, self._draft.total_training_steps, self._run.progress
         trainer = run.config.trainer
         resume = self._manager.resolve(trainer.resume_mode, trainer.resume_from_path)
         if resume is not None:
             self._restore(resume)
             if self._trainer.step >= total:
-                run.progress.note(f"the draft head has already done all {total} steps")
+                progress.note(f"the draft head has already done all {total} steps")
                 return draft_folder(resume)
-        run.progress.note(
-            f"draft head for {initial_policy(run.config)}: {total} steps, "
-            f"{self._draft.steps_per_round} on every {self._draft.samples_per_round} "
+            if self._has_stalled():
+                progress.note(f"{self._stalled()}; set {_PATIENCE}=-1 to go on")
+                return draft_folder(resume)
+        settings = self._settings
+        progress.note(
+            f"draft head for {initial_policy(run.config)}: {total} steps of {settings.batch_size} "
+            f"responses, {settings.steps_per_round} on every {self._draft.samples_per_round} "
             + ("fresh responses" if self._draft.rollout_files is None else "recorded responses")
         )
         head = self._trainer.head
         if head.draft_tokens is not None:
-            run.progress.note(
+            progress.note(
                 f"draft vocabulary: {head.draft_vocab_size:,} of {head.config.vocab_size:,} tokens"
             )
         held_out = self._parts.hold_out(self._stop)
@@ -118,42 +147,85 @@ class _DraftPhase:
         try:
             if resume is None:
                 self._before = self._measure()
+                self._best.offer(0, self._before, head)
                 logger.log(0, self._before)
             self._clock = time.perf_counter()
             finished = train_draft_head(
                 self._trainer,
                 self._parts.source,
                 self._parts.vocab,
-                build_draft.loop_settings(run.config),
+                settings,
                 deadlines=run.deadlines,
                 stop=self._stop,
                 after_step=lambda step, metrics: logger.log(step, self._completed(step, metrics)),
                 after_round=self._after_round,
+                enough=self._has_stalled,
             )
         finally:
             logger.close()
+        if self._best.metrics:
+            rows = {"before": self._before, f"after step {self._best.step}": self._best.metrics}
+            for line in acceptance_table(rows):
+                progress.note(line)
         if not finished:
             return None
-        for line in acceptance_table({"before": self._before, "after": self._last}):
-            run.progress.note(line)
-        return draft_folder(self._manager.folder(total))
+        if self._trainer.step < total:
+            progress.note(self._stalled())
+        return draft_folder(self._manager.folder(self._trainer.step))
 
     def _stop(self) -> bool:
         return self._run.interrupt.requested
 
-    def _due(self, step: int) -> bool:
-        """True if a measurement and a checkpoint follow this step."""
-        rounds = self._draft.save_freq
-        every = rounds * self._draft.steps_per_round
-        return step == self._draft.total_training_steps or (rounds > 0 and step % every == 0)
+    def _has_stalled(self) -> bool:
+        return self._best.has_stalled(self._draft.patience)
+
+    def _stalled(self) -> str:
+        return (
+            f"the training ended early: since step {self._best.step}, {self._best.rounds} rounds "
+            "gave no better head on held-out responses"
+        )
+
+    def _ends_round(self, step: int) -> bool:
+        return step == self._settings.total_steps or step % self._settings.steps_per_round == 0
 
     def _completed(self, step: int, metrics: Metrics) -> Metrics:
-        if self._due(step):
-            self._last = self._measure()
-            metrics = metrics | self._last
+        """Add acceptance and times to the metrics of a step; at the end of a round, also show
+        them."""
+        self._newest = {}
+        self._accuracies.append(metrics["draft/accuracy"])
+        if self._ends_round(step):
+            held_out = self._trainer.evaluate(
+                [each.sequence for each in self._held_out], self._parts.vocab
+            )
+            self._newest = self._measure()
+            metrics = metrics | self._newest | held_out
+            improved = self._best.offer(step, self._newest, self._trainer.head)
+            self._show(step, held_out["draft/val_accuracy"], improved=improved)
+            self._accuracies = []
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         return metrics | {"training/global_step": step, "timing_s/step": seconds}
+
+    def _show(self, step: int, accuracy: float, *, improved: bool) -> None:
+        """Show the held-out acceptance after a round, and warn if the head only learns the
+        responses that it trains on."""
+        draft, progress = self._draft, self._run.progress
+        best = "" if improved else f"; the head of step {self._best.step} is better"
+        progress.note(f"held out, step {step}: {acceptance_line(self._newest)}{best}")
+        # The first pass over a round's responses does not know them yet.
+        a_pass = -(-draft.samples_per_round // self._settings.batch_size)
+        last = self._accuracies[-a_pass:]
+        trained = sum(last) / len(last)
+        if trained - accuracy > LARGE_GAP and not self._warned:
+            self._warned = True
+            more = "speculative.draft.samples_per_round"
+            if draft.rollout_files is not None:
+                more = "the number of recorded responses (speculative.draft.rollout_files)"
+            progress.note(
+                f"warning: the head learns its training responses by heart: its likeliest token "
+                f"is the policy's for {trained:.0%} of their tokens, but for {accuracy:.0%} of "
+                f"held-out tokens; raise {more}, or lower speculative.draft.epochs_per_round"
+            )
 
     def _measure(self) -> Metrics:
         acceptance = measure_acceptance(
@@ -166,11 +238,24 @@ class _DraftPhase:
         return acceptance_metrics(acceptance)
 
     def _after_round(self, position: Mapping[str, Any], ends: bool) -> None:
-        if ends or self._due(self._trainer.step):
+        rounds, step = self._draft.save_freq, self._trainer.step
+        due = rounds > 0 and step % (rounds * self._settings.steps_per_round) == 0
+        if ends and not self._newest:
+            # Stopped within a round. This measurement is not part of the training: an
+            # uninterrupted one would not have made it.
+            self._newest = self._measure()
+            self._run.progress.note(f"held out, step {step}: {acceptance_line(self._newest)}")
+        if ends or due:
             self._save(position)
 
     def _save(self, position: Mapping[str, Any]) -> None:
-        data = {"source": position, "before": self._before, "policy": self._parts.policy_digest}
+        best, newest = self._best, self._trainer.head
+        data = {
+            "source": position,
+            "before": self._before,
+            "policy": self._parts.policy_digest,
+            "best": best.state_dict(),
+        }
         state = RunState(
             step=self._trainer.step,
             phase="draft",
@@ -178,9 +263,15 @@ class _DraftPhase:
             config=to_dict(self._run.config),
             versions=computed_with(),
         )
+        assert best.head is not None
+        use_newest = best.is_beaten_by(self._newest)
 
         def write(folder: Path) -> None:
-            save_draft_head(self._trainer.head, draft_folder(folder))
+            save_draft_head(newest if use_newest else best.head, draft_folder(folder))
+            if not use_newest:
+                save_draft_head(newest, other_head_folder(folder, "newest"))
+            elif best.step != self._trainer.step:
+                save_draft_head(best.head, other_head_folder(folder, "best"))
             optimizer_file(folder).parent.mkdir()
             save_tree(optimizer_file(folder), self._trainer.state_dict())
             write_json(data_file(folder), data)
@@ -191,7 +282,7 @@ class _DraftPhase:
     def _restore(self, folder: Path) -> None:
         """Resume from a verified checkpoint. Raises CheckpointError if it belongs to another phase
         or another policy."""
-        self._before = restore_draft(
+        self._before, self._best = restore_draft(
             folder,
             self._trainer,
             self._parts.source,
@@ -208,8 +299,9 @@ def restore_draft(
     *,
     policy: str,
     policy_digest: str,
-) -> Metrics:
-    """Load a verified checkpoint into `trainer` and `source`. Returns the acceptance at the start.
+) -> tuple[Metrics, BestHead]:
+    """Load a verified checkpoint into `trainer` and `source`. Returns the acceptance at the start,
+    and the best head so far.
 
     `policy` is the folder of the policy, for messages. Raises CheckpointError if the checkpoint is
     corrupt, or belongs to another phase or another policy.
@@ -221,24 +313,21 @@ def restore_draft(
             "training; set another trainer.default_local_dir"
         )
     with restoring(data_file(folder)):
-        data = Saved(read_json(data_file(folder))).fields("source", "before", "policy")
+        data = Saved(read_json(data_file(folder))).fields("source", "before", "policy", "best")
         digest = data["policy"].text()
-        before = _measured(data["before"])
+        before = saved_acceptance(data["before"])
     if digest != policy_digest:
         raise CheckpointError(
             f"{folder} was trained for a policy with other weights than {policy} has now; start "
             "over with trainer.resume_mode=disable, from this head with "
             f"speculative.eagle.spec_model_path={draft_folder(folder)}"
         )
-    head = load_draft_head(draft_folder(folder), trainer.head.config)
-    if not trainer.head.is_like(head):
-        raise CheckpointError(
-            f"{folder} has a draft head of another algorithm, or with other auxiliary layers "
-            "or another draft vocabulary than speculative.eagle says; start over with "
-            "trainer.resume_mode=disable, or restore the options"
-        )
-    with restoring(draft_folder(folder)):
-        check_finite(head.named_parameters())
+    heads = {}
+    for which in ("newest", "best"):
+        place = other_head_folder(folder, which)
+        heads[which] = _load_head(place if place.is_dir() else draft_folder(folder), folder, trainer)
+    with restoring(data_file(folder)):
+        best = BestHead.restore(data["best"], heads["best"])
     with restoring(optimizer_file(folder)):
         trainer.load_state_dict(load_tree(optimizer_file(folder)))
         trainer.check_never_reset()
@@ -251,41 +340,20 @@ def restore_draft(
         source.load_state_dict(data["source"].value)
         if (drawn := drawn_from(source)) is not None:
             Saved(drawn, "the number of prompts drawn").count((1 + state.step) * MOST_PER_STEP)
-    trainer.head.load_state_dict(head.state_dict())
-    return before
+    trainer.head.load_state_dict(heads["newest"].state_dict())
+    return before, best
 
 
-def _measured(saved: Saved) -> Metrics:
-    """Return saved `acceptance_metrics`. Raises CheckpointError for others."""
-    depths = range(1, 1 + -(-len(dict(saved.items())) // 2))
-    names = [f"draft/accept_{what}_{k}" for k in depths for what in ("depth", "length")]
-    return {name: value.number(0.0) for name, value in saved.fields(*names).items()}
-
-
-def acceptance_metrics(acceptance: Acceptance) -> Metrics:
-    """Acceptance by depth, with the names of docs/metrics.md."""
-    depths = range(1, acceptance.depth + 1)
-    return {f"draft/accept_depth_{k}": acceptance.at_depth(k) for k in depths} | {
-        f"draft/accept_length_{k}": acceptance.replay(k).tokens_per_verification for k in depths
-    }
-
-
-def acceptance_table(rows: Mapping[str, Metrics]) -> list[str]:
-    """Format measurements of `acceptance_metrics` as lines of text, one row per measurement."""
-    # The run may have been resumed with another speculative.draft.accept_depth.
-    counts = [sum(name.startswith("draft/accept_depth_") for name in row) for row in rows.values()]
-    depths = range(1, 1 + min(counts))
-    lines = []
-    for title, name, form in (
-        (
-            "all drafts to this depth accepted (share)",
-            "draft/accept_depth_",
-            "6.3f",
-        ),
-        ("tokens per verification, by draft depth", "draft/accept_length_", "6.2f"),
-    ):
-        lines.append(f"{title:<42}" + "".join(f"{k:6d}" for k in depths))
-        for label, metrics in rows.items():
-            values = "".join(format(metrics[f"{name}{k}"], form) for k in depths)
-            lines.append(f"  {label:<40}" + values)
-    return lines
+def _load_head(place: Path, checkpoint: Path, trainer: DraftTrainer) -> DraftModel:
+    """Load a head of a checkpoint. Raises CheckpointError if the trainer's head is of another
+    kind."""
+    head = load_draft_head(place, trainer.head.config)
+    if not trainer.head.is_like(head):
+        raise CheckpointError(
+            f"{checkpoint} has a draft head of another algorithm, or with other auxiliary layers "
+            "or another draft vocabulary than speculative.eagle says; start over with "
+            "trainer.resume_mode=disable, or restore the options"
+        )
+    with restoring(place):
+        check_finite(head.named_parameters())
+    return head

@@ -264,7 +264,8 @@ def _draft(root: Path) -> Case:
         optimizer_file(folder).parent.mkdir()
         save_tree(optimizer_file(folder), made.state_dict())
         before = {"draft/accept_depth_1": 0.5, "draft/accept_length_1": 1.5}
-        data = {"source": source.state_dict(), "before": before, "policy": "a1"}
+        best = {"step": 2, "rounds": 1, "metrics": before}
+        data = {"source": source.state_dict(), "before": before, "policy": "a1", "best": best}
         data_file(folder).write_text(json.dumps(data))
         RunState(step=STEP, phase="draft", threads=1).save(folder)
 

@@ -70,6 +70,12 @@ def finished(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def steps_of_best(checkpoint: Path) -> int:
+    """The step of the best head that a checkpoint knows."""
+    step: int = json.loads((checkpoint / "data.json").read_text())["best"]["step"]
+    return step
+
+
 def error_of(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
@@ -109,7 +115,9 @@ def test_acceptance_table_is_printed_before_and_after(
     assert main(line(policy, tmp_path / "draft")) == 0
     out = capsys.readouterr().out
     assert "all drafts to this depth accepted (share)" in out
-    assert out.count("  before    ") == out.count("  after     ") == 2
+    best = steps_of_best(tmp_path / "draft" / "global_step_7")
+    assert out.count("  before    ") == out.count(f"  after step {best}    ") == 2
+    assert [f"held out, step {step}: " in out for step in (3, 6, 7)] == [True] * 3
     assert f"draft head   {tmp_path / 'draft' / 'global_step_7' / 'draft'}" in out
 
 
@@ -125,6 +133,106 @@ def test_resumed_training_equals_uninterrupted_training(
     assert main(line(policy, folder)) == 0
     whole, resumed = result_of(finished), result_of(folder)
     assert_same_result(whole, resumed)
+
+
+def test_stopped_training_shows_the_acceptance_of_its_head(
+    policy: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Stopped(monkeypatch, 4)
+    assert main(line(policy, tmp_path / "draft")) == 130
+    out = capsys.readouterr().out
+    assert "held out, step 4: " in out
+    assert "all drafts to this depth accepted (share)" in out
+
+
+@pytest.fixture
+def falling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After step 3, each measurement finds a worse head."""
+    original = draft_phase._DraftPhase._measure
+
+    def measured(phase: Any) -> dict[str, float]:
+        scale = 0.9 ** max(phase._trainer.step - 3, 0)
+        return {name: scale * value for name, value in original(phase).items()}
+
+    monkeypatch.setattr(draft_phase._DraftPhase, "_measure", measured)
+
+
+@pytest.mark.usefixtures("falling")
+def test_training_ends_early_with_the_best_head(
+    policy: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "draft"
+    patient = line(policy, folder, "speculative.draft.total_training_steps=60")
+    constant = "speculative.draft.optim.lr_scheduler_type=constant"
+    assert main([*patient, constant, "speculative.draft.patience=2"]) == 0
+    out = capsys.readouterr().out
+    assert steps_of(folder)[-1] == 9
+    assert "the head of step 3 is better" in out
+    assert "since step 3, 2 rounds gave no better head" in out
+    checkpoints = [folder / f"global_step_{step}" for step in (3, 9)]
+    first, last = (load_file(each / "draft" / "model.safetensors") for each in checkpoints)
+    newest = load_file(checkpoints[1] / "draft" / "newest" / "model.safetensors")
+    assert all(torch.equal(tensor, last[name]) for name, tensor in first.items())
+    assert not torch.equal(newest["fc.weight"], last["fc.weight"])
+    assert steps_of_best(checkpoints[1]) == 3
+    # The same command does not go on; with more patience it does, from the newest head.
+    (folder / "config.yaml").unlink()
+    assert main([*patient, constant, "speculative.draft.patience=2"]) == 0
+    assert "speculative.draft.patience=-1" in capsys.readouterr().out
+    (folder / "config.yaml").unlink()
+    assert main([*patient, constant, "speculative.draft.patience=4"]) == 0
+    assert steps_of(folder)[-1] == 15
+    ones = tmp_path / "one"
+    assert main(
+        [
+            *line(policy, ones, "speculative.draft.total_training_steps=60"),
+            constant,
+            "speculative.draft.patience=4",
+        ]
+    ) == 0
+    assert_same_result(result_of(ones), result_of(folder))
+
+
+@pytest.mark.usefixtures("falling")
+@pytest.mark.parametrize("after", [4, 5])
+def test_resumed_training_keeps_the_best_head(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    whole, folder = tmp_path / "whole", tmp_path / "draft"
+    assert main(line(policy, whole)) == 0
+    with monkeypatch.context() as patch:
+        Stopped(patch, after)
+        assert main(line(policy, folder)) == 130
+    assert main(line(policy, folder)) == 0
+    assert_same_result(result_of(whole), result_of(folder))
+    assert steps_of_best(folder / "global_step_7") == 3
+
+
+def test_learning_by_heart_is_reported_once(
+    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    many = [
+        "speculative.draft.total_training_steps=80",
+        "speculative.draft.steps_per_round=40",
+        "speculative.draft.samples_per_round=2",
+        "speculative.draft.patience=-1",
+    ]
+    assert main(line(policy, tmp_path / "draft", *many)) == 0
+    out = capsys.readouterr().out
+    assert out.count("warning: the head learns its training responses by heart") == 1
+    assert "speculative.draft.samples_per_round" in out
+
+
+def test_rounds_have_the_steps_of_their_epochs(policy: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "draft"
+    epochs = ["speculative.draft.steps_per_round=null", "speculative.draft.epochs_per_round=2"]
+    few = ["speculative.draft.samples_per_round=3", "speculative.draft.total_training_steps=6"]
+    assert main(line(policy, folder, *epochs, *few)) == 0
+    # Two passes over three responses in batches of two.
+    assert steps_of(folder) == [4, 6]
 
 
 def test_killed_training_resumes_from_its_last_checkpoint(
