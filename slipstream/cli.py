@@ -32,6 +32,7 @@ from slipstream.config.launch import (
 from slipstream.config.load import CONFIG_FILE
 from slipstream.config.mode import HEAD_ALONE
 from slipstream.errors import CheckpointError, ConfigError
+from slipstream.heap import keep_freed_memory
 from slipstream.launchers.command import add_train_flags, start
 from slipstream.metrics.timeline import mark_command_start
 from slipstream.reading import reason, shown
@@ -600,6 +601,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Invalid flags end the program with exit code 2, as in argparse.
     """
     mark_command_start()
+    keep_freed_memory()
     line = list(sys.argv[1:] if argv is None else argv)
     if not line:
         _overview().print_help()

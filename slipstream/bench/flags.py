@@ -12,7 +12,7 @@ from slipstream.config.launch import positive
 if TYPE_CHECKING:
     import torch
 
-SHAPES = ("quickstart", "d512x12", "d256x8", "tiny")
+SHAPES = ("quickstart", "d512x12", "d256x8", "smollm2-135m", "qwen2.5-0.5b", "tiny")
 """The keys of `shapes.SHAPES`, repeated here because that module imports torch."""
 
 BENCH_MODEL = Path("runs/bench-model")

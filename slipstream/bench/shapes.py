@@ -42,6 +42,30 @@ SHAPES = {
         num_kv_heads=2,
         head_dim=64,
     ),
+    # SmolLM2-135M.
+    "smollm2-135m": ModelConfig(
+        family="llama",
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        rope_theta=100_000.0,
+    ),
+    # Qwen2.5-0.5B.
+    "qwen2.5-0.5b": ModelConfig(
+        family="qwen2",
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_layers=24,
+        num_heads=14,
+        num_kv_heads=2,
+        head_dim=64,
+        rope_theta=1_000_000.0,
+    ),
     # For tests: shows that a benchmark runs; its numbers have no meaning.
     "tiny": ModelConfig(
         family="qwen3",

@@ -132,6 +132,7 @@ def make_cotraining(
         batch_size=train.batch_size_per_gpu,
         accept_depth=train.accept_depth,
         ema_decay=train.ema_decay,
+        is_new=config.speculative.eagle.spec_model_path is None,
     )
     decoded = None
     if train.collect_hidden_states_from_engine:

@@ -21,6 +21,7 @@ from torch.optim.swa_utils import PARAM_LIST, AveragedModel
 from slipstream.checkpoint.saved import MOST_PER_STEP, REMEDY, Saved, restoring
 from slipstream.drafter.acceptance import Acceptance, HeldOut, Regression, measure_acceptance
 from slipstream.drafter.collector import FeatureCollector
+from slipstream.drafter.linear_start import start_linear
 from slipstream.drafter.sequences import DraftSequence, VocabLayers, written
 from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings, Metrics
 from slipstream.drafter.vocabulary import TokenCounts
@@ -41,7 +42,8 @@ class CoTrainSettings:
 
     A slice has `updates` optimizer steps on `batch_size` responses each. Acceptance is measured
     for chains of `accept_depth` draft tokens. `ema_decay`, in [0, 1), is the decay of the averaged
-    weights. Raises ConfigError for counts below 1 and for other decays.
+    weights. `is_new`: the head is untrained, and its first slice begins with `start_linear`. Raises
+    ConfigError for counts below 1 and for other decays.
     """
 
     train: DraftTrainSettings
@@ -49,6 +51,7 @@ class CoTrainSettings:
     batch_size: int
     accept_depth: int
     ema_decay: float
+    is_new: bool = False
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "updates", "batch_size", "accept_depth", where="co-training: ")
@@ -157,6 +160,9 @@ class CoTraining:
         vocabulary = self._renew_vocabulary()
         batches = self.collector.buffer.batches(s.batch_size, f"{s.train.seed}/{step}")
         before = self._accepted(self.used, held_out, vocab)
+        if s.is_new and self.trainer.step == 0:
+            buffered = [entry.sequence for entry in self.collector.buffer]
+            start_linear(self.trainer.head, buffered, vocab)
         history, failure = list[Metrics](), None
         try:
             history = self.trainer.train(

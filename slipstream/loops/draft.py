@@ -6,12 +6,12 @@ The loop is pure: `run.draft_phase` calls it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slipstream.deadlines import REMEDY, Deadlines
-from slipstream.drafter.sequences import VocabLayers, passes
+from slipstream.drafter.sequences import DraftSequence, VocabLayers, passes
 from slipstream.drafter.trainer import DraftTrainer, Metrics
 from slipstream.errors import check_at_least_one
 from slipstream.loops.draft_data import SequenceSource
@@ -45,6 +45,7 @@ def train_draft_head(
     after_step: Callable[[int, Metrics], None] | None = None,
     after_round: Callable[[Mapping[str, Any], bool], None] | None = None,
     enough: Callable[[], bool] = lambda: False,
+    before_training: Callable[[Sequence[DraftSequence]], None] | None = None,
 ) -> bool:
     """Train until `total_steps`, or until `enough` is true after a round. Returns False if `stop`
     ended the training earlier.
@@ -52,7 +53,8 @@ def train_draft_head(
     Continues at the trainer's step. `source` must be at its position before the round of that step.
     `after_round` gets the position of `source` to resume from, and whether the loop ends. If a
     round was stopped half-way, that is the position before the round: a resumed training creates
-    the round again and skips the steps that were done. Blocks the caller's thread. `deadlines`
+    the round again and skips the steps that were done. `before_training` gets the sequences of the
+    first round, before the first step. Blocks the caller's thread. `deadlines`
     limits the time of both halves of a round.
     """
     deadlines = deadlines or Deadlines()
@@ -65,6 +67,8 @@ def train_draft_head(
             if after_round is not None:
                 after_round(position, True)
             return False
+        if trainer.step == 0 and before_training is not None:
+            before_training(sequences)
         batches = passes(sequences, settings.batch_size, f"draft/{settings.seed}/{number}")
         end = min((number + 1) * settings.steps_per_round, settings.total_steps)
         with deadlines.last_resort(_late("training on them"), deadlines.timeout_s):

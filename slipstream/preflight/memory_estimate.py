@@ -142,7 +142,7 @@ def _process(device: torch.device) -> int:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         return total - free
-    FreedMemory().give_back()
+    FreedMemory(limit_bytes=0).give_back()
     return resident_bytes()
 
 

@@ -17,7 +17,7 @@ give no better head.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,8 @@ from slipstream.drafter.best import (
     acceptance_table,
     saved_acceptance,
 )
+from slipstream.drafter.linear_start import start_linear
+from slipstream.drafter.sequences import DraftSequence
 from slipstream.drafter.trainer import DraftTrainer, Metrics
 from slipstream.errors import CheckpointError
 from slipstream.loops.draft import train_draft_head
@@ -66,7 +68,6 @@ from slipstream.run.context import Run
 from slipstream.run.event_loop import run_async
 from slipstream.run.snapshot import computed_with
 from slipstream.run.train import opened
-
 
 LARGE_GAP = 0.1
 """A larger difference of training and held-out accuracy causes a warning."""
@@ -145,10 +146,6 @@ class _DraftPhase:
         self._held_out = held_out
         logger = run.logger("draft", total, self._trainer.step if resume is not None else None)
         try:
-            if resume is None:
-                self._before = self._measure()
-                self._best.offer(0, self._before, head)
-                logger.log(0, self._before)
             self._clock = time.perf_counter()
             finished = train_draft_head(
                 self._trainer,
@@ -160,6 +157,7 @@ class _DraftPhase:
                 after_step=lambda step, metrics: logger.log(step, self._completed(step, metrics)),
                 after_round=self._after_round,
                 enough=self._has_stalled,
+                before_training=lambda sequences: logger.log(0, self._started(sequences)),
             )
         finally:
             logger.close()
@@ -172,6 +170,19 @@ class _DraftPhase:
         if self._trainer.step < total:
             progress.note(self._stalled())
         return draft_folder(self._manager.folder(self._trainer.step))
+
+    def _started(self, sequences: Sequence[DraftSequence]) -> Metrics:
+        """Initialize a new head with the sequences of the first round, and measure the head."""
+        head, progress = self._trainer.head, self._run.progress
+        if self._run.config.speculative.eagle.spec_model_path is None and start_linear(
+            head, sequences, self._parts.vocab
+        ):
+            progress.note("the new head starts as a linear predictor of the policy's features")
+        self._newest = self._before = self._measure()
+        self._best.offer(0, self._before, head)
+        progress.note(f"held out, step 0: {acceptance_line(self._before)}")
+        self._clock = time.perf_counter()
+        return self._before
 
     def _stop(self) -> bool:
         return self._run.interrupt.requested
@@ -239,6 +250,8 @@ class _DraftPhase:
 
     def _after_round(self, position: Mapping[str, Any], ends: bool) -> None:
         rounds, step = self._draft.save_freq, self._trainer.step
+        if self._best.head is None:
+            return  # stopped before the first step
         due = rounds > 0 and step % (rounds * self._settings.steps_per_round) == 0
         if ends and not self._newest:
             # Stopped within a round. This measurement is not part of the training: an
@@ -263,15 +276,16 @@ class _DraftPhase:
             config=to_dict(self._run.config),
             versions=computed_with(),
         )
-        assert best.head is not None
+        best_head = best.head
+        assert best_head is not None
         use_newest = best.is_beaten_by(self._newest)
 
         def write(folder: Path) -> None:
-            save_draft_head(newest if use_newest else best.head, draft_folder(folder))
+            save_draft_head(newest if use_newest else best_head, draft_folder(folder))
             if not use_newest:
                 save_draft_head(newest, other_head_folder(folder, "newest"))
             elif best.step != self._trainer.step:
-                save_draft_head(best.head, other_head_folder(folder, "best"))
+                save_draft_head(best_head, other_head_folder(folder, "best"))
             optimizer_file(folder).parent.mkdir()
             save_tree(optimizer_file(folder), self._trainer.state_dict())
             write_json(data_file(folder), data)
@@ -325,7 +339,9 @@ def restore_draft(
     heads = {}
     for which in ("newest", "best"):
         place = other_head_folder(folder, which)
-        heads[which] = _load_head(place if place.is_dir() else draft_folder(folder), folder, trainer)
+        heads[which] = _load_head(
+            place if place.is_dir() else draft_folder(folder), folder, trainer
+        )
     with restoring(data_file(folder)):
         best = BestHead.restore(data["best"], heads["best"])
     with restoring(optimizer_file(folder)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 from unittest.mock import ANY
 
@@ -15,6 +16,7 @@ from slipstream.drafter.acceptance import Acceptance, Regression
 from slipstream.drafter.buffer import BufferedSequence, BufferSettings, DraftBuffer
 from slipstream.drafter.collector import CollectorSettings, FeatureCollector
 from slipstream.drafter.cotraining import CoTraining, CoTrainSettings
+from slipstream.drafter.linear_start import start_linear
 from slipstream.drafter.sequences import VocabLayers, written
 from slipstream.drafter.trainer import DraftTrainSettings
 from slipstream.errors import CheckpointError, ConfigError
@@ -232,9 +234,27 @@ def test_resumed_cotraining_is_bitwise_equal() -> None:
     }
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_first_slice_of_a_new_head_begins_with_a_linear_predictor(is_new: bool) -> None:
+    made, vocab = cotraining(count=60), vocab_of(shared_decoder())
+    still = replace(made.settings.train, optim=OptimSettings(lr=0.0))
+    made.settings = replace(made.settings, is_new=is_new, train=still)
+    made.trainer.settings = still
+    made.trainer.reset_optimizer()
+    expected, before = (
+        new_head(shared_decoder()),
+        made.trainer.head.state_dict()["fc.weight"].clone(),
+    )
+    assert start_linear(expected, [entry.sequence for entry in made.collector.buffer], vocab)
+    for step in (1, 2):
+        made.slice(vocab, step=step)
+        found = made.trainer.head.state_dict()["fc.weight"]
+        assert torch.equal(found, expected.fc.weight if is_new else before)
+
+
 @pytest.mark.parametrize("name", ["updates", "batch_size", "accept_depth"])
 def test_rejects_counts_below_one(name: str) -> None:
-    values = {"updates": 1, "batch_size": 1, "accept_depth": 1, name: 0}
+    values: dict[str, Any] = {"updates": 1, "batch_size": 1, "accept_depth": 1, name: 0}
     with pytest.raises(ConfigError, match=f"co-training: {name}=0"):
         CoTrainSettings(
             train=DraftTrainSettings(optim=OptimSettings(lr=1e-3)), ema_decay=0.0, **values

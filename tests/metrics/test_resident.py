@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import psutil
 import torch
 
-from slipstream.metrics.resident import FreedMemory, resident_bytes
+from slipstream.metrics.resident import FreedMemory, resident_bytes, usable_bytes
 
 
 def test_freed_memory_is_returned_to_the_system_at_intervals() -> None:
     now = 10.0
-    freed = FreedMemory(lambda: now)
+    freed = FreedMemory(lambda: now, limit_bytes=0)
     pieces = [torch.zeros(1000) for _ in range(20_000)]
     last = pieces.pop()
     before = resident_bytes()
@@ -22,3 +25,21 @@ def test_freed_memory_is_returned_to_the_system_at_intervals() -> None:
     assert not freed.give_back()
     now += FreedMemory.EVERY_SECONDS
     assert freed.give_back()
+
+
+def test_freed_memory_is_kept_below_the_limit() -> None:
+    used = resident_bytes()
+    assert not FreedMemory(limit_bytes=2 * used).give_back()
+    assert FreedMemory(limit_bytes=used / 2).give_back()
+
+
+def test_control_groups_limit_the_usable_memory(tmp_path: Path) -> None:
+    total = psutil.virtual_memory().total
+    assert usable_bytes(tmp_path) == total
+    (tmp_path / "memory.max").write_text("max\n")
+    assert usable_bytes(tmp_path) == total
+    (tmp_path / "memory.max").write_text("123456\n")
+    assert usable_bytes(tmp_path) == 123456
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("99\n")
+    assert usable_bytes(tmp_path) == 99

@@ -186,13 +186,16 @@ def test_training_ends_early_with_the_best_head(
     assert main([*patient, constant, "speculative.draft.patience=4"]) == 0
     assert steps_of(folder)[-1] == 15
     ones = tmp_path / "one"
-    assert main(
-        [
-            *line(policy, ones, "speculative.draft.total_training_steps=60"),
-            constant,
-            "speculative.draft.patience=4",
-        ]
-    ) == 0
+    assert (
+        main(
+            [
+                *line(policy, ones, "speculative.draft.total_training_steps=60"),
+                constant,
+                "speculative.draft.patience=4",
+            ]
+        )
+        == 0
+    )
     assert_same_result(result_of(ones), result_of(folder))
 
 
