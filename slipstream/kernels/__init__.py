@@ -9,7 +9,7 @@ Files:
     product, product_amx      matrix products, over the tiles in tile, tile_bf16 and tile_amx
     rows                      norm and gate
     attend, attend_bf16       rotation and attention
-    attend_backward(_amx)     gradients of attention
+    attend_backward(_bf16)    gradients of attention
     tree_paths, move          tokens of draft trees in attention and in the KV cache
     draw, draw_top            tokens with the largest score plus keyed noise
     layers                    all of these for a forward pass, in one call

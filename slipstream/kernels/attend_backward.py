@@ -2,8 +2,8 @@
 
 The softmax weights are recomputed from the logarithms of the denominators (Dao et al. 2022,
 FlashAttention), head by head, so that a head's data stays in the CPU cache. Future keys are
-skipped. A head's five products use `tile`. If bf16 rounding is allowed and the CPU has AMX,
-`attend_backward_amx` computes the same. All arguments are addresses or sizes.
+skipped. A head's five products use `tile`. If bf16 rounding is allowed and the CPU has
+fast instructions for bf16, `attend_backward_bf16` computes the same. All arguments are addresses or sizes.
 
 Shapes: B sequences, M tokens in total, T tokens of one sequence, S key slots, Q query heads, H
 key-value heads, G = Q / H, K head width.
@@ -15,14 +15,13 @@ import numpy as np
 from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from slipstream.kernels.attend_backward_amx import ROWS as WIDTH_AMX
-from slipstream.kernels.attend_backward_amx import backward_amx_part
+from slipstream.kernels.attend_backward_bf16 import ROWS as WIDTH_BF16
+from slipstream.kernels.attend_backward_bf16 import USE_BF16, backward_bf16_part
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.dots import dots
 from slipstream.kernels.memory import floats_at, hold, ints_at
 from slipstream.kernels.numeric import ZERO, F, exp
 from slipstream.kernels.product import pack_part
-from slipstream.kernels.product_amx import USE_AMX
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL, tiles
 
@@ -180,10 +179,10 @@ def _backward_shared(p):
 
 
 @for_team
-def _backward_amx_shared(p):
-    # Without AMX, the compiler must not see AMX instructions.
-    if USE_AMX:
-        backward_amx_part(*to_fixed_tuple(carray(p, (18,)), 18), part_number(), part_count())
+def _backward_bf16_shared(p):
+    # The compiler must not see instructions that the CPU does not have.
+    if USE_BF16:
+        backward_bf16_part(*to_fixed_tuple(carray(p, (18,)), 18), part_number(), part_count())
 
 
 def attend_backward(
@@ -218,12 +217,13 @@ def attend_backward(
     largest T. With `bf16`, the factors of products may be rounded to bf16. `work` is as in
     `team.run`.
 
-    Each thread allocates 8 T^2 bytes for the longest sequence, or 22 T K + 400 T with AMX.
+    Each thread allocates 8 T^2 bytes for the longest sequence, or 22 T K + 400 T with bf16
+    instructions.
     """
     arguments = (
         q, keys, values, grad, out, logs, dq, dk, dv, dv_step, starts, slots, B, S, longest, Q, H, K
     )  # fmt: skip
-    if bf16 and USE_AMX and K % WIDTH_AMX == 0:
-        run(backward_amx_part, _backward_amx_shared, arguments, work)
+    if bf16 and USE_BF16 and K % WIDTH_BF16 == 0:
+        run(backward_bf16_part, _backward_bf16_shared, arguments, work)
     else:
         run(_backward_part, _backward_shared, arguments, work)

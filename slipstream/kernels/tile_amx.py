@@ -9,7 +9,7 @@ the first inputs of all pairs are summed by fused multiply-adds, and the second 
 Both sums are added together and then to the previous sum. Subnormal numbers count as zero (Intel's
 Software Developer's Manual, TDPBF16PS). The layout of weights is that of `tile_bf16`.
 
-`product_amx`, `attend_bf16` and `attend_backward_amx` use this module if `processor.has_amx`. A
+`product_amx`, `attend_bf16` and `attend_backward_bf16` use this module if `processor.has_amx`. A
 thread configures AMX, multiplies, and releases it.
 """
 

@@ -16,7 +16,9 @@ K head width, S key slots.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -126,14 +128,48 @@ class PackedLayer:
     down: PackedLinear
 
 
+_SKIPS_INIT: ContextVar[bool] = ContextVar("_SKIPS_INIT", default=False)
+
+
+@contextlib.contextmanager
+def without_init() -> Iterator[None]:
+    """Make decoders whose weights are memory without values, which a checkpoint then fills.
+
+    Otherwise torch draws random numbers first, which takes as long as reading the checkpoint.
+    """
+    token = _SKIPS_INIT.set(True)
+    try:
+        yield
+    finally:
+        _SKIPS_INIT.reset(token)
+
+
+class Linear(nn.Linear):
+    """A linear layer with torch's initial weights, or none in `without_init`."""
+
+    def reset_parameters(self) -> None:
+        """Draw initial weights."""
+        if not _SKIPS_INIT.get():
+            super().reset_parameters()
+
+
+class Embedding(nn.Embedding):
+    """An embedding with torch's initial weights, or none in `without_init`."""
+
+    def reset_parameters(self) -> None:
+        """Draw initial weights."""
+        if not _SKIPS_INIT.get():
+            super().reset_parameters()
+
+
 class _Attention(nn.Module):
     def __init__(self, c: ModelConfig, inputs: int) -> None:
         super().__init__()
         q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        self.q_proj = nn.Linear(inputs, q, bias=c.attention_bias)
-        self.k_proj = nn.Linear(inputs, kv, bias=c.attention_bias)
-        self.v_proj = nn.Linear(inputs, kv, bias=c.attention_bias)
-        self.o_proj = nn.Linear(q, c.hidden_size, bias=False)
+        self.q_proj = Linear(inputs, q, bias=c.attention_bias)
+        self.k_proj = Linear(inputs, kv, bias=c.attention_bias)
+        self.v_proj = Linear(inputs, kv, bias=c.attention_bias)
+        self.o_proj = Linear(q, c.hidden_size, bias=False)
         if c.qk_norm:
             self.q_norm = Norm(c.head_dim)
             self.k_norm = Norm(c.head_dim)
@@ -150,9 +186,9 @@ class Norm(nn.Module):
 class _MLP(nn.Module):
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+        self.gate_proj = Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=False)
 
 
 class Layer(nn.Module):
@@ -191,14 +227,12 @@ class Layer(nn.Module):
                 bounded = float(bound) * largest <= SCORE_BOUND
         return PackedLayer(
             input_norm=None if first is None else first.weight.to(rows),
-            qkv=PackedLinear.of(
-                torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]).to(dtype), bias
-            ),
+            qkv=PackedLinear.of(_joined(dtype, a.q_proj, a.k_proj, a.v_proj), bias),
             qk_norm=norm,
             bounded_scores=bounded,
             out=PackedLinear.of(a.o_proj.weight.to(dtype)),
             post_norm=self.post_attention_layernorm.weight.to(rows),
-            gate_up=PackedLinear.of(torch.cat([m.gate_proj.weight, m.up_proj.weight]).to(dtype)),
+            gate_up=PackedLinear.of(_joined(dtype, m.gate_proj, m.up_proj)),
             down=PackedLinear.of(m.down_proj.weight.to(dtype)),
         )
 
@@ -230,12 +264,17 @@ class Layer(nn.Module):
         return _run(recompute, run, x_MD, delta_MD)
 
 
+def _joined(dtype: torch.dtype, *linears: nn.Linear) -> Tensor:
+    """Return the weights one below the other. Rounding first halves the bytes to copy."""
+    return torch.cat([linear.weight.to(dtype) for linear in linears])
+
+
 class _Trunk(nn.Module):
     """The parameters under `model.` in a Hugging Face checkpoint."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(Layer(c) for _ in range(c.num_layers))
         self.norm = Norm(c.hidden_size)
 
@@ -274,7 +313,7 @@ class Decoder(nn.Module):
         self.config = config
         self.model = _Trunk(config)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     @property
     def device(self) -> torch.device:

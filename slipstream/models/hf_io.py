@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import CheckpointError
 from slipstream.models.config import ModelConfig, read_tokens
-from slipstream.models.decoder import Decoder
+from slipstream.models.decoder import Decoder, without_init
 from slipstream.models.draft.model import DraftModel
 from slipstream.models.lora import named_weights, value_of
 from slipstream.models.sharded import assign, full
@@ -68,7 +68,8 @@ def load_checkpoint(
     """
     config = load_config(folder, positions=positions)
     check_bytes(config, folder)
-    decoder = Decoder(config)
+    with without_init():
+        decoder = Decoder(config)
     load_tensors(decoder, read_tensors(folder), source=str(folder))
     return decoder.to(device) if device is not None else decoder
 

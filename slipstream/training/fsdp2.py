@@ -90,7 +90,7 @@ class ShardedBackend(SingleProcessBackend):
         super().__init__(decoder, **settings)
         # Each layer's gathered weights are freed between activations that stay, which leaves gaps
         # in the heap. The hook also runs when the backward pass recomputes a layer.
-        freed = FreedMemory()
+        freed = FreedMemory(limit_bytes=0)
 
         def give_back(*_: object) -> None:
             freed.give_back()

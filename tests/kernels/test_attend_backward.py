@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.attend_backward import attend_backward
+from slipstream.kernels.attend_backward_bf16 import USE_BF16
 
 
 def sample(B: int, T: int, Q: int, H: int, K: int) -> dict[str, Tensor]:
@@ -110,7 +111,7 @@ def test_gradients_match_autograd(B: int, T: int, Q: int, H: int, K: int) -> Non
         (3, 47, 4, 2, 64),
         (2, 145, 3, 1, 32),
         (1, 130, 2, 1, 96),
-        # A head width that the AMX kernel does not support.
+        # A head width that the kernel of bf16 instructions does not support.
         (2, 20, 2, 2, 48),
     ],
 )
@@ -127,6 +128,15 @@ def test_gradients_with_bf16_rounding_match_autograd(
         # The query and key of a single token have no gradient.
         assert error < 2**-7 or exact.norm() < 1e-9
         torch.testing.assert_close(found.double(), exact, rtol=0.05, atol=0.05)
+
+
+def test_bf16_instructions_are_used_where_they_are_faster() -> None:
+    given = {name: x.bfloat16().double() for name, x in sample(2, 40, 2, 1, 32).items()}
+    same = [
+        torch.equal(a, b)
+        for a, b in zip(by_kernel(given), by_kernel(given, bf16=True), strict=True)
+    ]
+    assert same == [not USE_BF16] * 3
 
 
 @pytest.mark.parametrize("bf16", [False, True])

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from slipstream.errors import ConfigError
@@ -23,6 +24,7 @@ from slipstream.models.attention import (
     unfold_queries,
 )
 from slipstream.models.cpu_attention import KeyPlaces
+from slipstream.models.decoder import without_init
 from slipstream.models.functional import add_norm
 from slipstream.models.heads import ValueHead
 from slipstream.models.numerics import check_widths, dtype_from_name, pad_rows, round_up
@@ -228,3 +230,15 @@ def test_scores_are_bounded_if_the_gains_of_query_and_key_norms_are_small() -> N
                 parameter[3] = -1.1
     bounded = [layer.bounded_scores for layer in decoder.pack(torch.float32).layers]
     assert bounded[:2] == [True, False]
+
+
+def test_weights_that_a_checkpoint_replaces_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = list[type[nn.Module]]()
+    for kind in (nn.Linear, nn.Embedding):
+        monkeypatch.setattr(kind, "reset_parameters", lambda self: drawn.append(type(self)))
+    with without_init():
+        Decoder(config("llama"))
+    assert not drawn
+    Decoder(config("llama"))
+    # Embedding, LM head, and seven matrices in each layer.
+    assert len(drawn) == 2 + 7 * config("llama").num_layers

@@ -1,5 +1,6 @@
-"""The backward pass of causal attention by AMX, with factors rounded to bf16.
+"""The backward pass of causal attention by bf16 instructions, with factors rounded to bf16.
 
+`tile_amx` computes the products on CPUs with AMX, and `tile_bf16` on others with AVX512_BF16.
 `attend_backward` is the fp32 version and calls this one if it can. Scores are computed twice: with
 queries as rows for the gradients of queries, and with keys as rows for the gradients of keys and
 values. Transposing them would take longer. Queries, keys, values, the incoming gradient, the
@@ -30,6 +31,8 @@ from slipstream.kernels.memory import (
     words_at,
 )
 from slipstream.kernels.numeric import ZERO
+from slipstream.kernels.processor import has_avx512_bf16, is_intel
+from slipstream.kernels.product_amx import USE_AMX
 from slipstream.kernels.tile import PANEL
 from slipstream.kernels.tile_amx import (
     MOST_ROWS,
@@ -39,6 +42,10 @@ from slipstream.kernels.tile_amx import (
     round_16_lanes,
     two_panels_amx,
 )
+from slipstream.kernels.tile_bf16 import panels_bf16
+
+USE_BF16 = USE_AMX or (has_avx512_bf16() and not is_intel())
+"""Whether this version is faster than the fp32 version. Intel's AVX512_BF16 is not."""
 
 ROWS = MOST_ROWS
 """Number of rows of a block. Head widths must be multiples of it."""
@@ -104,22 +111,36 @@ def _numbers_of(grads, outs, row_step, logs, log_step, mass, along, T, Tp, K):
 
 
 @kernel
-def _products(rows, weights, first, count, K, out, step):
+def _products(rows, weights, first, count, K, out, step, zeros):
     """Multiply a block of rows by `count` panels from panel `first` on; `count` is even."""
-    for p in range(0, count, 2):
-        two_panels_amx(
-            ROWS, rows, 2 * K, weights + 2 * PANEL * K * (first + p), 4 * PANEL, 2 * PANEL * K,
-            K // 2, out + 4 * PANEL * p, step, 4 * PANEL, 0,
+    start = weights + 2 * PANEL * K * first
+    if USE_AMX:
+        for p in range(0, count, 2):
+            two_panels_amx(
+                ROWS, rows, 2 * K, start + 2 * PANEL * K * p, 4 * PANEL, 2 * PANEL * K,
+                K // 2, out + 4 * PANEL * p, step, 4 * PANEL, 0,
+            )  # fmt: skip
+    else:
+        panels_bf16(
+            rows, 2 * K, start, 4 * PANEL, 2 * PANEL * K, 0, count, count, K // 2, zeros, 0,
+            out, step, ROWS, 0, False,
         )  # fmt: skip
 
 
 @kernel
-def _sums(weights, step, values, count, K, out):
+def _sums(weights, step, values, count, K, out, zeros):
     """Compute the sums (32, K) of `count` rows of values, weighted by a block of rows."""
-    for i in range(0, K, 2 * PANEL):
-        two_panels_amx(
-            ROWS, weights, step, values + 4 * i, 4 * K, 4 * PANEL, count // 2,
-            out + 4 * i, 4 * K, 4 * PANEL, 0,
+    if USE_AMX:
+        for i in range(0, K, 2 * PANEL):
+            two_panels_amx(
+                ROWS, weights, step, values + 4 * i, 4 * K, 4 * PANEL, count // 2,
+                out + 4 * i, 4 * K, 4 * PANEL, 0,
+            )  # fmt: skip
+    else:
+        panels = K // PANEL
+        panels_bf16(
+            weights, step, values, 4 * K, 4 * PANEL, 0, panels, panels, count // 2, zeros, 0,
+            out, 4 * K, ROWS, 0, False,
         )  # fmt: skip
 
 
@@ -210,7 +231,7 @@ def _accumulate(block, out, step, rows, K, first):
 
 
 @kernel
-def backward_amx_part(
+def backward_bf16_part(
     q, keys, values, grad, out, logs, dq, dk, dv, dv_step, starts, slots, B, S, longest, Q, H, K,
     part, parts
 ):  # fmt: skip
@@ -234,11 +255,12 @@ def backward_amx_part(
     dweights = scores + ROWS * step
     weights, dscores = dweights + ROWS * step, dweights + ROWS * step + ROWS * step // 2
     sums = dscores + ROWS * step // 2
-    numbers = np.empty(2 * most + 2 * PANEL, np.float32)
+    numbers = np.zeros(2 * most + 4 * PANEL, np.float32)
     mass, along = numbers.ctypes.data, numbers.ctypes.data + 4 * most
-    repeated = along + 4 * most
+    repeated, zeros = along + 4 * most, along + 4 * most + 8 * PANEL
     q_step, k_step = Q * K * 4, H * K * 4
-    configure(PAIRS)
+    if USE_AMX:
+        configure(PAIRS)
     # Neighboring tasks go to different threads, because sequences may be sorted by length.
     for task in range(part, B * H, parts):
         b, h = task // H, task % H
@@ -256,22 +278,23 @@ def backward_amx_part(
             for i in range(0, Tp, ROWS):
                 at, some = 2 * K * i, min(ROWS, T - i)
                 n = i + ROWS
-                _products(q_rows + at, k_outs, 0, n // PANEL, K, scores, step)
-                _products(g_rows + at, v_outs, 0, n // PANEL, K, dweights, step)
+                _products(q_rows + at, k_outs, 0, n // PANEL, K, scores, step, zeros)
+                _products(g_rows + at, v_outs, 0, n // PANEL, K, dweights, step, zeros)
                 _over_keys(scores, dweights, step, weights, dscores, i, n, mass, along, repeated)
-                _sums(dscores, step // 2, k_ins, n, K, sums)
+                _sums(dscores, step // 2, k_ins, n, K, sums, zeros)
                 _accumulate(sums, dq + (head * K + i * Q * K) * 4, q_step, some, K, True)
                 n = Tp - i
-                _products(k_rows + at, q_outs, i // PANEL, n // PANEL, K, scores, step)
-                _products(v_rows + at, g_outs, i // PANEL, n // PANEL, K, dweights, step)
+                _products(k_rows + at, q_outs, i // PANEL, n // PANEL, K, scores, step, zeros)
+                _products(v_rows + at, g_outs, i // PANEL, n // PANEL, K, dweights, step, zeros)
                 _over_queries(
                     scores, dweights, step, weights, dscores, n, mass + 4 * i, along + 4 * i
                 )
-                _sums(dscores, step // 2, q_ins + at, n, K, sums)
+                _sums(dscores, step // 2, q_ins + at, n, K, sums, zeros)
                 _accumulate(sums, dk + ((begin + i) * H + h) * K * 4, k_step, some, K, g == 0)
-                _sums(weights, step // 2, g_ins + at, n, K, sums)
+                _sums(weights, step // 2, g_ins + at, n, K, sums, zeros)
                 _accumulate(sums, dv + (begin + i) * dv_step + h * K * 4, dv_step, some, K, g == 0)
-    release()
+    if USE_AMX:
+        release()
     hold(room)
     hold(block_room)
     hold(numbers)
