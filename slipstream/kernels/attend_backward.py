@@ -2,8 +2,9 @@
 
 The softmax weights are recomputed from the logarithms of the denominators (Dao et al. 2022,
 FlashAttention), head by head, so that a head's data stays in the CPU cache. Future keys are
-skipped. A head's five products use `tile`. If bf16 rounding is allowed and the CPU has
-fast instructions for bf16, `attend_backward_bf16` computes the same. All arguments are addresses or sizes.
+skipped. A head's five products use `tile`. If bf16 rounding is allowed and the CPU has fast
+instructions for bf16, `attend_backward_bf16` computes the same. All arguments are addresses or
+sizes.
 
 Shapes: B sequences, M tokens in total, T tokens of one sequence, S key slots, Q query heads, H
 key-value heads, G = Q / H, K head width.
