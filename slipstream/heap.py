@@ -9,31 +9,38 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
 """Names of settings of glibc's `mallopt`."""
 
 _NEVER = -1
-_LARGEST = 128 << 20
-"""Larger blocks still come from the system. There are few of them, but each would leave a large gap
-in the heap: with a vocabulary of 151,936 tokens a process needed 1.6 times the allocated bytes."""
+_LARGEST = (128 << 20, 32 << 20)
+"""Blocks from this size on still come from the system. There are few of them, but each would leave
+a large gap in the heap: with a vocabulary of 151,936 tokens, a process needed 1.6 times the
+allocated bytes. glibc before 2.35 accepts only the second size."""
 
 _GROWTH = 64 << 20
 
+_OWN_SETTINGS = ("MALLOC_", "GLIBC_TUNABLES")
+"""Beginnings of environment variables with which users set up the heap themselves."""
+
 
 @functools.cache
-def keep_freed_memory() -> None:
-    """Let all threads allocate from one heap, which keeps what is freed. Does nothing without
-    glibc.
+def keep_freed_memory() -> bool:
+    """Let all threads allocate from one heap, which keeps what is freed.
 
     Call it before the process starts threads. `metrics.resident.FreedMemory` returns freed memory
-    when memory is short.
+    when memory is short. Returns False, and does nothing, without glibc, and if the environment
+    has settings of glibc's heap.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is None:
-        return
+    if set_option is None or any(name.startswith(_OWN_SETTINGS) for name in os.environ):
+        return False
+    if not any(set_option(_MMAP_THRESHOLD, size) for size in _LARGEST):
+        return False
     # A second heap (arena) is limited to 64 MB, so larger blocks would still come from the system.
     set_option(_ARENA_MAX, 1)
-    set_option(_MMAP_THRESHOLD, _LARGEST)
     set_option(_TRIM_THRESHOLD, _NEVER)
     set_option(_TOP_PAD, _GROWTH)
+    return True

@@ -172,6 +172,9 @@ def train_settings(
             f"speculative.train.value_weight={train.value_weight:g}: an EAGLE3 head predicts no "
             "features; set speculative.train.value_weight=null"
         )
+    muon_lr = optim.muon_lr
+    if muon_lr == "auto":
+        muon_lr = default_muon_lr(head.config.hidden_size)
     topk, tokens = config.speculative.eagle.spec_topk, head.draft_vocab_size
     if train.topk_mass_weight and topk >= tokens:
         raise ConfigError(
@@ -184,7 +187,7 @@ def train_settings(
         optim=OptimSettings(
             lr=optim.lr,
             optimizer=optim.optimizer,
-            muon_lr=optim.muon_lr if optim.optimizer == "Muon" else None,
+            muon_lr=muon_lr if optim.optimizer == "Muon" else None,
             betas=optim.betas,
             weight_decay=optim.weight_decay,
             warmup_steps=optim.lr_warmup_steps,
@@ -206,6 +209,15 @@ def train_settings(
     )
 
 
+def default_muon_lr(hidden_size: int) -> float:
+    """Return Muon's peak learning rate for a new head.
+
+    The best rates measured are 0.05 for hidden sizes of 128 and 192, and 0.01 for 576
+    (docs/log/draft_heads.md).
+    """
+    return float(0.05 * min(1.0, 192 / hidden_size) ** 1.5)
+
+
 def loop_settings(config: Config) -> DraftLoopSettings:
     """The step counts of the loop."""
     draft, batch_size = config.speculative.draft, config.speculative.train.batch_size_per_gpu
@@ -214,5 +226,6 @@ def loop_settings(config: Config) -> DraftLoopSettings:
         total_steps=draft.total_training_steps,
         steps_per_round=draft.steps_per_round or draft.epochs_per_round * a_pass,
         batch_size=batch_size,
+        steps_per_pass=a_pass,
         seed=config.trainer.seed,
     )

@@ -7,6 +7,7 @@
       critic/huggingface/         the critic, if one is trained (token classification)
       critic/optimizer.safetensors
       draft/                      the draft head, if one is trained
+      draft/newest/, draft/best/  another head of `slipstream draft`
       state.json                  `RunState`
       data.json                   position in the data set
       manifest.json               sizes and checksums (written by `manager`)
@@ -54,8 +55,8 @@ def draft_folder(checkpoint: Path) -> Path:
 
 
 def other_head_folder(checkpoint: Path, which: str) -> Path:
-    """Return the folder of another head than `draft_folder`: the `newest` or the `best` of the
-    training so far."""
+    """Return the folder of the head that `draft_folder` does not hold: the `newest` or the
+    `best`."""
     return checkpoint / "draft" / which
 
 

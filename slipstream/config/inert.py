@@ -19,9 +19,9 @@ def options_without_effect(speculative: SpeculativeSection) -> Iterator[str]:
     for name in ("train", "draft"):
         key = f"speculative.{name}.optim"
         optim, default = getattr(speculative, name).optim, getattr(defaults, name).optim
-        if optim.optimizer != "Muon" and optim.muon_lr not in (None, default.muon_lr):
+        if optim.optimizer != "Muon" and optim.muon_lr not in (None, "auto", default.muon_lr):
             yield WithoutEffect(
-                f"{key}.muon_lr={optim.muon_lr:g} has no effect with {key}.optimizer="
+                f"{key}.muon_lr={optim.muon_lr} has no effect with {key}.optimizer="
                 f"{optim.optimizer}; set {key}.optimizer=Muon or {key}.muon_lr=null"
             )
         if 0 < (optim.min_lr_ratio or 0) <= 1 and optim.lr_scheduler_type == "constant":
@@ -30,6 +30,16 @@ def options_without_effect(speculative: SpeculativeSection) -> Iterator[str]:
                 f"{key}.lr_scheduler_type=constant; "
                 f"set {key}.lr_scheduler_type=cosine or {key}.min_lr_ratio=null"
             )
+    draft = speculative.draft
+    if (
+        draft.steps_per_round is not None
+        and draft.epochs_per_round != defaults.draft.epochs_per_round
+    ):
+        key = "speculative.draft"
+        yield WithoutEffect(
+            f"{key}.epochs_per_round={draft.epochs_per_round} has no effect with "
+            f"{key}.steps_per_round={draft.steps_per_round}; set {key}.steps_per_round=null"
+        )
 
 
 _BANDITS = ("EG", "UCB1", "BEG")

@@ -69,6 +69,8 @@ RESUMABLE_KEYS = frozenset(
         "actor_rollout_ref.rollout.timeout_s",
         "data.chat_template_date",
         "reward_model.num_workers",
+        "speculative.draft.patience",
+        "speculative.draft.save_freq",
         "trainer.n_gpus_per_node",
         "trainer.nnodes",
         "trainer.num_threads",

@@ -103,8 +103,9 @@ class DrafterOptimSection:
     """`Muon` for the layer's matrices and AdamW for its norms, or `AdamW` for all."""
     lr: NonNegativeFloat = 1e-3
     """Peak learning rate of the parameters that use AdamW."""
-    muon_lr: NonNegativeFloat | None = 0.05
-    """Peak learning rate of the matrices, if `optimizer` is Muon; null: `lr`."""
+    muon_lr: NonNegativeFloat | Literal["auto"] | None = "auto"
+    """Peak learning rate of the matrices, if `optimizer` is Muon. `auto`: 0.05 for policies with a
+    hidden size of up to 192, and less for wider ones (0.01 for 576); null: `lr`."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment; the defaults are FastRL's and EAGLE's."""
     weight_decay: NonNegativeFloat = 0.0
@@ -203,10 +204,9 @@ class DraftSection:
     samples_per_round: PositiveInt = 256
     """Responses that a round trains on, one per prompt."""
     epochs_per_round: PositiveInt = 2
-    """Number of passes over the responses of a round."""
+    """Number of passes over the responses of a round, if `steps_per_round` is null."""
     steps_per_round: PositiveInt | None = None
-    """Training steps on the responses of one round; null: the steps of `epochs_per_round` passes.
-    """
+    """Training steps on the responses of one round; null: as set by `epochs_per_round`."""
     rollout_files: tuple[str, ...] | None = None
     """Recorded rollouts (`rollouts/N.jsonl` of a run) to train on; null: generate responses."""
     held_out_samples: PositiveInt = 128
@@ -216,8 +216,8 @@ class DraftSection:
     save_freq: CountOrOff = 3
     """Rounds between checkpoints; -1: only after the last round."""
     patience: CountOrOff = 3
-    """End the training after this many rounds without a better head, measured on held-out
-    responses; -1: never."""
+    """End the training after this many rounds in a row without a better head, measured on held-out
+    responses. Rounds of the warm-up do not count, and 0 means 1. -1: never."""
     optim: DrafterOptimSection = field(default_factory=DrafterOptimSection)
     """Optimizer of the draft head for a fixed policy."""
 

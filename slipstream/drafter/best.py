@@ -17,12 +17,11 @@ _DEPTH, _LENGTH = "draft/accept_depth_", "draft/accept_length_"
 class BestHead:
     """A copy of the best head so far, its step and its `acceptance_metrics`.
 
-    `rounds` counts the measurements since then. The first head that is offered is the best.
+    The first head that is offered is the best.
     """
 
     def __init__(self) -> None:
         self.step = -1
-        self.rounds = 0
         self.metrics: Metrics = {}
         self.head: DraftModel | None = None
 
@@ -30,10 +29,8 @@ class BestHead:
         """Keep a copy of `head` if it is at least as good as the best so far; return whether it
         is."""
         if not self.is_beaten_by(metrics):
-            self.rounds += 1
             return False
-        self.step, self.rounds, self.metrics = step, 0, metrics
-        self.head = copy_of(head)
+        self.step, self.metrics, self.head = step, metrics, head.copy()
         return True
 
     def is_beaten_by(self, metrics: Metrics) -> bool:
@@ -44,30 +41,20 @@ class BestHead:
         depth = min(depth_of(self.metrics), depth_of(metrics))
         return metrics[f"{_LENGTH}{depth}"] >= self.metrics[f"{_LENGTH}{depth}"]
 
-    def has_stalled(self, patience: int) -> bool:
-        """Return whether `patience` measurements found no better head; negative: never."""
-        return 0 <= patience <= self.rounds and self.rounds > 0
-
     def state_dict(self) -> dict[str, Any]:
         """Everything but the head, as JSON values."""
-        return {"step": self.step, "rounds": self.rounds, "metrics": self.metrics}
+        return {"step": self.step, "metrics": self.metrics}
 
     @classmethod
-    def restore(cls, saved: Saved, head: DraftModel) -> Self:
-        """Restore a `state_dict`, with a copy of `head`. Raises CheckpointError for values that no
-        training writes."""
-        fields, best = saved.fields("step", "rounds", "metrics"), cls()
-        best.step, best.rounds = fields["step"].count(), fields["rounds"].count()
-        best.metrics = saved_acceptance(fields["metrics"])
-        best.head = copy_of(head)
+    def restore(cls, saved: Saved, head: DraftModel, *, step: int) -> Self:
+        """Restore a `state_dict` of a training at `step`, with its `head`.
+
+        Raises CheckpointError for values that no training writes.
+        """
+        fields, best = saved.fields("step", "metrics"), cls()
+        best.step = fields["step"].count(step)
+        best.metrics, best.head = saved_acceptance(fields["metrics"]), head
         return best
-
-
-def copy_of(head: DraftModel) -> DraftModel:
-    """Return a head with the same weights."""
-    copy = head.blank().to(head.device)
-    copy.load_state_dict(head.state_dict())
-    return copy
 
 
 def acceptance_metrics(acceptance: Acceptance) -> Metrics:
@@ -80,9 +67,12 @@ def acceptance_metrics(acceptance: Acceptance) -> Metrics:
 
 def saved_acceptance(saved: Saved) -> Metrics:
     """Return saved `acceptance_metrics`. Raises CheckpointError for others."""
-    depths = range(1, 1 + -(-len(dict(saved.items())) // 2))
-    names = [f"{what}{k}" for k in depths for what in (_DEPTH, _LENGTH)]
-    return {name: value.number(0.0) for name, value in saved.fields(*names).items()}
+    depth = max(1, -(-len(dict(saved.items())) // 2))
+    ranges = {f"{_DEPTH}{k}": (0.0, 1.0) for k in range(1, depth + 1)}
+    # A replay without tokens has length 0.
+    ranges |= {f"{_LENGTH}{k}": (0.0, k + 1.0) for k in range(1, depth + 1)}
+    found = saved.fields(*ranges)
+    return {name: value.number(*ranges[name]) for name, value in found.items()}
 
 
 def depth_of(metrics: Mapping[str, float]) -> int:

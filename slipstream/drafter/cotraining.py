@@ -138,8 +138,9 @@ class CoTraining:
         if head.draft_tokens is not None and head.algorithm == "EAGLE":
             self.token_counts = TokenCounts(head.config.vocab_size)
         self._counted_to: int | None = None
-        self.used = head.blank().to(head.device)
-        self.used.load_state_dict(head.state_dict())
+        self._has_started = False
+        """Whether a new head already is a linear predictor, or more."""
+        self.used = head.copy()
 
     def published(self) -> list[tuple[str, Tensor]]:
         """Copies of the weights of the head in use, by name."""
@@ -160,9 +161,9 @@ class CoTraining:
         vocabulary = self._renew_vocabulary()
         batches = self.collector.buffer.batches(s.batch_size, f"{s.train.seed}/{step}")
         before = self._accepted(self.used, held_out, vocab)
-        if s.is_new and self.trainer.step == 0:
+        if s.is_new and not self._has_started and self.trainer.step == self.version == 0:
             buffered = [entry.sequence for entry in self.collector.buffer]
-            start_linear(self.trainer.head, buffered, vocab)
+            self._has_started = start_linear(self.trainer.head, buffered, vocab)
         history, failure = list[Metrics](), None
         try:
             history = self.trainer.train(
@@ -352,6 +353,7 @@ class CoTraining:
         self.used.load_state_dict(Saved(weights, "used").tensors(self.used.state_dict()))
         self._restart()
         self.version, self.trained_to, self.regression = version, trained_to, Regression()
+        self._has_started = version > 0
 
     @property
     def _averaged(self) -> DraftModel:

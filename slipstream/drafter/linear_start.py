@@ -20,6 +20,9 @@ from slipstream.models.draft.model import DraftModel
 RIDGE = 1e-3
 """The penalty on squared weights, as a share of the mean square of an input."""
 
+MOST_SLOTS = 65536
+"""More tokens do not make the predictor better."""
+
 _AT_ONCE = 16
 """Sequences whose inputs are in memory at the same time."""
 
@@ -28,29 +31,32 @@ _AT_ONCE = 16
 def start_linear(head: DraftModel, sequences: Sequence[DraftSequence], vocab: VocabLayers) -> bool:
     """Set `fc` of a new head by ridge regression, and the outputs of its layer to 0.
 
-    The regression has one equation for each token of `sequences` that can be drafted. Returns
-    False, without a change, for heads that predict no features (EAGLE-3), and if there are fewer
-    tokens than inputs.
+    The regression has one equation for each token of `sequences` that can be drafted, up to about
+    `MOST_SLOTS`. Returns False, without a change, for heads that predict no features (EAGLE-3), if
+    there are fewer tokens than inputs, and if features are not finite.
     """
     if not isinstance(head, DraftHead):
         return False
     inputs = 2 * head.config.hidden_size
     left = torch.zeros(inputs, inputs, dtype=torch.float64, device=head.device)
     right = torch.zeros(inputs, inputs // 2, dtype=torch.float64, device=head.device)
-    count = 0
-    for start in range(0, len(sequences), _AT_ONCE):
+    start = count = 0
+    while start < len(sequences) and count < MOST_SLOTS:
         batch = collate(sequences[start : start + _AT_ONCE], vocab)
         slots, final = batch.slots(2), batch.final.flatten(0, 1)
         embedded = F.embedding(batch.tokens_BT.roll(-1, -1).flatten()[slots], batch.embedding_VD)
         x = torch.cat([embedded, final[slots]], -1).float()
         left += x.T @ x
         right += x.T @ final[slots + 1].float()
-        count += len(slots)
+        start, count = start + _AT_ONCE, count + len(slots)
     if count < inputs:
         return False
     penalty = RIDGE * left.diagonal().mean()
     left += penalty * torch.eye(inputs, dtype=left.dtype, device=left.device)
-    head.fc.weight.copy_(torch.linalg.solve(left, right).T)
+    solution, info = torch.linalg.solve_ex(left, right)
+    if info or not torch.isfinite(solution).all():
+        return False
+    head.fc.weight.copy_(solution.T)
     (layer,) = head.layers
     assert isinstance(layer, Layer)
     for outputs in (layer.self_attn.o_proj, layer.mlp.down_proj):

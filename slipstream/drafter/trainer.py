@@ -27,9 +27,6 @@ from slipstream.training.optim import OptimSettings, PolicyOptimizer
 
 Metrics = dict[str, float]
 
-EVALUATED_AT_ONCE = 16
-"""Number of sequences per forward pass of `DraftTrainer.evaluate`."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTrainSettings:
@@ -113,13 +110,15 @@ class DraftTrainer:
         return history
 
     @torch.no_grad()
-    def evaluate(self, sequences: Sequence[DraftSequence], vocab: VocabLayers) -> Metrics:
+    def evaluate(
+        self, sequences: Sequence[DraftSequence], vocab: VocabLayers, *, batch_size: int
+    ) -> Metrics:
         """Soft loss and accuracy of the first draft, as means over all slots of `sequences`."""
-        size, loss, correct, slots = EVALUATED_AT_ONCE, 0.0, 0.0, 0
+        loss, correct, slots = 0.0, 0.0, 0
         packed = self.head.pack(vocab.dtype)
         padded = not supports_varlen(self.head.config, vocab.dtype, vocab.embedding_VD.device)
-        for start in range(0, len(sequences), size):
-            some = [each for each in sequences[start : start + size] if each.slots]
+        for start in range(0, len(sequences), batch_size):
+            some = [each for each in sequences[start : start + batch_size] if each.slots]
             if not some:
                 continue
             found = draft_loss(packed, collate(some, vocab, padded=padded))

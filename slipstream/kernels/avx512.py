@@ -1,7 +1,7 @@
 """AVX-512 code for 16 fp32 lanes that Numba does not generate from loops.
 
 The file has functions over an LLVM IR builder, and intrinsics that other files share. It is only
-used on CPUs with AMX (`processor.has_amx`), because all of these have AVX-512.
+used on CPUs with AMX or AVX512_BF16, because all of these have AVX-512.
 """
 
 from __future__ import annotations

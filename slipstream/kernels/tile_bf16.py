@@ -4,8 +4,8 @@ Rows and weights are bf16, with two inputs side by side in 32 bits. Every output
 the pairs of inputs in order, whatever the number of rows of its tile. Within a pair the second
 input is added first. On CPUs with AVX512_BF16, one instruction multiplies and adds a pair;
 elsewhere two fused multiply-adds do. The instruction treats subnormal numbers as zero. The
-multiply-adds do the same on CPUs that use both (`WIDE_FROM`). `product` and `attend_bf16` use this
-module.
+multiply-adds do the same on CPUs that use both (`WIDE_FROM`). `product`, `attend_bf16` and
+`attend_backward_bf16` use this module.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from slipstream.loops.draft_data import SequenceSource
 class DraftLoopSettings:
     """Sizes of the loop: `total_steps` steps of `batch_size` sequences each, with new sequences
     every `steps_per_round` steps. `seed` sets the order of the sequences of a round.
+    `steps_per_pass` is the number of steps of a pass over them.
 
     Raises ConfigError for counts below 1.
     """
@@ -29,6 +30,7 @@ class DraftLoopSettings:
     steps_per_round: int
     batch_size: int
     seed: int
+    steps_per_pass: int = 1
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "total_steps", "steps_per_round", "batch_size", where="draft: ")

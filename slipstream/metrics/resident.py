@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -40,15 +42,49 @@ def _status(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def usable_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
+@dataclass(frozen=True, slots=True)
+class MemoryGroup:
+    """Files of a control group, and the name of its inactive file pages in `stat`."""
+
+    limit: Path
+    usage: Path
+    stat: Path
+    inactive: str
+
+
+def memory_groups(listing: Path, root: Path) -> Iterator[MemoryGroup]:
+    """Yield the control groups that limit the memory of this process, and all their parents.
+
+    `listing` is the process's `/proc/self/cgroup`, `root` the mount point of the control groups
+    (version 1 or 2). In a container, the listing may name groups that are not visible inside it.
+    """
+    if not listing.exists():
+        return
+    for line in listing.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, names = root, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            top = root / "memory"
+        else:
+            continue
+        limit, usage, inactive = names
+        folder = top / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            if group.is_relative_to(top):
+                yield MemoryGroup(group / limit, group / usage, group / "memory.stat", inactive)
+
+
+def usable_bytes(
+    listing: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> int:
     """Return the main memory in bytes that this process can use: the machine's, limited by its
-    control group (version 2: `memory.max`; version 1: `memory/memory.limit_in_bytes`)."""
+    control groups (`memory_groups`)."""
     limits = [int(psutil.virtual_memory().total)]
-    for file in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            limits.append(int((root / file).read_text()))
-        except (OSError, ValueError):
-            continue  # No such control group, or no limit ("max").
+    for group in memory_groups(listing, root):
+        with contextlib.suppress(OSError, ValueError):  # not visible, or no limit ("max")
+            limits.append(int(group.limit.read_text()))
     return min(limits)
 
 

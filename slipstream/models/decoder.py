@@ -133,9 +133,9 @@ _SKIPS_INIT: ContextVar[bool] = ContextVar("_SKIPS_INIT", default=False)
 
 @contextlib.contextmanager
 def without_init() -> Iterator[None]:
-    """Make decoders whose weights are memory without values, which a checkpoint then fills.
+    """Leave the weights of new decoders uninitialized. The caller must load all of them.
 
-    Otherwise torch draws random numbers first, which takes as long as reading the checkpoint.
+    Drawing random numbers takes as long as reading a checkpoint.
     """
     token = _SKIPS_INIT.set(True)
     try:

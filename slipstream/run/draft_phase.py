@@ -6,8 +6,9 @@ The run folder of this phase holds
 
     config.yaml              the resolved configuration
     metrics.jsonl            one line per training step
-    global_step_N/draft/     the best head so far: `config.json` and `model.safetensors`;
-                             `newest/`, if that is another one
+    global_step_N/draft/     the better one of the newest head and the best measured head:
+                             `config.json`, `model.safetensors`; in `newest/` or `best/` the other
+                             one, if they differ
     global_step_N/           also optimizer, position in the data, state
 
 Each round ends with a measurement on held-out responses. The training ends early if several rounds
@@ -72,8 +73,6 @@ from slipstream.run.train import opened
 LARGE_GAP = 0.1
 """A larger difference of training and held-out accuracy causes a warning."""
 
-_PATIENCE = "speculative.draft.patience"
-
 
 async def draft_phase(run: Run) -> Path | None:
     """Train a head for the policy of `run`. Returns the head's folder, or None if stopped."""
@@ -112,8 +111,8 @@ class _DraftPhase:
         self._best = BestHead()
         self._newest: Metrics = {}
         """The acceptance of the newest head, if it was measured."""
-        self._accuracies: list[float] = []
-        """The training accuracy of each step of this round."""
+        self._trained: list[tuple[float, float]] = []
+        """The training accuracy and the number of slots of each step of this round."""
         self._warned = False
         self._clock = time.perf_counter()
 
@@ -127,7 +126,7 @@ class _DraftPhase:
                 progress.note(f"the draft head has already done all {total} steps")
                 return draft_folder(resume)
             if self._has_stalled():
-                progress.note(f"{self._stalled()}; set {_PATIENCE}=-1 to go on")
+                progress.note(f"{self._stalled()}; set speculative.draft.patience=-1 to go on")
                 return draft_folder(resume)
         settings = self._settings
         progress.note(
@@ -157,13 +156,17 @@ class _DraftPhase:
                 after_step=lambda step, metrics: logger.log(step, self._completed(step, metrics)),
                 after_round=self._after_round,
                 enough=self._has_stalled,
-                before_training=lambda sequences: logger.log(0, self._started(sequences)),
+                before_training=None
+                if self._best.head is not None
+                else lambda sequences: logger.log(0, self._started(sequences)),
             )
         finally:
             logger.close()
         if self._best.metrics:
-            rows = {"before": self._before, f"after step {self._best.step}": self._best.metrics}
-            for line in acceptance_table(rows):
+            step, after = self._best.step, self._best.metrics
+            if self._newest and self._best.is_beaten_by(self._newest):
+                step, after = self._trainer.step, self._newest
+            for line in acceptance_table({"before": self._before, f"after step {step}": after}):
                 progress.note(line)
         if not finished:
             return None
@@ -188,12 +191,15 @@ class _DraftPhase:
         return self._run.interrupt.requested
 
     def _has_stalled(self) -> bool:
-        return self._best.has_stalled(self._draft.patience)
+        """Return whether the last `patience` rounds after the warm-up gave no better head."""
+        patience, begin = self._draft.patience, self._draft.optim.lr_warmup_steps
+        since = self._trainer.step - max(self._best.step, begin)
+        return patience >= 0 and since >= max(patience, 1) * self._settings.steps_per_round
 
     def _stalled(self) -> str:
         return (
-            f"the training ended early: since step {self._best.step}, {self._best.rounds} rounds "
-            "gave no better head on held-out responses"
+            f"the training ended early: no head after step {self._best.step} was better on "
+            "held-out responses"
         )
 
     def _ends_round(self, step: int) -> bool:
@@ -203,16 +209,18 @@ class _DraftPhase:
         """Add acceptance and times to the metrics of a step; at the end of a round, also show
         them."""
         self._newest = {}
-        self._accuracies.append(metrics["draft/accuracy"])
+        self._trained.append((metrics["draft/accuracy"], metrics["draft/slots"]))
         if self._ends_round(step):
             held_out = self._trainer.evaluate(
-                [each.sequence for each in self._held_out], self._parts.vocab
+                [each.sequence for each in self._held_out],
+                self._parts.vocab,
+                batch_size=self._settings.batch_size,
             )
             self._newest = self._measure()
             metrics = metrics | self._newest | held_out
             improved = self._best.offer(step, self._newest, self._trainer.head)
             self._show(step, held_out["draft/val_accuracy"], improved=improved)
-            self._accuracies = []
+            self._trained = []
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         return metrics | {"training/global_step": step, "timing_s/step": seconds}
@@ -224,18 +232,21 @@ class _DraftPhase:
         best = "" if improved else f"; the head of step {self._best.step} is better"
         progress.note(f"held out, step {step}: {acceptance_line(self._newest)}{best}")
         # The first pass over a round's responses does not know them yet.
-        a_pass = -(-draft.samples_per_round // self._settings.batch_size)
-        last = self._accuracies[-a_pass:]
-        trained = sum(last) / len(last)
-        if trained - accuracy > LARGE_GAP and not self._warned:
+        last = self._trained[-self._settings.steps_per_pass :]
+        trained = sum(share * slots for share, slots in last) / sum(slots for _, slots in last)
+        is_whole = len(last) == self._settings.steps_per_pass
+        if is_whole and trained - accuracy > LARGE_GAP and not self._warned:
             self._warned = True
-            more = "speculative.draft.samples_per_round"
+            more, fewer = "samples_per_round", "epochs_per_round"
             if draft.rollout_files is not None:
-                more = "the number of recorded responses (speculative.draft.rollout_files)"
+                more = "rollout_files"
+            if draft.steps_per_round is not None:
+                fewer = "steps_per_round"
             progress.note(
                 f"warning: the head learns its training responses by heart: its likeliest token "
                 f"is the policy's for {trained:.0%} of their tokens, but for {accuracy:.0%} of "
-                f"held-out tokens; raise {more}, or lower speculative.draft.epochs_per_round"
+                f"held-out tokens; give more responses with speculative.draft.{more}, or lower "
+                f"speculative.draft.{fewer}"
             )
 
     def _measure(self) -> Metrics:
@@ -336,14 +347,20 @@ def restore_draft(
             "over with trainer.resume_mode=disable, from this head with "
             f"speculative.eagle.spec_model_path={draft_folder(folder)}"
         )
-    heads = {}
-    for which in ("newest", "best"):
-        place = other_head_folder(folder, which)
-        heads[which] = _load_head(
-            place if place.is_dir() else draft_folder(folder), folder, trainer
-        )
+    newest = used = _load_head(draft_folder(folder), folder, trainer)
     with restoring(data_file(folder)):
-        best = BestHead.restore(data["best"], heads["best"])
+        best = BestHead.restore(data["best"], used, step=state.step)
+    others = {which: other_head_folder(folder, which) for which in ("newest", "best")}
+    found = {which: place for which, place in others.items() if place.is_dir()}
+    if len(found) != int(best.step != state.step):
+        raise CheckpointError(
+            f"{folder}: the best head is of step {best.step}, and the newest of step {state.step}, "
+            f"but beside draft/ there are {len(found)} other heads; {REMEDY}"
+        )
+    if "newest" in found:
+        newest = _load_head(found["newest"], folder, trainer)
+    if "best" in found:
+        best.head = _load_head(found["best"], folder, trainer)
     with restoring(optimizer_file(folder)):
         trainer.load_state_dict(load_tree(optimizer_file(folder)))
         trainer.check_never_reset()
@@ -356,7 +373,7 @@ def restore_draft(
         source.load_state_dict(data["source"].value)
         if (drawn := drawn_from(source)) is not None:
             Saved(drawn, "the number of prompts drawn").count((1 + state.step) * MOST_PER_STEP)
-    trainer.head.load_state_dict(heads["newest"].state_dict())
+    trainer.head.load_state_dict(newest.state_dict())
     return before, best
 
 

@@ -252,6 +252,16 @@ def test_first_slice_of_a_new_head_begins_with_a_linear_predictor(is_new: bool) 
         assert torch.equal(found, expected.fc.weight if is_new else before)
 
 
+def test_trained_head_is_not_replaced_by_a_linear_predictor() -> None:
+    made, trained = cotraining(count=60), new_head(shared_decoder(), seed=5)
+    still = replace(made.settings.train, optim=OptimSettings(lr=0.0))
+    made.settings = replace(made.settings, is_new=True, train=still)
+    made.trainer.settings = still
+    made.start_from(trained.state_dict(), version=3, trained_to=6)
+    made.slice(vocab_of(shared_decoder()), step=1)
+    assert torch.equal(made.trainer.head.state_dict()["fc.weight"], trained.fc.weight)
+
+
 @pytest.mark.parametrize("name", ["updates", "batch_size", "accept_depth"])
 def test_rejects_counts_below_one(name: str) -> None:
     values: dict[str, Any] = {"updates": 1, "batch_size": 1, "accept_depth": 1, name: 0}

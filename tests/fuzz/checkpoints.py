@@ -264,7 +264,7 @@ def _draft(root: Path) -> Case:
         optimizer_file(folder).parent.mkdir()
         save_tree(optimizer_file(folder), made.state_dict())
         before = {"draft/accept_depth_1": 0.5, "draft/accept_length_1": 1.5}
-        best = {"step": 2, "rounds": 1, "metrics": before}
+        best = {"step": STEP, "metrics": before}
         data = {"source": source.state_dict(), "before": before, "policy": "a1", "best": best}
         data_file(folder).write_text(json.dumps(data))
         RunState(step=STEP, phase="draft", threads=1).save(folder)
@@ -340,7 +340,7 @@ def _json(draw: random.Random, folder: Path) -> tuple[str, tuple[str, ...]]:
     what, named, value = _changed(draw, value, float("nan"))
     # As Python writes them, which is not JSON: NaN and infinities.
     path.write_text(json.dumps(value))
-    _seal(folder)
+    seal(folder)
     return f"{path.name} {what}", (path.name, *named)
 
 
@@ -351,7 +351,7 @@ def _tree(draw: random.Random, folder: Path) -> tuple[str, tuple[str, ...]]:
         return _weights(draw, folder, path)
     what, named, value = _changed(draw, load_tree(path), float("inf"))
     save_tree(path, value)
-    _seal(folder)
+    seal(folder)
     return f"{path.name} {what}", (path.name, *named)
 
 
@@ -379,7 +379,7 @@ def _weights(draw: random.Random, folder: Path, path: Path) -> tuple[str, tuple[
     else:
         del tensors[name]
     save_file(tensors, path, metadata={"format": "pt"})
-    _seal(folder)
+    seal(folder)
     return f"{path.name} {name}", (path.parent.name,)
 
 
@@ -406,7 +406,7 @@ def _file(draw: random.Random, folder: Path) -> tuple[str, tuple[str, ...]]:
         data = draw.choice(_CONTENTS)
         path.write_bytes(data)
         kind = repr(data[:20])
-    _seal(folder)
+    seal(folder)
     name = path.parent.name if path.name == WEIGHTS else path.name
     return f"{path.name} {kind}", (name,)
 
@@ -440,7 +440,7 @@ def _manifest(draw: random.Random, folder: Path) -> tuple[str, tuple[str, ...]]:
     return f"manifest {what}", (folder.name,)
 
 
-def _seal(folder: Path) -> None:
+def seal(folder: Path) -> None:
     """Write a manifest that fits the files."""
     path = folder / MANIFEST
     manifest = json.loads(path.read_text())

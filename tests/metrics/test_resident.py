@@ -34,12 +34,11 @@ def test_freed_memory_is_kept_below_the_limit() -> None:
 
 
 def test_control_groups_limit_the_usable_memory(tmp_path: Path) -> None:
-    total = psutil.virtual_memory().total
-    assert usable_bytes(tmp_path) == total
-    (tmp_path / "memory.max").write_text("max\n")
-    assert usable_bytes(tmp_path) == total
-    (tmp_path / "memory.max").write_text("123456\n")
-    assert usable_bytes(tmp_path) == 123456
-    (tmp_path / "memory").mkdir()
-    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("99\n")
-    assert usable_bytes(tmp_path) == 99
+    total, listing = psutil.virtual_memory().total, tmp_path / "cgroup"
+    assert usable_bytes(listing, tmp_path) == total
+    listing.write_text("0::/jobs/mine\n")
+    (tmp_path / "jobs" / "mine").mkdir(parents=True)
+    (tmp_path / "jobs" / "mine" / "memory.max").write_text("max\n")
+    assert usable_bytes(listing, tmp_path) == total
+    (tmp_path / "jobs" / "memory.max").write_text("123456\n")
+    assert usable_bytes(listing, tmp_path) == 123456

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slipstream.build.draft import default_muon_lr
 from slipstream.checkpoint.interrupt import GracefulInterrupt
 from slipstream.checkpoint.layout import head_folder, policy_folder
 from slipstream.checkpoint.state import huggingface_folder
@@ -28,6 +29,7 @@ from slipstream.models.hf_io import load_config
 from slipstream.run import draft_phase
 from slipstream.run.eval_export import _head_source
 from tests.drafter.helpers import new_head, sequences, trainer, vocab_of
+from tests.fuzz.checkpoints import seal
 from tests.inference.helpers import shared_decoder
 from tests.models.helpers import config as sizes
 from tests.run.helpers import assert_same_result, records_of, result_of, steps_of, tiny
@@ -93,6 +95,11 @@ class Stopped:
             return original(phase, step, metrics)
 
         monkeypatch.setattr(draft_phase._DraftPhase, "_completed", completed)
+
+
+def test_muon_rate_of_new_heads_falls_with_the_width() -> None:
+    assert [default_muon_lr(width) for width in (32, 192)] == [0.05, 0.05]
+    assert default_muon_lr(576) == pytest.approx(0.00962, abs=1e-5)
 
 
 def test_run_writes_head_metrics_and_checkpoints(policy: Path, finished: Path) -> None:
@@ -171,7 +178,7 @@ def test_training_ends_early_with_the_best_head(
     out = capsys.readouterr().out
     assert steps_of(folder)[-1] == 9
     assert "the head of step 3 is better" in out
-    assert "since step 3, 2 rounds gave no better head" in out
+    assert "no head after step 3 was better on held-out responses" in out
     checkpoints = [folder / f"global_step_{step}" for step in (3, 9)]
     first, last = (load_file(each / "draft" / "model.safetensors") for each in checkpoints)
     newest = load_file(checkpoints[1] / "draft" / "newest" / "model.safetensors")
@@ -179,10 +186,8 @@ def test_training_ends_early_with_the_best_head(
     assert not torch.equal(newest["fc.weight"], last["fc.weight"])
     assert steps_of_best(checkpoints[1]) == 3
     # The same command does not go on; with more patience it does, from the newest head.
-    (folder / "config.yaml").unlink()
     assert main([*patient, constant, "speculative.draft.patience=2"]) == 0
     assert "speculative.draft.patience=-1" in capsys.readouterr().out
-    (folder / "config.yaml").unlink()
     assert main([*patient, constant, "speculative.draft.patience=4"]) == 0
     assert steps_of(folder)[-1] == 15
     ones = tmp_path / "one"
@@ -212,6 +217,35 @@ def test_resumed_training_keeps_the_best_head(
     assert main(line(policy, folder)) == 0
     assert_same_result(result_of(whole), result_of(folder))
     assert steps_of_best(folder / "global_step_7") == 3
+
+
+@pytest.mark.parametrize(
+    ("best", "message"),
+    [
+        ({"step": 3}, "beside draft/ there are 0 other heads"),
+        ({"step": 8}, "from 0 to 7"),
+        ({"metrics": {}}, "draft/accept_depth_1"),
+        ({"metrics": {"draft/accept_depth_1": 1.5, "draft/accept_length_1": 1.0}}, "from 0 to 1"),
+    ],
+)
+def test_best_head_that_no_training_writes_is_refused(
+    policy: Path,
+    finished: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    best: dict[str, Any],
+    message: str,
+) -> None:
+    checkpoint = tmp_path / "draft" / "global_step_7"
+    shutil.copytree(finished, tmp_path / "draft")
+    if steps_of_best(checkpoint) != 7:
+        shutil.rmtree(checkpoint / "draft" / "newest")
+    data = json.loads((checkpoint / "data.json").read_text())
+    data["best"] = {**data["best"], "step": 7, **best}
+    (checkpoint / "data.json").write_text(json.dumps(data))
+    seal(checkpoint)
+    assert main(line(policy, tmp_path / "draft")) == 4
+    assert message in error_of(capsys)
 
 
 def test_learning_by_heart_is_reported_once(

@@ -17,7 +17,7 @@ import torch
 from slipstream.checkpoint.manager import CheckpointManager
 from slipstream.checkpoint.tree import load_tree, save_tree
 from slipstream.errors import CheckpointError, DataError
-from tests.fuzz.checkpoints import CASES, STEP, Case, _seal
+from tests.fuzz.checkpoints import CASES, STEP, Case, seal
 
 STEP_FOLDER = f"global_step_{STEP}"
 
@@ -33,7 +33,7 @@ def refusal(case: Case, root: Path, change: Callable[[Path], None]) -> str:
     shutil.copytree(case.root, root / "run")
     folder = root / "run" / STEP_FOLDER
     change(folder)
-    _seal(folder)
+    seal(folder)
     resolved = CheckpointManager(root / "run", keep=None).resolve("auto", None)
     assert resolved == folder
     with pytest.raises((CheckpointError, DataError)) as caught:

@@ -13,6 +13,7 @@ import torch
 
 from slipstream.errors import ConfigError
 from slipstream.inference.engine.kv_cache import KVStore
+from slipstream.metrics.resident import MemoryGroup, memory_groups
 from slipstream.models.config import ModelConfig
 from slipstream.models.numerics import row_multiple
 
@@ -60,36 +61,19 @@ def free_bytes(device: torch.device) -> int:
 def _group_limits(listing: Path, root: Path) -> list[int]:
     """Bytes that each control group of this process, and each of its parents, leaves free (Linux).
 
-    `listing` is the process's `/proc/self/cgroup`, `root` the mount point of the control groups.
     Inactive file pages of a group count as free, because the kernel drops them first.
     """
-    if not listing.exists():
-        return []
-    free = []
-    for line in listing.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            top, names = root, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            top = root / "memory"
-        else:
-            continue
-        folder = top / path.lstrip("/")
-        for group in (folder, *folder.parents):
-            if group.is_relative_to(top):
-                free += _free_in_group(group, *names)
-    return free
+    return [free for group in memory_groups(listing, root) for free in _free_in_group(group)]
 
 
-def _free_in_group(group: Path, limit: str, usage: str, inactive: str) -> list[int]:
+def _free_in_group(group: MemoryGroup) -> list[int]:
     """Free bytes of one control group; empty if it has no limit or cannot be read."""
     try:
-        most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        most, used = group.limit.read_text().strip(), int(group.usage.read_text())
+        stat = dict(line.split() for line in group.stat.read_text().splitlines())
     except OSError:
         # In a container, the listing may name groups that are not visible inside it.
         return []
     if most == "max":
         return []
-    return [max(0, int(most) - used + int(stat.get(inactive, 0)))]
+    return [max(0, int(most) - used + int(stat.get(group.inactive, 0)))]

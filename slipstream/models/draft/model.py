@@ -78,6 +78,12 @@ class DraftModel(nn.Module, ABC):
     def blank(self) -> Self:
         """Return an uninitialized head of the same shape."""
 
+    def copy(self) -> Self:
+        """Return a head with the same weights on the same device."""
+        made = self.blank().to(self.device)
+        made.load_state_dict(self.state_dict())
+        return made
+
     @property
     def tokens(self) -> tuple[int, ...] | None:
         """The draft vocabulary in ascending order; None: all tokens."""
