@@ -67,11 +67,12 @@ of its `TrainBatch` and in padded tensors. Measured with GRPO and responses of e
 (`python -m bench.train_batch --spread 0`).
 """
 
-_HEAP_FACTOR, _HEAP_FACTOR_CHECKPOINTING = 1.2, 2.0
+_HEAP_FACTOR, _HEAP_FACTOR_SHARDED, _HEAP_FACTOR_CHECKPOINTING = 1.35, 1.2, 2.3
 """Resident bytes of an optimizer step on a CPU, divided by its allocated bytes.
 
-Freed memory leaves gaps in the heap of the C library. With gradient checkpointing, which allocates
-activations again, the gaps are larger. Measured with glibc (`python -m bench.memory`).
+Freed memory leaves gaps in the heap of the C library. Several processes return it to the system,
+one process keeps it. With gradient checkpointing, which allocates activations again, the gaps are
+larger. Measured with glibc (`python -m bench.memory`).
 """
 
 _KV_GROWTH = {"cuda": 1.5}
@@ -384,7 +385,8 @@ def _step(
 def _resident(config: Config, step: int, *, recomputes: bool) -> int:
     if device_of(config).type != "cpu":
         return step
-    return round((_HEAP_FACTOR_CHECKPOINTING if recomputes else _HEAP_FACTOR) * step)
+    factor = _HEAP_FACTOR if process_count(config) == 1 else _HEAP_FACTOR_SHARDED
+    return round((_HEAP_FACTOR_CHECKPOINTING if recomputes else factor) * step)
 
 
 def _optimizer_state(config: Config, trainer: TrainerBytes, policy: ModelConfig) -> int:

@@ -79,6 +79,8 @@ class ShardedBackend(SingleProcessBackend):
     """A `TrainingBackend` that is sharded over several processes."""
 
     _may_end_early = False
+    # Each layer's gathered weights are freed between activations that stay, which leaves gaps.
+    _keeps_freed_memory = False
 
     def __init__(self, decoder: Decoder, ranks: Ranks, **settings: Any) -> None:
         """Shard `decoder`, which must be equal in all processes, unless it is sharded already.
@@ -88,8 +90,7 @@ class ShardedBackend(SingleProcessBackend):
             # The decoder may be on any device: layers move to the mesh's device one by one.
             shard(decoder, ranks.mesh)
         super().__init__(decoder, **settings)
-        # Each layer's gathered weights are freed between activations that stay, which leaves gaps
-        # in the heap. The hook also runs when the backward pass recomputes a layer.
+        # The hook also runs when the backward pass recomputes a layer.
         freed = FreedMemory(limit_bytes=0)
 
         def give_back(*_: object) -> None:

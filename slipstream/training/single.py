@@ -93,6 +93,10 @@ class SingleProcessBackend:
     _may_end_early = True
     """Whether a pass may end at a non-finite loss; not if other processes wait for the rest."""
 
+    _keeps_freed_memory = True
+    """Whether freed memory is kept for the next step while there is enough. With gradient
+    checkpointing it is always returned, because that setting saves memory at the cost of time."""
+
     def __init__(
         self,
         decoder: Policy,
@@ -142,7 +146,10 @@ class SingleProcessBackend:
         self._snapshots: weakref.WeakSet[WeightSnapshot] = weakref.WeakSet()
         self._pending_changes = 0
         # Each limits how often it runs, so a micro-batch must not delay the return after a step.
-        self._freed_of_micro_batches, self._freed_of_steps = FreedMemory(), FreedMemory()
+        limit = None if self._keeps_freed_memory and not gradient_checkpointing else 0
+        self._freed_of_micro_batches, self._freed_of_steps = (
+            FreedMemory(limit_bytes=limit) for _ in range(2)
+        )
         self._lock = threading.Lock()
         self._weight_version = 0
 
