@@ -30,9 +30,9 @@ _OWN_SETTINGS = ("MALLOC_", "GLIBC_TUNABLES")
 def keep_freed_memory() -> bool:
     """Let all threads allocate from one heap, which keeps what is freed.
 
-    Call it before the process starts threads. `metrics.resident.FreedMemory` returns freed memory
-    when memory is short. Returns False, and does nothing, without glibc, and if the environment
-    has settings of glibc's heap.
+    Threads that exist already may keep heaps of their own. `metrics.resident.FreedMemory` returns
+    freed memory when memory is short. Returns False, and does nothing, without glibc, and if the
+    environment has settings of glibc's heap.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is None or any(name.startswith(_OWN_SETTINGS) for name in os.environ):

@@ -6,7 +6,9 @@ import subprocess
 import sys
 
 FAULTS = """
-import resource, sys, torch
+from slipstream.heap import keep_freed_memory
+assert keep_freed_memory()
+import resource, torch
 from slipstream.training import ComputeThread
 
 def faults():

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from slipstream.heap import keep_freed_memory
 from slipstream.training.protocol import TrainFuture
 
 T = TypeVar("T")
@@ -24,7 +23,6 @@ class ComputeThread:
     """A work queue and the thread that runs it. Backends and engines may share one."""
 
     def __init__(self, name: str = "training") -> None:
-        keep_freed_memory()
         self._executor = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix=name, initializer=self._remember
         )

@@ -22,6 +22,7 @@ from slipstream.algorithms.log_probs import DEFAULT_KEEP_BYTES
 from slipstream.checkpoint.saved import Saved, check_finite
 from slipstream.checkpoint.tree import load_tree
 from slipstream.errors import ConfigError, TrainingError
+from slipstream.heap import keep_freed_memory
 from slipstream.metrics.resident import FreedMemory
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_policy import HFPolicy
@@ -146,7 +147,8 @@ class SingleProcessBackend:
         self._snapshots: weakref.WeakSet[WeightSnapshot] = weakref.WeakSet()
         self._pending_changes = 0
         # Each limits how often it runs, so a micro-batch must not delay the return after a step.
-        limit = None if self._keeps_freed_memory and not gradient_checkpointing else 0
+        keeps = self._keeps_freed_memory and not gradient_checkpointing
+        limit = None if keeps and keep_freed_memory() else 0
         self._freed_of_micro_batches, self._freed_of_steps = (
             FreedMemory(limit_bytes=limit) for _ in range(2)
         )
