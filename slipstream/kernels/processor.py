@@ -13,6 +13,11 @@ from llvmlite import binding
 NO_AMX = "SLIPSTREAM_NO_AMX"
 """An environment variable. If it is set to anything but 0, the kernels do not use AMX."""
 
+BF16_BACKWARD = "SLIPSTREAM_BF16_BACKWARD"
+"""An environment variable. If it is set to anything but 0, attention's backward pass rounds to bf16
+on CPUs with AVX512_BF16, as it always does with AMX. It is faster, but RL of the quickstart was
+compared on three seeds only (docs/log/training_step.md)."""
+
 _REQUEST_PERMISSION, _TILE_DATA = 0x1023, 18
 """Arguments of arch_prctl(2). Linux lets a process use AMX tiles only after this request."""
 _ARCH_PRCTL = 158
@@ -48,10 +53,15 @@ def has_amx() -> bool:
     features = binding.get_host_cpu_features()
     if not all(features.get(name, False) for name in ("amx-tile", "amx-bf16", "avx512bf16")):
         return False
-    if os.environ.get(NO_AMX, "0") not in ("", "0") or platform.system() != "Linux":
+    if is_set(NO_AMX) or platform.system() != "Linux":
         return False
     syscall = ctypes.CDLL(None, use_errno=True).syscall
     return bool(syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
+
+
+def is_set(variable: str) -> bool:
+    """Return whether an environment variable is set to anything but 0."""
+    return os.environ.get(variable, "0") not in ("", "0")
 
 
 def bf16_products() -> str:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
 
 from slipstream.kernels.attend_backward import attend_backward
 from slipstream.kernels.attend_backward_bf16 import USE_BF16
+from slipstream.kernels.processor import BF16_BACKWARD, has_avx512_bf16, is_intel
 
 
 def sample(B: int, T: int, Q: int, H: int, K: int) -> dict[str, Tensor]:
@@ -130,7 +135,7 @@ def test_gradients_with_bf16_rounding_match_autograd(
         torch.testing.assert_close(found.double(), exact, rtol=0.05, atol=0.05)
 
 
-def test_bf16_instructions_are_used_where_they_are_faster() -> None:
+def test_bf16_rounding_is_used_by_its_own_kernel_only() -> None:
     given = {name: x.bfloat16().double() for name, x in sample(2, 40, 2, 1, 32).items()}
     same = [
         torch.equal(a, b)
@@ -219,3 +224,10 @@ def test_nan_in_a_gradient_propagates(K: int, bf16: bool) -> None:
     assert dq[0, 10, 0].isnan().all()
     assert dk[0, :11].isnan().any()
     assert dv[0, :11, 0, 3].isnan().all()
+
+
+@pytest.mark.skipif(USE_BF16 or not has_avx512_bf16() or is_intel(), reason="no other kernel")
+def test_gradients_by_avx512_bf16() -> None:
+    """The tests above, in a process that may use the kernel."""
+    line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    subprocess.run(line, check=True, env={**os.environ, BF16_BACKWARD: "1"})
