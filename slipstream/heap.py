@@ -18,7 +18,7 @@ _NEVER = -1
 _LARGEST = (128 << 20, 32 << 20)
 """Blocks from this size on still come from the system. There are few of them, but each would leave
 a large gap in the heap: with a vocabulary of 151,936 tokens, a process needed 1.6 times the
-allocated bytes. glibc before 2.35 accepts only the second size."""
+allocated bytes. Older versions of glibc accept only the second size."""
 
 _GROWTH = 64 << 20
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from slipstream.data.data_buffer import DataBuffer
+from slipstream.data.tokenizer import build_tokenizer
 from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.inference.engine import EngineSettings
 from slipstream.inference.speculation.history import HistoryProposer
@@ -30,6 +31,7 @@ from slipstream.metrics.timers import Timers
 from slipstream.models import Decoder
 from slipstream.models.numerics import rows_are_exact
 from slipstream.rewards.manager import NaiveRewardManager
+from slipstream.rewards.scorers.reasoning_gym import compute_score
 from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings
 from slipstream.training import OptimSettings, SingleProcessBackend
 from slipstream.types import Group, Sample, SamplingParams, TrainBatch
@@ -258,3 +260,26 @@ def test_grpo_from_scratch_learns_the_same_with_and_without_drafts() -> None:
     passes = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", last)]
     assert 1.3 * passes[0] < passes[1]
     assert last.endswith("token ids equal: True; weights equal: True")
+
+
+def test_search_demonstrations_are_right_unless_they_give_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("reasoning_gym")
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "real_model"))
+    example = importlib.import_module("search_task")
+    assert example.tries([3, 5]) == [(3, 5), (5, -3)]
+    assert example.written((5, 2, -3)) == "5 + 2 - 3"
+    tokenizer = build_tokenizer()
+    for give_up, right in ((0.0, [True] * 8), (0.999999, None)):
+        task = example.GymSearchTask(
+            tokenizer=tokenizer, give_up=give_up, max_numbers=3, max_prompt_length=4096
+        )
+        scores = []
+        for index in range(8):
+            prompt = task.prompt("train", index)
+            answer = str(task.demonstration("train", index)[-1]["content"])
+            graded = compute_score(prompt.data_source, answer, None, prompt.extra_info)
+            scores.append(graded["acc"] == 1.0)
+            assert answer.count("\n") == 1 or not give_up
+        assert scores == right if right else not all(scores)

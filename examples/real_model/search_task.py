@@ -67,7 +67,7 @@ class GymSearchTask(ReasoningGymTask):
             max_prompt_length=max_prompt_length,
             system_prompt=None,
         )
-        self._seed, self._give_up = seed, give_up
+        self._give_up = give_up
 
     def demonstration(
         self, split: Literal["train", "held_out"], index: int, *, variant: int = 0

@@ -15,8 +15,8 @@ NO_AMX = "SLIPSTREAM_NO_AMX"
 
 BF16_BACKWARD = "SLIPSTREAM_BF16_BACKWARD"
 """An environment variable. If it is set to anything but 0, attention's backward pass rounds to bf16
-on CPUs with AVX512_BF16, as it always does with AMX. It is faster, but RL of the quickstart was
-compared on three seeds only (docs/log/training_step.md)."""
+on CPUs with AVX512_BF16, as it always does with AMX. It is faster. It is off by default, because
+its effect on RL is not yet known well enough (docs/log/training_step.md)."""
 
 _REQUEST_PERMISSION, _TILE_DATA = 0x1023, 18
 """Arguments of arch_prctl(2). Linux lets a process use AMX tiles only after this request."""

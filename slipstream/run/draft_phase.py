@@ -243,8 +243,8 @@ class _DraftPhase:
             if draft.steps_per_round is not None:
                 fewer = "steps_per_round"
             progress.note(
-                f"warning: the head learns its training responses by heart: its likeliest token "
-                f"is the policy's for {trained:.0%} of their tokens, but for {accuracy:.0%} of "
+                f"warning: the head overfits its training responses: its likeliest token is the "
+                f"policy's for {trained:.0%} of their tokens, but for {accuracy:.0%} of "
                 f"held-out tokens; give more responses with speculative.draft.{more}, or lower "
                 f"speculative.draft.{fewer}"
             )

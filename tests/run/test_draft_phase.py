@@ -248,7 +248,7 @@ def test_best_head_that_no_training_writes_is_refused(
     assert message in error_of(capsys)
 
 
-def test_learning_by_heart_is_reported_once(
+def test_overfitting_is_reported_once(
     policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     many = [
@@ -259,7 +259,7 @@ def test_learning_by_heart_is_reported_once(
     ]
     assert main(line(policy, tmp_path / "draft", *many)) == 0
     out = capsys.readouterr().out
-    assert out.count("warning: the head learns its training responses by heart") == 1
+    assert out.count("warning: the head overfits its training responses") == 1
     assert "speculative.draft.samples_per_round" in out
 
 
