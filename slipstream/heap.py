@@ -44,3 +44,8 @@ def keep_freed_memory() -> bool:
     set_option(_TRIM_THRESHOLD, _NEVER)
     set_option(_TOP_PAD, _GROWTH)
     return True
+
+
+def freed_memory_is_kept() -> bool:
+    """Return whether `keep_freed_memory` was called in this process and had an effect."""
+    return keep_freed_memory.cache_info().currsize > 0 and keep_freed_memory()

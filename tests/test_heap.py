@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 FAULTS = """
-from slipstream.heap import keep_freed_memory
-assert keep_freed_memory()
+from slipstream.heap import freed_memory_is_kept, keep_freed_memory
+assert not freed_memory_is_kept()
+assert keep_freed_memory() and freed_memory_is_kept()
 import resource, torch
 from slipstream.training import ComputeThread
 

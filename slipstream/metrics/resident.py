@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from slipstream.heap import freed_memory_is_kept
+
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
@@ -109,9 +111,11 @@ class FreedMemory:
         limit_bytes: float | None = None,
     ) -> None:
         """`limit_bytes` is the resident memory from which on freed memory is returned; None:
-        `SHARE` of the usable memory."""
+        `SHARE` of the usable memory, or 0 if this process does not keep freed memory."""
         self._clock, self._last = clock, -math.inf
-        self._limit = self.SHARE * usable_bytes() if limit_bytes is None else limit_bytes
+        if limit_bytes is None:
+            limit_bytes = self.SHARE * usable_bytes() if freed_memory_is_kept() else 0
+        self._limit = limit_bytes
         # Only glibc has this function.
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 

@@ -148,7 +148,9 @@ class SingleProcessBackend:
         self._pending_changes = 0
         # Each limits how often it runs, so a micro-batch must not delay the return after a step.
         keeps = self._keeps_freed_memory and not gradient_checkpointing
-        limit = None if keeps and keep_freed_memory() else 0
+        if keeps:
+            keep_freed_memory()
+        limit = None if keeps else 0
         self._freed_of_micro_batches, self._freed_of_steps = (
             FreedMemory(limit_bytes=limit) for _ in range(2)
         )
