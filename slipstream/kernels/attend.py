@@ -3,10 +3,13 @@
 All arguments are addresses, sizes or offsets in elements. M rows (tokens), Q query heads, H
 key-value heads, G = Q / H query heads per key-value head, K head width.
 
-The keys of a head are contiguous slots of K numbers. The keys that row m sees start `first[m]`
-elements after the start of the keys, and its own key goes to `own[m]` (-1: it is not stored). Heads
-are `head_stride` elements apart. Values have the same layout. Row m sees the first `seen[m]` slots,
-or those on its path through a draft tree (`kernels.tree_paths`).
+The keys of a sequence are in blocks of `block` slots. `table` has the offsets of all blocks, in
+elements after the start of the keys; those of the sequence of row m start at entry `first[m]`.
+Within a block, the keys of a head are contiguous slots of K numbers, and heads are `head_stride`
+elements apart. Values have the same layout. The own key of row m goes to offset `own[m]` (-1: it is
+not stored). Row m sees the first `seen[m]` slots, or those on its path through a draft tree
+(`kernels.tree_paths`). Sums follow the order of slots across blocks, so the results do not depend
+on the blocks.
 """
 
 from __future__ import annotations
@@ -213,16 +216,25 @@ def place_backward(
     run(_place_backward, _place_backward_shared, arguments, 3 * M * (Q + H) * K)
 
 
+@kernel
+def block_offset(table, first, index):
+    """Return the offset of a block: number `index` of the sequence that starts at entry `first`."""
+    return carray(ints_at(table + 8 * (first + index)), (1,))[0]
+
+
+@kernel
+def slot_offset(table, first, block, slot, K):
+    """Return the offset of a slot of a sequence, in the first head."""
+    return block_offset(table, first, slot // block) + slot % block * K
+
+
 _KEYS = 32
 """Number of keys between two prefetches of values."""
 
 
 @kernel
 def _score(query, keys, K, n, scores, ahead, end):
-    """Compute the scores of `n` keys and prefetch the memory from `ahead` to `end` meanwhile.
-
-    Returns the first address that was not prefetched.
-    """
+    """Compute the scores of `n` keys and prefetch the memory from `ahead` to `end` meanwhile."""
     j, first = 0, ahead
     while j < n:
         few = min(_KEYS, n - j)
@@ -231,7 +243,6 @@ def _score(query, keys, K, n, scores, ahead, end):
         while ahead < first + (end - first) * j // n:
             prefetch_at(ahead)
             ahead += LINE
-    return ahead
 
 
 @kernel
@@ -248,30 +259,36 @@ def _softmax(scores, n):
 
 
 @kernel
-def _mix(weights, step, values, n, K, G, zeros, out, ahead):
-    """Compute the weighted sums of `n` values for G heads, whose weights are `step` bytes apart.
+def _mix(weights, step, values, n, K, G, start, start_step, out, ahead):
+    """Add the weighted values of `n` slots for G heads, whose weights are `step` bytes apart.
 
-    Each panel of values prefetches a share of the memory from `ahead` on.
+    `start` are the initial sums: zeros (`start_step` 0), or `out` (`start_step` 4 * K). Each panel
+    of values prefetches a share of the memory from `ahead` on.
     """
+    continued = start_step != 0
     i = 0
     # For few rows two panels at a time, so that more chains of additions run in parallel.
     while G <= 2 and i + 2 * PANEL <= K:
         w, to = values + i * 4, out + i * 4
+        sums = to if continued else start
         if G == 1:
-            tile_1x2(weights, 0, w, K * 4, 4 * PANEL, n, zeros, to, K * 4, ahead, 2 * LINE)
+            tile_1x2(weights, 0, w, K * 4, 4 * PANEL, n, sums, 0, to, K * 4, ahead, 2 * LINE)
         else:
-            tile_2x2(weights, step, w, K * 4, 4 * PANEL, n, zeros, to, K * 4, ahead, 2 * LINE)
+            tile_2x2(
+                weights, step, w, K * 4, 4 * PANEL, n, sums, start_step, to, K * 4, ahead, 2 * LINE
+            )
         ahead += 2 * LINE * n
         i += 2 * PANEL
     while i + PANEL <= K:
         w, to = values + i * 4, out + i * 4
-        tiles(weights, step, w, K * 4, n, zeros, to, K * 4, G, ahead, LINE)
+        sums = to if continued else start
+        tiles(weights, step, w, K * 4, n, sums, start_step, to, K * 4, G, ahead, LINE)
         ahead += LINE * n
         i += PANEL
     for g in range(G):
         if K % PANEL:
             last = carray(floats_at(out + g * K * 4), (K,))
-            for i in range(K - K % PANEL, K):
+            for i in range(K - K % PANEL, 0 if continued else K):
                 last[i] = ZERO
             _mix_remainder(weights + g * step, values, n, K, out + g * K * 4)
 
@@ -289,22 +306,25 @@ def _mix_remainder(weights, values, count, K, out):
 
 
 @kernel
-def _mix_path(weights, step, values, path, count, K, out, G):
-    """Add `count` weighted values on a path to G heads, whose weights are `step` bytes apart."""
+def _mix_path(weights, step, values, table, first, block, path, count, K, out, G):
+    """Add `count` weighted values on a path to G heads, whose weights are `step` bytes apart.
+
+    `values` is the start of the values of the head.
+    """
     for j in range(count):
-        v = values + path[j] * K * 4
+        v = values + slot_offset(table, first, block, path[j], K) * 4
         for g in range(G):
             w, o = weights + g * step + 4 * j, out + g * K * 4
             for i in range(0, K - K % PANEL, PANEL):
                 at, to = v + 4 * i, o + 4 * i
-                tile_1(w, 0, at, 4 * K, 0, 1, to, to, 0, at, 0)
+                tile_1(w, 0, at, 4 * K, 0, 1, to, 0, to, 0, at, 0)
             _mix_remainder(w, v, 1, K, o)
 
 
 @kernel
 def attend_part(
-    q, keys, values, first, seen, paths, path_step, head_stride, longest, out, logs, M, Q, H, K,
-    part, parts,
+    q, keys, values, first, seen, table, block, paths, path_step, head_stride, longest, out, logs,
+    M, Q, H, K, part, parts,
 ):  # fmt: skip
     """Compute one of `parts` parts of `attend`."""
     row = carray(ints_at(first), (M,))
@@ -326,35 +346,49 @@ def attend_part(
         # The first n tokens are in the slots of their positions. The others follow the path.
         on_path = is_out_of_order(paths, path_step, m, sees)
         n = stem_length(paths, path_step, m) if on_path else sees
-        k_start = keys + (row[m] + h * head_stride) * 4
-        v_start = values + (row[m] + h * head_stride) * 4
-        ahead = v_start
+        k_start, v_start = keys + h * head_stride * 4, values + h * head_stride * 4
         for g in range(G):
-            weights, end = start + g * sees * 4, v_start + (g + 1) * n * K * 4 // G
+            weights = start + g * sees * 4
             query = q + (m * Q + h * G + g) * K * 4
-            ahead = _score(query, k_start, K, n, weights, ahead, end)
+            for begun in range(0, n, block):
+                # Prefetch a share of the values of this block.
+                few = min(block, n - begun)
+                spot = block_offset(table, row[m], begun // block) * 4
+                ahead = v_start + spot + g * few * K * 4 // G
+                end = v_start + spot + (g + 1) * few * K * 4 // G
+                _score(query, k_start + spot, K, few, weights + begun * 4, ahead, end)
             if on_path:
                 path = path_slots(paths, path_step, m)
                 for j in range(sees - n):
-                    dots(query, k_start + path[j] * K * 4, K, 1, weights + (n + j) * 4)
+                    spot = slot_offset(table, row[m], block, path[j], K) * 4
+                    dots(query, k_start + spot, K, 1, weights + (n + j) * 4)
             mass = _softmax(weights, sees)
             if logs:
                 carray(floats_at(logs + (m * Q + h * G + g) * 4), (1,))[0] = mass
         o = out + (m * Q + h * G) * K * 4
-        # Prefetch the keys of this thread's next task.
+        # Prefetch the values of the next block, or the keys of this thread's next task.
         after = min(task + step, M * heads - 1)
-        ahead = keys + (row[after // heads] + (own_h + after % heads) * head_stride) * 4
-        _mix(start, sees * 4, v_start, n, K, G, zeros, o, ahead)
+        following = block_offset(table, row[after // heads], 0)
+        following = keys + (following + (own_h + after % heads) * head_stride) * 4
+        for begun in range(0, n, block):
+            few, index = min(block, n - begun), begun // block
+            v = v_start + block_offset(table, row[m], index) * 4
+            sums, sums_step, ahead = (o, K * 4, following) if begun else (zeros, 0, following)
+            if begun + few < n:
+                ahead = v_start + block_offset(table, row[m], index + 1) * 4
+            _mix(start + begun * 4, sees * 4, v, few, K, G, sums, sums_step, o, ahead)
         if on_path:
             path = path_slots(paths, path_step, m)
-            _mix_path(start + n * 4, sees * 4, v_start, path, sees - n, K, o, G)
+            _mix_path(
+                start + n * 4, sees * 4, v_start, table, row[m], block, path, sees - n, K, o, G
+            )
     hold(scores)
     hold(nothing)
 
 
 @for_team
 def _attend_shared(p):
-    attend_part(*to_fixed_tuple(carray(p, (15,)), 15), part_number(), part_count())
+    attend_part(*to_fixed_tuple(carray(p, (17,)), 17), part_number(), part_count())
 
 
 def attend(
@@ -363,6 +397,8 @@ def attend(
     values: int,
     first: int,
     seen: int,
+    table: int,
+    block: int,
     paths: int,
     path_step: int,
     head_stride: int,
@@ -381,6 +417,7 @@ def attend(
     row m sees slots 0 to `seen[m]` - 1.
     """
     arguments = (
-        q, keys, values, first, seen, paths, path_step, head_stride, longest, out, logs, M, Q, H, K
+        q, keys, values, first, seen, table, block, paths, path_step, head_stride, longest, out,
+        logs, M, Q, H, K,
     )  # fmt: skip
     run(attend_part, _attend_shared, arguments, M * Q * longest * K // 4)

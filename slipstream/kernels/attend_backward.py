@@ -107,7 +107,7 @@ def _scores(rows, row_step, panels, K, out, step, zeros, T):
         for p in range((block + _BLOCK) // PANEL):
             w = panels + p * PANEL * K * 4
             to = out + block * step + p * PANEL * 4
-            tiles(x, row_step, w, 4 * PANEL, K, zeros, to, step, some, w, 0)
+            tiles(x, row_step, w, 4 * PANEL, K, zeros, 0, to, step, some, w, 0)
 
 
 @kernel
@@ -115,7 +115,7 @@ def _sum_over_rows(transposed, weights, step, K, out, zeros, T, Tp):
     """Compute the gradients (K, Tp) of keys or values: the weighted sums over all later rows."""
     for j in range(0, T, PANEL):
         w = weights + j * step + j * 4
-        tiles(transposed + j * 4, Tp * 4, w, step, T - j, zeros, out + j * 4, Tp * 4, K, w, 0)
+        tiles(transposed + j * 4, Tp * 4, w, step, T - j, zeros, 0, out + j * 4, Tp * 4, K, w, 0)
 
 
 @kernel
@@ -161,7 +161,7 @@ def _backward_part(
                 x, n, some = d + block * step, min(block + _BLOCK, T), min(_BLOCK, T - block)
                 for i in range(0, W, PANEL):
                     w, to = k_rows + i * 4, result + (block * W + i) * 4
-                    tiles(x, step, w, W * 4, n, zeros, to, W * 4, some, w, 0)
+                    tiles(x, step, w, W * 4, n, zeros, 0, to, W * 4, some, w, 0)
             _copy(result, W * 4, dq + head * K * 4, q_step, T, K)
             _transpose(rows, q_step, transposed, T, Tp, K)
             _sum_over_rows(transposed, d, step, K, result, zeros, T, Tp)

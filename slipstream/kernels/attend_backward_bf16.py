@@ -122,7 +122,7 @@ def _products(rows, weights, first, count, K, out, step, zeros):
             )  # fmt: skip
     else:
         panels_bf16(
-            rows, 2 * K, start, 4 * PANEL, 2 * PANEL * K, 0, count, count, K // 2, zeros, 0,
+            rows, 2 * K, start, 4 * PANEL, 2 * PANEL * K, 0, count, count, K // 2, zeros, 0, 0,
             out, step, ROWS, 0, False,
         )  # fmt: skip
 
@@ -139,7 +139,7 @@ def _sums(weights, step, values, count, K, out, zeros):
     else:
         panels = K // PANEL
         panels_bf16(
-            weights, step, values, 4 * K, 4 * PANEL, 0, panels, panels, count // 2, zeros, 0,
+            weights, step, values, 4 * K, 4 * PANEL, 0, panels, panels, count // 2, zeros, 0, 0,
             out, 4 * K, ROWS, 0, False,
         )  # fmt: skip
 

@@ -7,10 +7,11 @@ Keys and values have the layout of a tile's weights:
     keys of a head    [block of 16 slots][pair of numbers][slot][2]
     values of a head  [pair of slots][number][2]
 
-So the first n slots, n a multiple of 16, are the first n * K numbers. A cache has a multiple of 32
-slots. Queries are rounded to bf16. The weights of values are rounded to bf16 before the division by
-their sum. Scores, sums and results are fp32. Slots beyond those that a row sees get weight zero,
-and their contents must be finite. Arguments are as in `attend`, except:
+So the first n slots of a block, n a multiple of 16, are the first n * K numbers of a head. Blocks
+have a multiple of 32 slots. The place of a key among 32 slots is `own[m] % head_stride // K % 32`.
+Queries are rounded to bf16. The weights of values are rounded to bf16 before the division by their
+sum. Scores, sums and results are fp32. Slots beyond those that a row sees get weight zero, and
+their contents must be finite. Arguments are as in `attend`, except:
 
     q (H, M, G, K) bf16, G = Q / H: the query heads of a key-value head side by side;
     K must be a multiple of 16.
@@ -22,7 +23,13 @@ import numpy as np
 from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from slipstream.kernels.attend import by_heads, heads_of, rotate, rows_of
+from slipstream.kernels.attend import (
+    block_offset,
+    by_heads,
+    heads_of,
+    rotate,
+    rows_of,
+)
 from slipstream.kernels.avx512 import rotate_row, softmax_row
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import LINE, aligned, floats_at, halves_at, hold, ints_at, words_at
@@ -49,7 +56,7 @@ from slipstream.kernels.tree_paths import (
 )
 
 BLOCK = 2 * PANEL
-"""The number of slots of a cache is a multiple of this: two panels of keys."""
+"""The number of slots of a block of keys is a multiple of this: two panels of keys."""
 
 _MOST_ROWS = MOST_ROWS_AMX if USE_AMX else MOST_ROWS
 
@@ -158,30 +165,53 @@ def _softmax_weights(scores, weights, sees, pairs, wide):
 
 
 @kernel
-def _scores(q, rows, keys, slots, K, ahead, wide, queries, zeros, scores, score_step):
-    """Compute the scores of `rows` rows of queries over `slots` slots.
+def _prepare(q, rows, K, wide, queries):
+    """Prepare `rows` rows of queries for `_scores`. `queries` is a buffer for a copy of them.
 
-    `queries` is a buffer for a copy of the queries.
+    Returns the address of the prepared queries and the bytes between rows.
     """
     if USE_AMX:
         # A copy, because the product reads rows past the last one.
         _copy(q, queries, rows * K)
         if K // 2 % PAIRS:
             configure(K // 2)
-        for block in range(slots // BLOCK):
-            two_panels_amx(
-                rows, queries, 2 * K, keys + 2 * BLOCK * K * block, 4 * PANEL, 2 * PANEL * K,
-                K // 2, scores + 4 * BLOCK * block, score_step, 4 * PANEL, ahead,
-            )  # fmt: skip
-        return
-    step, panels = 2 * K, slots // PANEL
+        return queries, 2 * K
     if wide:
         widen(q, queries, rows * K)
-        q, step = queries, 4 * K
+        return queries, 4 * K
+    return q, 2 * K
+
+
+@kernel
+def _scores(q, step, rows, keys, slots, K, ahead, wide, zeros, scores, score_step):
+    """Compute the scores of `rows` rows of prepared queries over `slots` slots of a block."""
+    if USE_AMX:
+        for tile in range(slots // BLOCK):
+            two_panels_amx(
+                rows, q, step, keys + 2 * BLOCK * K * tile, 4 * PANEL, 2 * PANEL * K,
+                K // 2, scores + 4 * BLOCK * tile, score_step, 4 * PANEL, ahead,
+            )  # fmt: skip
+        return
+    panels = slots // PANEL
     panels_bf16(
-        q, step, keys, 4 * PANEL, 2 * PANEL * K, 0, panels, panels, K // 2, zeros, 0,
+        q, step, keys, 4 * PANEL, 2 * PANEL * K, 0, panels, panels, K // 2, zeros, 0, 0,
         scores, score_step, rows, ahead, wide,
     )  # fmt: skip
+
+
+@kernel
+def _score_blocks(
+    q, step, rows, keys, table, first, block, n, K, ahead, wide, zeros, scores, score_step
+):
+    """Compute the scores of `rows` rows of prepared queries over the first `n` slots of a sequence.
+
+    `keys` is the start of the keys of the head.
+    """
+    for begun in range(0, n, block):
+        k = keys + 2 * block_offset(table, first, begun // block)
+        slots = (min(block, n - begun) + BLOCK - 1) // BLOCK * BLOCK
+        to = scores + 4 * begun
+        _scores(q, step, rows, k, slots, K, ahead, wide, zeros, to, score_step)
 
 
 @kernel
@@ -204,16 +234,17 @@ def _mix(weights, step, rows, values, pairs, K, ahead, wide, zeros, mixed, mixed
             p += 2
         return
     panels_bf16(
-        weights, step, values, 4 * K, 4 * PANEL, 0, panels, panels, pairs, zeros, 0,
+        weights, step, values, 4 * K, 4 * PANEL, 0, panels, panels, pairs, zeros, 0, 0,
         mixed, mixed_step, rows, ahead, wide,
     )  # fmt: skip
 
 
 @kernel
-def _continue_mix(weights, step, rows, values, pairs, K, wide, sums, mixed, mixed_step):
+def _continue_mix(weights, step, rows, values, pairs, K, ahead, wide, sums, mixed, mixed_step):
     """Continue `_mix` from `sums`, which have the layout of `mixed`.
 
-    The results equal those of a single `_mix` over all slots.
+    With one panel or an even number of panels, `sums` may be `mixed`. The results equal those of a
+    single `_mix` over all slots. With AMX, `pairs` is a multiple of `PAIRS`.
     """
     panels = K // PANEL
     if USE_AMX:
@@ -226,11 +257,50 @@ def _continue_mix(weights, step, rows, values, pairs, K, wide, sums, mixed, mixe
             )  # fmt: skip
             p += 2
         return
-    for i in range(rows):
-        panels_bf16(
-            weights + i * step, step, values, 4 * K, 4 * PANEL, 0, panels, panels, pairs,
-            sums + i * mixed_step, 4 * PANEL, mixed + i * mixed_step, mixed_step, 1, 0, wide,
-        )  # fmt: skip
+    panels_bf16(
+        weights, step, values, 4 * K, 4 * PANEL, 0, panels, panels, pairs, sums, 4 * PANEL,
+        mixed_step, mixed, mixed_step, rows, ahead, wide,
+    )  # fmt: skip
+
+
+@kernel
+def _copy_sums(sums, out, count):
+    """Copy `count` fp32 numbers."""
+    a, o = carray(floats_at(sums), (count,)), carray(floats_at(out), (count,))
+    for i in range(count):
+        o[i] = a[i]
+
+
+@kernel
+def _mix_blocks(
+    weights, step, rows, values, table, first, block, n, K, after, wide, zeros, mixed, mixed_step,
+    sums,
+):  # fmt: skip
+    """Compute the weighted sums of the values of the first `n` slots of a sequence.
+
+    `values` is the start of the values of the head. `after` is the address to prefetch next. `sums`
+    is a buffer with the layout of `mixed`.
+    """
+    size = 4 if wide else 2
+    # Of an odd number of panels, one may be computed twice, so its sums must not change meanwhile.
+    if K // PANEL % 2 == 0 or K == PANEL:
+        sums = mixed
+    for begun in range(0, n, block):
+        few, index = min(block, n - begun), begun // block
+        v = values + 2 * block_offset(table, first, index)
+        ahead = after - v
+        if begun + few < n:
+            ahead = values + 2 * block_offset(table, first, index + 1) - v
+        pairs = (few + BLOCK - 1) // BLOCK * BLOCK // 2 if USE_AMX else (few + 1) // 2
+        w = weights + begun * size
+        if begun == 0:
+            _mix(w, step, rows, v, pairs, K, ahead, wide, zeros, mixed, mixed_step)
+            if USE_AMX and K // 2 % PAIRS and few < n:
+                configure(BLOCK // 2)
+        else:
+            if sums != mixed:
+                _copy_sums(mixed, sums, rows * mixed_step // 4)
+            _continue_mix(w, step, rows, v, pairs, K, ahead, wide, sums, mixed, mixed_step)
 
 
 @kernel
@@ -262,14 +332,15 @@ def _normalize(mixed, mass, out, K):
 
 @kernel
 def _mix_paths(
-    weights, step, some, G, values, K, wide, zeros, mixed, mixed_step, result, tail, masses, paths,
-    path_step, count, r0, stem, out, out_step,
+    weights, step, some, G, values, table, begin, block, K, wide, zeros, mixed, mixed_step, result,
+    tail, masses, paths, path_step, count, r0, stem, out, out_step,
 ):  # fmt: skip
     """Compute the mixed values of rows of one sequence that are on tree paths.
 
     The result of a tile depends on the place of a slot in it. So the whole tiles of the stem are
     computed for all rows together. From the first tile that the stem does not fill, each row
-    continues with a copy of the values in the order of positions (`tail`).
+    continues with a copy of the values in the order of positions (`tail`). `begin` is the entry of
+    the sequence in `table`.
     """
     first = stem // BLOCK * BLOCK
     most = 0
@@ -280,13 +351,17 @@ def _mix_paths(
     for i in range(slots * K // 2):
         cleared[i] = 0
     if first:
-        _mix(weights, step, some * G, values, first // 2, K, 0, wide, zeros, mixed, mixed_step)
+        _mix_blocks(
+            weights, step, some * G, values, table, begin, block, first, K, values, wide, zeros,
+            mixed, mixed_step, result,
+        )  # fmt: skip
     else:
         nothing = carray(floats_at(mixed), (some * G * mixed_step // 4,))
         for i in range(some * G * mixed_step // 4):
             nothing[i] = 0
     for slot in range(first, stem):
-        copy_value(values, slot, tail, slot - first, K)
+        of_block = values + 2 * block_offset(table, begin, slot // block)
+        copy_value(of_block, slot % block, tail, slot - first, K)
     if USE_AMX and K // 2 % PAIRS:
         configure(BLOCK // 2)
     size = 4 if wide else 2
@@ -299,10 +374,11 @@ def _mix_paths(
         for j in range(sees - stem):
             if copied[j] != path[j]:
                 copied[j] = path[j]
-                copy_value(values, path[j], tail, stem + j - first, K)
+                of_block = values + 2 * block_offset(table, begin, path[j] // block)
+                copy_value(of_block, path[j] % block, tail, stem + j - first, K)
         pairs = slots // 2 if USE_AMX else max((sees - first + 1) // 2, 1)
         _continue_mix(
-            weights + row * step + size * first, step, G, tail, pairs, K, wide,
+            weights + row * step + size * first, step, G, tail, pairs, K, 0, wide,
             mixed + row * mixed_step, result, mixed_step,
         )  # fmt: skip
         for g in range(G):
@@ -340,8 +416,8 @@ def _lay_out(sizes, address, at):
 
 @kernel
 def attend_bf16_part(
-    q, keys, values, first, seen, paths, path_step, head_stride, longest, out, logs, M, Q, H, K,
-    part, parts,
+    q, keys, values, first, seen, table, block, paths, path_step, head_stride, longest, out, logs,
+    M, Q, H, K, part, parts,
 ):  # fmt: skip
     """Compute one of `parts` parts of `attend_bf16`."""
     begin = carray(ints_at(first), (M,))
@@ -352,9 +428,8 @@ def attend_bf16_part(
     tall = (most * G + _MOST_ROWS - 1) // _MOST_ROWS * _MOST_ROWS + ROWS
     width = (longest + BLOCK - 1) // BLOCK * BLOCK
     mixed_step = 4 * max(K, BLOCK)
-    result_size = tall * mixed_step if paths else 0
     sizes = (
-        tall * width * 4, tall * width * 2, tall * K * 4, tall * mixed_step, result_size,
+        tall * width * 4, tall * width * 2, tall * K * 4, tall * mixed_step, tall * mixed_step,
         (BLOCK + width) * K * 2 if paths else 0,
     )  # fmt: skip
     places = np.empty(6, np.int64)
@@ -382,16 +457,17 @@ def attend_bf16_part(
                 task += 1
                 if not by_heads(H, parts) and task % parts != part:
                     continue
-                slots = (n + BLOCK - 1) // BLOCK * BLOCK
-                spot = 2 * (begin[r0] + h * head_stride)
-                after = 2 * (begin[min(r0 + some, M - 1)] + h * head_stride)
+                head = 2 * h * head_stride
                 rows = some * G
                 wide = not USE_AMX and rows >= WIDE_FROM and K > PANEL
-                _scores(
-                    q + 2 * K * (h * M + r0) * G, rows, keys + spot, slots, K, values - keys, wide,
-                    queries, zeros, scores, 4 * width,
+                prepared, query_step = _prepare(
+                    q + 2 * K * (h * M + r0) * G, rows, K, wide, queries
+                )
+                _score_blocks(
+                    prepared, query_step, rows, keys + head, table, begin[r0], block, n, K,
+                    values - keys, wide, zeros, scores, 4 * width,
                 )  # fmt: skip
-                pairs = slots // 2 if USE_AMX else (n + 1) // 2
+                pairs = (n + BLOCK - 1) // BLOCK * (BLOCK // 2) if USE_AMX else (n + 1) // 2
                 for i in range(rows):
                     r = r0 + i // G
                     line = scores + 4 * width * i
@@ -407,14 +483,15 @@ def attend_bf16_part(
                 to = out + (r0 * Q + h * G) * K * 4
                 if on_path:
                     _mix_paths(
-                        factors, step, some, G, values + spot, K, wide, zeros, mixed, mixed_step,
-                        result, tail, masses, paths, path_step, count, r0,
-                        stem_length(paths, path_step, r0), to, 4 * Q * K,
+                        factors, step, some, G, values + head, table, begin[r0], block, K, wide,
+                        zeros, mixed, mixed_step, result, tail, masses, paths, path_step, count,
+                        r0, stem_length(paths, path_step, r0), to, 4 * Q * K,
                     )  # fmt: skip
                     continue
-                _mix(
-                    factors, step, rows, values + spot, pairs, K, keys + after - values - spot,
-                    wide, zeros, mixed, mixed_step,
+                after = keys + head + 2 * block_offset(table, begin[min(r0 + some, M - 1)], 0)
+                _mix_blocks(
+                    factors, step, rows, values + head, table, begin[r0], block, n, K, after,
+                    wide, zeros, mixed, mixed_step, result,
                 )  # fmt: skip
                 for i in range(rows):
                     o = to + (i // G * Q + i % G) * K * 4
@@ -428,10 +505,10 @@ def attend_bf16_part(
 
 @for_team
 def _attend_shared(p):
-    attend_bf16_part(*to_fixed_tuple(carray(p, (15,)), 15), part_number(), part_count())
+    attend_bf16_part(*to_fixed_tuple(carray(p, (17,)), 17), part_number(), part_count())
 
 
 def attend_bf16(*arguments: int) -> None:
     """Do what `attend.attend` does, with queries, keys and values in bf16. Same arguments."""
-    longest, M, Q, _, K = arguments[8], *arguments[-4:]
+    longest, M, Q, _, K = arguments[10], *arguments[-4:]
     run(attend_bf16_part, _attend_shared, arguments, M * Q * longest * K // 16)

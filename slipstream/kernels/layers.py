@@ -98,12 +98,12 @@ def _project(x, panels, start, qkv, M, Q, H, K, width, size, part, parts):
 @kernel
 def layers_part(
     weights, layers, final_norm, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
-    cos, sin, positions, own, first, seen, paths, path_step, head_stride, longest, keys, values,
-    layer_step, aux_layers, columns, aux_count, qkv_input, E, own_rows, M, D, Q, H, K, W, size,
-    part, parts,
+    cos, sin, positions, own, first, seen, table, block, paths, path_step, head_stride, longest,
+    keys, values, layer_step, aux_layers, columns, aux_count, qkv_input, E, own_rows,
+    M, D, Q, H, K, W, size, part, parts,
 ):  # fmt: skip
     """Compute one of `parts` parts of `layers`."""
-    table = carray(ints_at(weights), (layers * WEIGHTS,))
+    w = carray(ints_at(weights), (layers * WEIGHTS,))
     places = carray(ints_at(columns), (layers if aux_layers else 0,))
     now, other, added = x, spare, 0
     # If rows are few, every thread adds and norms all of them itself.
@@ -118,9 +118,9 @@ def layers_part(
         rows, width = now, D
         if qkv_input and layer == 0:
             rows, width = qkv_input, E
-        elif table[t]:
+        elif w[t]:
             rows = result
-            add_norm_part(now, added, table[t], eps, other, result, M, D, of, shares)
+            add_norm_part(now, added, w[t], eps, other, result, M, D, of, shares)
             if added:
                 now, other = other, now
             wait(1 if alone else parts)
@@ -128,35 +128,36 @@ def layers_part(
             column = aux_layers + places[layer] * D * 4
             _copy_aux_part(now, column, aux_count * D * 4, M, D, part, parts)
         _project(
-            rows, table[t + 1], table[t + 2], qkv, M, Q, H, K, width, size, part, parts
+            rows, w[t + 1], w[t + 2], qkv, M, Q, H, K, width, size, part, parts
         )  # fmt: skip
         k, v = keys + layer * layer_step, values + layer * layer_step
         place_arguments = (
-            qkv, table[t + 3], eps, cos, sin, positions, q, k, v, own, head_stride, M, Q, H, K
+            qkv, w[t + 3], eps, cos, sin, positions, q, k, v, own, head_stride, M, Q, H, K
         )  # fmt: skip
         place_sized(size, place_arguments, part, parts)
         if not by_heads(H, parts):
             wait(parts)
         attend_arguments = (
-            q, k, v, first, seen, paths, path_step, head_stride, longest, mixed, 0, M, Q, H, K
+            q, k, v, first, seen, table, block, paths, path_step, head_stride, longest, mixed, 0,
+            M, Q, H, K,
         )  # fmt: skip
         _attend_sized(size, attend_arguments, part, parts)
         wait(parts)
-        product_part(mixed, table[t + 4], table[t + 5], delta, M, D, Q * K, size, part, parts)
+        product_part(mixed, w[t + 4], w[t + 5], delta, M, D, Q * K, size, part, parts)
         wait(parts)
-        add_norm_part(now, delta, table[t + 6], eps, other, result, M, D, of, shares)
+        add_norm_part(now, delta, w[t + 6], eps, other, result, M, D, of, shares)
         now, other = other, now
         wait(1 if alone else parts)
         if size == BF16 and USE_AMX and W % PANEL == 0:
-            gated_product_part(result, table[t + 7], table[t + 8], gated, M, W, D, part, parts)
+            gated_product_part(result, w[t + 7], w[t + 8], gated, M, W, D, part, parts)
             wait(parts)
-            bf16_rows_product_part(gated, table[t + 9], table[t + 5], delta, M, D, W, part, parts)
+            bf16_rows_product_part(gated, w[t + 9], w[t + 5], delta, M, D, W, part, parts)
         else:
-            product_part(result, table[t + 7], table[t + 8], gates, M, 2 * W, D, size, part, parts)
+            product_part(result, w[t + 7], w[t + 8], gates, M, 2 * W, D, size, part, parts)
             wait(parts)
             gate_part(gates, gated, M, W, part, parts)
             wait(parts)
-            product_part(gated, table[t + 9], table[t + 5], delta, M, D, W, size, part, parts)
+            product_part(gated, w[t + 9], w[t + 5], delta, M, D, W, size, part, parts)
         added = delta
         wait(parts)
     if final_norm:
@@ -210,9 +211,9 @@ def room_from(row, spare, delta, qkv, q, mixed, gates, gated, D, Q, H, K, W, siz
 @kernel
 def _layers(
     weights, layers, final_norm, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
-    cos, sin, positions, own, first, seen, paths, path_step, head_stride, longest, keys, values,
-    layer_step, aux_layers, columns, aux_count, qkv_input, E, own_rows, M, D, Q, H, K, W, size,
-    part, parts,
+    cos, sin, positions, own, first, seen, table, block, paths, path_step, head_stride, longest,
+    keys, values, layer_step, aux_layers, columns, aux_count, qkv_input, E, own_rows,
+    M, D, Q, H, K, W, size, part, parts,
 ):  # fmt: skip
     """Run `layers_part` over the outputs or over the sequences of this part."""
     m, rows = 0, M
@@ -230,15 +231,15 @@ def _layers(
     layers_part(
         weights, layers, final_norm, eps, x + 4 * D * m, spare, delta, normed + 4 * D * m,
         qkv, q, mixed, gates, gated, cos, sin, positions + 8 * m, own + 8 * m,
-        first + 8 * m, seen + 8 * m, paths + 8 * path_step * m, path_step, head_stride, longest,
-        keys, values, layer_step, aux_layers, columns, aux_count, qkv_input, E, own_rows,
-        rows, D, Q, H, K, W, size, part, parts,
+        first + 8 * m, seen + 8 * m, table, block, paths + 8 * path_step * m, path_step,
+        head_stride, longest, keys, values, layer_step, aux_layers, columns, aux_count, qkv_input,
+        E, own_rows, rows, D, Q, H, K, W, size, part, parts,
     )  # fmt: skip
 
 
 @for_team
 def _layers_shared(p):
-    _layers(*to_fixed_tuple(carray(p, (39,)), 39), part_number(), part_count())
+    _layers(*to_fixed_tuple(carray(p, (41,)), 41), part_number(), part_count())
 
 
 def own_numbers(rows: int, width: int) -> int:
@@ -256,7 +257,8 @@ def layers(*arguments: int, work: int) -> None:
     buffers: x (M, D), which is overwritten; spare, delta, normed (M, D each); qkv
     (M, (Q + 2H) K); q, mixed (M, Q K); gates (M, 2W); gated (M + `ROWS_BEYOND` / 2, W). The result
     is in `normed`: the normed sum, or the sum if `final_norm` is 0;
-    cos, sin, positions, own, first, seen, paths, path_step, head_stride, longest: as in `attend`;
+    cos, sin, positions, own, first, seen, table, block, paths, path_step, head_stride, longest: as
+    in `attend`;
     keys, values: addresses for layer 0; layer_step: bytes from layer to layer;
     aux_layers (M, aux_count, D): output for the inputs of some layers, before any norm (0: none);
     columns: int64, the index of each layer among these, or -1; aux_count;

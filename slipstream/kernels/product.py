@@ -76,9 +76,9 @@ def _fp32(x, panels, bias, out, M, N, K, begin, end):
         while p + 2 <= end:
             w, b, o = panels + p * panel_step, bias + 4 * PANEL * p, out + 4 * PANEL * p
             if M == 1:
-                tile_1x2(x, x_step, w, 4 * PANEL, panel_step, K, b, o, out_step, w + ahead, 64)
+                tile_1x2(x, x_step, w, 4 * PANEL, panel_step, K, b, 0, o, out_step, w + ahead, 64)
             else:
-                tile_2x2(x, x_step, w, 4 * PANEL, panel_step, K, b, o, out_step, w + ahead, 64)
+                tile_2x2(x, x_step, w, 4 * PANEL, panel_step, K, b, 0, o, out_step, w + ahead, 64)
             p += 2
         begin = p
     block = 0
@@ -90,7 +90,7 @@ def _fp32(x, panels, bias, out, M, N, K, begin, end):
             # If a panel needs several tiles, they prefetch the next panel at an even pace.
             near = w + _AHEAD if rows <= 6 else panels + min(p + 1, total - 1) * panel_step
             xb = x + block * x_step
-            tiles(xb, x_step, w, 4 * PANEL, K, b, o, out_step, rows, near, 4 * PANEL)
+            tiles(xb, x_step, w, 4 * PANEL, K, b, 0, o, out_step, rows, near, 4 * PANEL)
         block += rows
 
 
@@ -127,8 +127,8 @@ def _bf16(x, panels, bias, out, M, N, K, begin, end):
         next_panels = wide or rows > MOST_ROWS
         ahead = 2 * panel_step if next_panels else _ahead_of_two(panel_step, _AHEAD // 2)
         panels_bf16(
-            xs, x_step, panels, line, panel_step, begin, end, total, pairs, bias, line, o, out_step,
-            rows, ahead, wide,
+            xs, x_step, panels, line, panel_step, begin, end, total, pairs, bias, line, 0, o,
+            out_step, rows, ahead, wide,
         )  # fmt: skip
         block += rows
     hold(rounded)

@@ -116,16 +116,20 @@ def _tile(rows: int, panels: int) -> Any:
 
     Its arguments are: the address of x and the bytes between its rows; the address of the weights,
     the bytes between inputs and the bytes between panels; the number of inputs (at least 1); the
-    address of the initial sums; the address of out and the bytes between its rows; the address to
-    prefetch at the first input and the bytes from there to the next. The same offset is prefetched
-    in every panel.
+    address of the initial sums and the bytes between those of two rows; the address of out and the
+    bytes between its rows; the address to prefetch at the first input and the bytes from there to
+    the next. The same offset is prefetched in every panel.
     """
     per_panel = PANEL // _LANES
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, x_step, weights, input_step, panel_step, count, start, out, out_step, *ahead = args
+        x, x_step, weights, input_step, panel_step, count, start, start_step, *others = args
+        out, out_step, *ahead = others
         emit = Emitter(builder)
-        begin = emit.vectors(start, panels * per_panel)
+        begin = [
+            emit.vectors(address, panels * per_panel)
+            for address in emit.series(start, start_step, rows)
+        ]
         before = builder.basic_block
         loop, after = builder.append_basic_block("inputs"), builder.append_basic_block("done")
         places = [
@@ -139,7 +143,7 @@ def _tile(rows: int, panels: int) -> Any:
         builder.branch(loop)
         builder.position_at_end(loop)
         here = emit.phis(emit.i64, places, before)
-        sums = [emit.phis(emit.vector, begin, before) for _ in range(rows)]
+        sums = [emit.phis(emit.vector, vectors, before) for vectors in begin]
         for address in emit.series(here[1], panel_step, panels):
             prefetch(builder, address)
         loaded = [w for p in range(panels) for w in emit.vectors(here[2 + p], per_panel)]
@@ -165,12 +169,13 @@ def _tile(rows: int, panels: int) -> Any:
         panel_step: Any,
         count: Any,
         start: Any,
+        start_step: Any,
         out: Any,
         out_step: Any,
         ahead: Any,
         ahead_step: Any,
     ) -> Any:
-        return types.void(*[types.int64] * 11), generate
+        return types.void(*[types.int64] * 12), generate
 
     return intrinsic(tile)
 
@@ -189,6 +194,7 @@ def tiles(
     input_step: int,
     count: int,
     start: int,
+    start_step: int,
     out: int,
     out_step: int,
     rows: int,
@@ -203,35 +209,102 @@ def tiles(
     m = 0
     while m < rows:
         xm, om, left = x + m * x_step, out + m * out_step, rows - m
+        sm = start + m * start_step
         # Eight rows are faster as four and four than as six and two.
         if left >= 6 and left != 8:
             tile_6(
-                xm, x_step, weights, input_step, 0, count, start, om, out_step, ahead, ahead_step
+                xm,
+                x_step,
+                weights,
+                input_step,
+                0,
+                count,
+                sm,
+                start_step,
+                om,
+                out_step,
+                ahead,
+                ahead_step,
             )
             m += 6
         elif left == 8 or left == 4:
             tile_4(
-                xm, x_step, weights, input_step, 0, count, start, om, out_step, ahead, ahead_step
+                xm,
+                x_step,
+                weights,
+                input_step,
+                0,
+                count,
+                sm,
+                start_step,
+                om,
+                out_step,
+                ahead,
+                ahead_step,
             )
             m += 4
         elif left == 5:
             tile_5(
-                xm, x_step, weights, input_step, 0, count, start, om, out_step, ahead, ahead_step
+                xm,
+                x_step,
+                weights,
+                input_step,
+                0,
+                count,
+                sm,
+                start_step,
+                om,
+                out_step,
+                ahead,
+                ahead_step,
             )
             m += 5
         elif left == 3:
             tile_3(
-                xm, x_step, weights, input_step, 0, count, start, om, out_step, ahead, ahead_step
+                xm,
+                x_step,
+                weights,
+                input_step,
+                0,
+                count,
+                sm,
+                start_step,
+                om,
+                out_step,
+                ahead,
+                ahead_step,
             )
             m += 3
         elif left == 2:
             tile_2(
-                xm, x_step, weights, input_step, 0, count, start, om, out_step, ahead, ahead_step
+                xm,
+                x_step,
+                weights,
+                input_step,
+                0,
+                count,
+                sm,
+                start_step,
+                om,
+                out_step,
+                ahead,
+                ahead_step,
             )
             m += 2
         else:
             tile_1(
-                xm, x_step, weights, input_step, 0, count, start, om, out_step, ahead, ahead_step
+                xm,
+                x_step,
+                weights,
+                input_step,
+                0,
+                count,
+                sm,
+                start_step,
+                om,
+                out_step,
+                ahead,
+                ahead_step,
             )
             m += 1
         ahead += ahead_step * count

@@ -147,14 +147,18 @@ def _emit_tile(builder: Any, rows: int, panels: int, wide: bool, args: Any) -> N
 
     `args` are: the address of x and the bytes between its rows; the address of the weights, the
     bytes between pairs and the bytes between panels; the number of pairs of inputs (at least 1);
-    the address of the initial sums; the address of out and the bytes between its rows; the address
-    to prefetch at the first pair and the bytes from there to the next. The same offset is
-    prefetched in every panel.
+    the address of the initial sums and the bytes between those of two rows; the address of out and
+    the bytes between its rows; the address to prefetch at the first pair and the bytes from there
+    to the next. The same offset is prefetched in every panel.
     """
-    x, x_step, weights, pair_step, panel_step, count, start, out, out_step, ahead, ahead_step = args
+    x, x_step, weights, pair_step, panel_step, count, start, start_step, *others = args
+    out, out_step, ahead, ahead_step = others
     emit = _Emitter(builder, wide)
     two_steps = builder.shl(x_step, ir.Constant(emit.i64, 1))
-    begin = [emit.load(emit.plus(start, _LINE * p), emit.sums) for p in range(panels)]
+    begin = []
+    for _ in range(rows):
+        begin.append([emit.load(emit.plus(start, _LINE * p), emit.sums) for p in range(panels)])
+        start = builder.add(start, start_step)
     bases, base = [x], x
     while len(bases) * _THREE < rows:
         base = builder.add(builder.add(base, two_steps), x_step)
@@ -167,7 +171,7 @@ def _emit_tile(builder: Any, rows: int, panels: int, wide: bool, args: Any) -> N
     builder.branch(loop)
     builder.position_at_end(loop)
     here = emit.phis(emit.i64, places, before)
-    sums = [emit.phis(emit.sums, begin, before) for _ in range(rows)]
+    sums = [emit.phis(emit.sums, vectors, before) for vectors in begin]
     prefetched, line, loaded = here[1], here[2], []
     for p in range(panels):
         if p:
@@ -215,7 +219,7 @@ def _control(builder: Any, name: str, place: Any) -> None:
     builder.call(function, [builder.bitcast(place, byte)])
 
 
-_ARGUMENTS = types.void(*[types.int64] * 12)
+_ARGUMENTS = types.void(*[types.int64] * 13)
 
 
 def _up_to(most: int, panels: int, wide: bool) -> Any:
@@ -251,6 +255,7 @@ def _up_to(most: int, panels: int, wide: bool) -> Any:
         panel_step: Any,
         count: Any,
         start: Any,
+        start_step: Any,
         out: Any,
         out_step: Any,
         ahead: Any,
@@ -268,19 +273,21 @@ _two_panels_wide = _up_to(MOST_ROWS, 2, True)
 @kernel
 def panels_bf16(
     x, x_step, weights, pair_step, panel_step, begin, end, total, pairs, start, start_step,
-    out, out_step, rows, ahead, wide,
+    row_step, out, out_step, rows, ahead, wide,
 ):  # fmt: skip
     """Compute panels `begin` to `end` of `total` for any number of rows.
 
     Panels are computed two at a time; the last two may be computed twice, with the same results.
     Rows are divided evenly among tiles. They are bf16 or, if `wide`, bf16 values in fp32 (at least
-    `WIDE_FROM` rows). `start_step` is the number of bytes between the initial sums of two panels.
-    The memory `ahead` bytes after each weight is prefetched; the tiles share the prefetching.
+    `WIDE_FROM` rows). The initial sums of two panels are `start_step` bytes apart, those of two
+    rows `row_step` bytes. The memory `ahead` bytes after each weight is prefetched; the tiles share
+    the prefetching.
     """
     if total == 1 and begin < end:
         for m in range(rows):
             row, o = x + m * x_step, out + m * out_step
-            _one_panel(1, row, 0, weights, pair_step, 0, pairs, start, o, 0, weights, 0)
+            b = start + m * row_step
+            _one_panel(1, row, 0, weights, pair_step, 0, pairs, b, 0, o, 0, weights, 0)
         return
     count = (rows + MOST_ROWS - 1) // MOST_ROWS
     p = begin
@@ -292,15 +299,16 @@ def panels_bf16(
         for tile in range(count):
             here = rows * (tile + 1) // count - m
             row, place, fetched = x + m * x_step, o + m * out_step, first + tile * step * pairs
+            sums = b + m * row_step
             if wide:
                 _two_panels_wide(
-                    here, row, x_step, w, pair_step, panel_step, pairs, b, place, out_step, fetched,
-                    step,
+                    here, row, x_step, w, pair_step, panel_step, pairs, sums, row_step, place,
+                    out_step, fetched, step,
                 )  # fmt: skip
             else:
                 _two_panels(
-                    here, row, x_step, w, pair_step, panel_step, pairs, b, place, out_step, fetched,
-                    step,
+                    here, row, x_step, w, pair_step, panel_step, pairs, sums, row_step, place,
+                    out_step, fetched, step,
                 )  # fmt: skip
             m += here
         p += 2

@@ -27,79 +27,125 @@ from slipstream.models.functional import rope_table
 from slipstream.models.numerics import round_up
 
 SLOT_BLOCK = attend_bf16.BLOCK
-"""The number of slots of a cache must be a multiple of this. The first n slots, n a multiple of it,
-are the first n * K numbers of a head, in whatever order the layout has them."""
+"""The number of slots of a block must be a multiple of this. The first n slots of a block, n a
+multiple of it, are the first n * K numbers of a head, in whatever order the layout has them."""
 
 
 @dataclass(frozen=True, slots=True)
-class KeyPlaces:
-    """The memory locations of the keys and values of M rows, for the attention kernels.
+class KeyBlocks:
+    """The memory of keys and values of N sequences, in blocks of slots, for the kernels.
 
-    Offsets count elements from the start of a layer's keys. They hold for its values, too.
+    Offsets count elements from the keys of a layer. They hold for its values, too.
     """
 
-    first_M: Tensor
-    """Offset of slot 0 of the row's sequence, in the first head."""
-    own_M: Tensor
-    """Offset of the slot for the row's own key; -1 if the key is not stored."""
-    seen_M: Tensor
-    """Number of slots that the row sees, including its own."""
+    table: Tensor
+    """Offset of each block's slot 0 in the first head, (N, E) int64: block i holds the slots from
+    i * `block` on. Entries without a block are arbitrary."""
+    block: int
+    """Slots of a block."""
     head_stride: int
     """Elements from one head to the next."""
-    longest: int
-    """The largest of `seen_M`."""
+    width: int
+    """Elements of a slot of a head."""
     keys: int
     """Address of the keys of layer 0."""
     values: int
     """Address of the values of layer 0."""
     layer_step: int
     """Bytes from a layer to the next."""
-    data: Tensor
-    """The tensor at these addresses, held so that its memory stays valid."""
+    data: object
+    """The memory at these addresses, held so that it stays valid."""
+
+    @classmethod
+    def contiguous(cls, data: Tensor) -> KeyBlocks:
+        """Return the locations in a contiguous cache `data` (L, 2, N, H, S, K): a block per row."""
+        _, _, rows, heads, slots, width = data.shape
+        size = rows * heads * slots * width
+        return cls(
+            table=torch.arange(0, size, max(heads * slots * width, 1))[:, None],
+            block=slots,
+            head_stride=slots * width,
+            width=width,
+            keys=data.data_ptr(),
+            values=data.data_ptr() + size * data.itemsize,
+            layer_step=2 * size * data.itemsize,
+            data=data,
+        )
+
+    def places(self, rows_M: Tensor, slots_M: Tensor, longest: int) -> KeyPlaces:
+        """Return the locations of M tokens: token m goes to slot `slots_M[m]` of row `rows_M[m]`.
+
+        Each token sees all slots up to its own. `longest` is at least the largest number of slots
+        seen.
+        """
+        # In numpy, because torch takes several times as long for tensors this small.
+        row, at, table = rows_M.numpy(), slots_M.numpy(), self.table.numpy()
+        own = table[row, at // self.block] + at % self.block * self.width
+        return KeyPlaces(
+            blocks=self,
+            first_M=torch.from_numpy(row * table.shape[1]),
+            own_M=torch.from_numpy(own),
+            seen_M=torch.from_numpy(at + 1),
+            longest=longest,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPlaces:
+    """The memory locations of the keys and values of M rows, for the attention kernels."""
+
+    blocks: KeyBlocks
+    first_M: Tensor
+    """Index of the first block of the row's sequence in the flat table of `blocks`."""
+    own_M: Tensor
+    """Offset of the slot for the row's own key; -1 if the key is not stored."""
+    seen_M: Tensor
+    """Number of slots that the row sees, including its own."""
+    longest: int
+    """The largest of `seen_M`."""
     paths: Tensor | None = None
     """(..., 1 + P): each row's path through a draft tree, as `kernels.tree_paths` defines it."""
 
     @property
-    def path_arguments(self) -> tuple[int, int]:
-        """The kernels' arguments `paths` and `path_step`; (0, 0) without draft trees."""
-        paths = self.paths
-        return (0, 0) if paths is None else (paths.data_ptr(), paths.shape[-1])
+    def arguments(self) -> tuple[int, int, int, int, int, int, int, int]:
+        """The kernels' arguments `first`, `seen`, `table`, `block`, `paths`, `path_step`,
+        `head_stride` and `longest`. `paths` and `path_step` are 0 without draft trees."""
+        blocks, path, step = self.blocks, 0, 0
+        if self.paths is not None:
+            path, step = self.paths.data_ptr(), self.paths.shape[-1]
+        return (
+            self.first_M.data_ptr(),
+            self.seen_M.data_ptr(),
+            blocks.table.data_ptr(),
+            blocks.block,
+            path,
+            step,
+            blocks.head_stride,
+            self.longest,
+        )
 
     @classmethod
     def of(cls, data: Tensor, rows_M: Tensor, slots_M: Tensor, longest: int) -> KeyPlaces:
-        """Return the locations in a contiguous cache `data` (L, 2, N, H, S, K).
-
-        The key of row m goes to slot `slots_M[m]` of cache row `rows_M[m]`. Row m sees all slots up
-        to that one. `longest` is at least the largest number of slots seen.
-        """
-        _, _, rows, heads, slots, width = data.shape
-        size = rows * heads * slots * width * data.itemsize
-        start = data.data_ptr()
-        # In numpy, because torch takes several times as long for tensors this small.
-        at = slots_M.numpy()
-        first = rows_M.numpy() * (heads * slots * width)
-        return cls(
-            first_M=torch.from_numpy(first),
-            own_M=torch.from_numpy(first + at * width),
-            seen_M=torch.from_numpy(at + 1),
-            head_stride=slots * width,
-            longest=longest,
-            keys=start,
-            values=start + size,
-            layer_step=2 * size,
-            data=data,
-        )
+        """Return the locations of tokens in a contiguous cache, as `KeyBlocks.places` does."""
+        return KeyBlocks.contiguous(data).places(rows_M, slots_M, longest)
 
     @classmethod
     def without_cache(cls, kv: Tensor, own: OwnKeys) -> KeyPlaces:
         """Return the locations in `kv`, the buffer of `own`, which every layer overwrites."""
-        begin_M = own.slots.repeat_interleave(torch.tensor(own.lengths))
+        lengths = torch.tensor(own.lengths)
+        width, longest = kv.shape[-1], max(own.lengths)
         slots_M = torch.cat([torch.arange(length) for length in own.lengths])
-        # The buffer is a single row of slots; each sequence sees only its own part.
-        row = cls.of(
-            kv[None, :, None], torch.zeros_like(slots_M), begin_M + slots_M, max(own.lengths)
+        # The buffer is a single row of slots. Each sequence is one block of it.
+        row = KeyBlocks.contiguous(kv[None, :, None])
+        block = round_up(longest, SLOT_BLOCK)
+        table = own.slots[:, None] * width
+        return cls(
+            blocks=replace(row, table=table, block=block, layer_step=0),
+            first_M=torch.arange(len(lengths)).repeat_interleave(lengths),
+            own_M=(own.slots.repeat_interleave(lengths) + slots_M) * width,
+            seen_M=slots_M + 1,
+            longest=longest,
         )
-        return replace(row, first_M=begin_M * kv.shape[-1], seen_M=slots_M + 1, layer_step=0)
 
     def columns(self, part: slice) -> KeyPlaces:
         """Return the locations of some columns; the rows of these locations are (N, C)."""
@@ -184,8 +230,9 @@ class CpuAttention:
         """Return the attention output: (M, (Q + 2H) * K) -> (M, Q * K)."""
         places = self._cached
         if places is not None:
-            step = index * places.layer_step
-            return self._run(qkv, norms, places, places.keys + step, places.values + step, 0)[0]
+            blocks = places.blocks
+            step = index * blocks.layer_step
+            return self._run(qkv, norms, places, blocks.keys + step, blocks.values + step, 0)[0]
         return self.attend_and_store(qkv, norms, self.own_buffer())
 
     def attend_and_store(self, qkv: Tensor, norms: Tensor | None, kv: Tensor) -> Tensor:
@@ -299,7 +346,7 @@ class CpuAttention:
         place = attend_bf16.place_bf16 if bf16 else attend.place
         mix = attend_bf16.attend_bf16 if bf16 else attend.attend
         cos, sin = self._table
-        q_at, stride = q.data_ptr(), places.head_stride
+        q_at, stride = q.data_ptr(), places.blocks.head_stride
         positions_M = self._positions_M if positions_M is None else positions_M
         place(
             qkv.data_ptr(),
@@ -322,11 +369,7 @@ class CpuAttention:
             q_at,
             keys,
             values,
-            places.first_M.data_ptr(),
-            places.seen_M.data_ptr(),
-            *places.path_arguments,
-            stride,
-            places.longest,
+            *places.arguments,
             out.data_ptr(),
             logs,
             M,

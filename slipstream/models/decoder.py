@@ -38,14 +38,6 @@ from slipstream.models.linear import PackedLinear
 from slipstream.models.numerics import activation_dtype, has_kernels, row_multiple
 
 
-class PlacedKVCache(KVCache, Protocol):
-    """A KV cache for any device: kernels address it by `places`, torch uses `KVCache`'s methods."""
-
-    def places(self) -> KeyPlaces:
-        """Return the addresses of the keys and values of this pass's rows."""
-        ...
-
-
 class Attention(Protocol):
     """The attention of all layers in one forward pass."""
 
@@ -433,7 +425,7 @@ class PackedDecoder:
         ids_BT: Tensor,
         positions_BT: Tensor,
         *,
-        kv_cache: PlacedKVCache | KeyPlaces | None = None,
+        kv_cache: KVCache | KeyPlaces | None = None,
         lengths: Sequence[int] | None = None,
         aux_layers: Sequence[int] = (),
         recompute: bool = False,
@@ -446,7 +438,7 @@ class PackedDecoder:
         start at 0 in each sequence.
 
         With a cache, the pass stores its keys and values in the cache and attends to earlier ones.
-        If `supports_varlen` is true, the addresses of keys (`KeyPlaces`) can replace the cache.
+        The cache is a `KeyPlaces` if `supports_varlen` is true, else a `KVCache`.
 
         In exact mode B * T must be a multiple of `row_multiple`. `aux_layers` are the layers, in
         ascending order, whose inputs the result includes. `recompute` trades time for memory in
@@ -454,8 +446,8 @@ class PackedDecoder:
 
         Raises:
             IndexError: there is no cache, and a position is beyond `ModelConfig.context_limit`.
-            ValueError: `lengths` do not match the tokens or are not supported here; `kv_cache` is a
-                `KeyPlaces` and torch computes; or `aux_layers` are not layers in ascending order.
+            ValueError: `lengths` do not match the tokens or are not supported here; `kv_cache` is
+                of the wrong kind; or `aux_layers` are not layers in ascending order.
         """
         check_pass(
             self.config,
@@ -601,11 +593,13 @@ def supports_varlen(config: ModelConfig, dtype: torch.dtype, device: torch.devic
     )
 
 
-def _places(kv_cache: PlacedKVCache | KeyPlaces | None) -> KeyPlaces | None:
-    """Return the addresses that the kernels use for a cache, or None without a cache."""
+def _places(kv_cache: KVCache | KeyPlaces | None) -> KeyPlaces | None:
+    """Return the locations that the kernels use for a cache, or None without a cache."""
     if kv_cache is None or isinstance(kv_cache, KeyPlaces):
         return kv_cache
-    return kv_cache.places()
+    raise ValueError(
+        "the compiled kernels need a KeyPlaces as kv_cache, not a KVCache of torch's operations"
+    )
 
 
 def start_pass(
@@ -613,13 +607,13 @@ def start_pass(
     config: ModelConfig,
     dtype: torch.dtype,
     eps: Tensor,
-    kv_cache: PlacedKVCache | KeyPlaces | None = None,
+    kv_cache: KVCache | KeyPlaces | None = None,
     lengths: Sequence[int] | None = None,
 ) -> Attention:
     """Return the attention of one forward pass for queries at `positions_BT`.
 
-    Arguments are as in `PackedDecoder.forward`. Raises ValueError if `kv_cache` is a `KeyPlaces`
-    and torch computes.
+    Arguments are as in `PackedDecoder.forward`. Raises ValueError if `kv_cache` is of the
+    wrong kind.
     """
     rows = activation_dtype(dtype, positions_BT.device)
     if supports_varlen(config, dtype, positions_BT.device):

@@ -32,7 +32,7 @@ from slipstream.checkpoint.layout import lora_folder, policy_folder
 from slipstream.config.engines import engine_entry
 from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
-from slipstream.inference.engine.kv_cache import KVStore
+from slipstream.inference.engine.kv_store import make_store
 from slipstream.inference.engine.memory import free_bytes
 from slipstream.metrics.resident import FreedMemory, resident_bytes
 from slipstream.models.config import ModelConfig
@@ -432,9 +432,9 @@ def _engine(
         rollout_dtype(config),
         device_of(config),
     )
-    store = KVStore(policy, dtype, device, 0, row_multiple=row_multiple(dtype, device))
+    store = make_store(policy, dtype, device, 0, row_multiple=row_multiple(dtype, device))
     rows = min(in_flight, rollout.max_num_seqs)
-    size = store.size(rows, max_model_len(config))
+    size = store.size([max_model_len(config)] * rows)
     growth = _KV_GROWTH.get(device.type, 1.0)
     if not engine_entry(rollout.name).capabilities.kv_budget:
         return {
@@ -463,7 +463,7 @@ def _head(config: Config, policy: ModelConfig, in_flight: int) -> int:
     bytes_per_weight = 4 + dtype.itemsize
     if train.enable_drafter_training and train.mode != "opportunistic":
         bytes_per_weight += 16
-    layer = KVStore(policy, dtype, device_of(config), 0).slot_bytes // policy.num_layers
+    layer = make_store(policy, dtype, device_of(config), 0).slot_bytes // policy.num_layers
     rows = 0 if head.draft_tokens is None else head.draft_vocab_size
     copied = 2 * rows * policy.hidden_size * dtype.itemsize
     return bytes_per_weight * parameters + copied + in_flight * max_model_len(config) * layer

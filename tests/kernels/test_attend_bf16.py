@@ -19,7 +19,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, seen: list[int]) -> tuple[Te
     H, M, G, K = q.shape
     first, count = torch.zeros(M, dtype=torch.int64), torch.tensor(seen)
     out, logs = torch.empty(M, H * G * K), torch.empty(M, H * G)
-    arrays = [*(t.data_ptr() for t in (q, keys, values, first, count)), 0, 0]
+    table = torch.zeros(1, dtype=torch.int64)
+    arrays = [*(t.data_ptr() for t in (q, keys, values, first, count, table)), SLOTS, 0, 0]
     results = (out.data_ptr(), logs.data_ptr())
     attend_bf16(*arrays, SLOTS * K, max(seen), *results, M, H * G, H, K)
     return out, logs

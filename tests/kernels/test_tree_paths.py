@@ -48,9 +48,10 @@ def run(
     first, count = torch.zeros(M, dtype=torch.int64), torch.tensor(seen)
     which: Callable[..., None] = attend_bf16 if bf16 else attend
     path = (0, 0) if paths is None else (paths.data_ptr(), paths.shape[1])
-    addresses = [t.data_ptr() for t in (q, keys, values, first, count)]
+    table = torch.zeros(1, dtype=torch.int64)
+    addresses = [t.data_ptr() for t in (q, keys, values, first, count, table)]
     results = (out.data_ptr(), logs.data_ptr())
-    which(*addresses, *path, SLOTS * K, SLOTS, *results, M, H * G, H, K)
+    which(*addresses, SLOTS, *path, SLOTS * K, SLOTS, *results, M, H * G, H, K)
     return out, logs
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from slipstream.errors import ConfigError, EngineError, RequestError
 from slipstream.inference.engine.batch_sampling import BatchSampling, sampling_rows
 from slipstream.inference.engine.counters import Counters
-from slipstream.inference.engine.kv_cache import KVStore
+from slipstream.inference.engine.kv_rows import KVRows
+from slipstream.inference.engine.kv_store import make_store
 from slipstream.inference.engine.prefill import Prefill
 from slipstream.inference.engine.prefix_cache import BLOCK, PrefixCache
 from slipstream.inference.engine.request import Decode, Running
@@ -187,7 +188,8 @@ class Engine:
                 "(its argument `decode`)"
             )
         context = [*request.prompt_ids, *request.prior_ids]
-        if not self._scheduler.store.fits(1, len(context) + request.params.max_tokens):
+        store, most = self._scheduler.store, len(context) + request.params.max_tokens
+        if store.size([most]) > store.budget:
             raise RequestError(
                 f"request {name!r}: {len(context)} + {request.params.max_tokens} tokens do not fit "
                 f"the KV budget of {self.settings.kv_budget_bytes} bytes; shorten the prompt, "
@@ -334,8 +336,8 @@ class Engine:
 
     def _new_store(
         self, row_multiple: int = 1, before_growth: Callable[[int], None] | None = None
-    ) -> KVStore:
-        return KVStore(
+    ) -> KVRows:
+        return make_store(
             self._runner.config,
             self._runner.dtype,
             self._runner.device,
@@ -403,13 +405,13 @@ class Engine:
         if not running:
             return
         started = time.perf_counter()
-        device, count = self._runner.device, len(running)
+        device = self._runner.device
         if self._sampling is None:
             self._sampling = BatchSampling(running, device)
         sampling = self._sampling
         lengths = [request.length for request in running]
         positions_N = torch.from_numpy(np.array(lengths)).to(device)
-        plan = self._choose_plan(count, max(lengths))
+        plan = self._choose_plan(lengths)
         trees = self._draft(running, plan, positions_N)
         proposed = time.perf_counter() - started
         # The number of tokens must be a multiple of `tokens_multiple`. With 4 tokens per request
@@ -481,18 +483,20 @@ class Engine:
             self._selector.record(step)
         self._needs_catch_up = drafts == 0
 
-    def _choose_plan(self, rows: int, length: int) -> DraftPlan:
+    def _choose_plan(self, lengths: Sequence[int]) -> DraftPlan:
         """Choose the draft plan of this step and reserve KV slots for its drafts. Returns OFF if
         they do not fit, so that no request is preempted because of drafts."""
         if self._proposer is None:
             return OFF
+        rows = len(lengths)
         plan = self._plan if self._selector is None else self._selector.select(rows)
         if plan == OFF:
             return OFF
-        longest = length + plan.most_drafts(rows)
-        if not self._scheduler.store.fits(rows, longest):
+        drafts = plan.most_drafts(rows)
+        longer = [length + drafts for length in lengths]
+        if not self._scheduler.store.fits(longer):
             return OFF
-        self._scheduler.store.reserve(rows, longest)
+        self._scheduler.store.reserve(longer)
         return plan
 
     def _draft(

@@ -1,32 +1,29 @@
-"""The KV cache of the running requests: contiguous, one row per request, without gaps from row 0.
+"""`KVRows` in one rectangle of memory, for torch's operations and CUDA graphs.
 
-A row holds a request's whole context: slot s holds position s. When a request ends, the last row
-moves to the freed row, so the rows of a shrinking batch stay contiguous.
+Every row has the slots of the longest one (`kv_blocks` does without). When a request ends, the last
+row is copied to the freed row, so the rows of a shrinking batch stay contiguous.
 
 Rows and slots grow by doubling, up to a budget in bytes. They grow in place if they fit the
 allocated memory. Otherwise they are copied to new memory; both memories exist during the copy.
 With `EngineSettings.free_cache_engine`, an idle engine releases the memory.
 
-Shapes: L layers, N rows, H key-value heads, S slots, K head width, M tokens, U contexts of a
-prefill, W tokens per request, P longest path of a draft tree.
+Shapes: L layers, N rows, H key-value heads, S slots, K head width, U contexts of a prefill,
+W tokens per request, P longest path of a draft tree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.kernels.move import move_slots
-from slipstream.models.attention import Context, as_context, padded_keys
+from slipstream.inference.engine.kv_rows import KVPrefix, block_aligned
+from slipstream.models.attention import Context, KVCache, as_context, padded_keys
 from slipstream.models.config import ModelConfig
-from slipstream.models.cpu_attention import SLOT_BLOCK, KeyPlaces
-from slipstream.models.decoder import supports_varlen
 from slipstream.models.numerics import (
     KEY_CHUNK,
     WIDTH_MULTIPLE,
@@ -36,28 +33,6 @@ from slipstream.models.numerics import (
 
 SLOT_STEP = 64
 """The number of slots of a row is a multiple of this."""
-
-
-def _block_aligned(length: int) -> int:
-    """`length` rounded up to whole blocks of slots."""
-    return round_up(length, SLOT_BLOCK)
-
-
-@dataclass(frozen=True, slots=True)
-class KVPrefix:
-    """Keys and values of the first `length` tokens of a context."""
-
-    data: Tensor
-    """(L, 2, H, S, K), in whole blocks of slots. Slots from `length` on are not used."""
-    length: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes
-
-    def first(self, length: int) -> KVPrefix:
-        """The keys and values of the first `length` tokens, as a view."""
-        return KVPrefix(self.data[:, :, :, : _block_aligned(length)], length)
 
 
 class KVStore:
@@ -103,19 +78,20 @@ class KVStore:
         c = self._config
         return c.num_layers * 2 * c.num_kv_heads * c.head_dim * self._dtype.itemsize
 
-    def size(self, rows: int, length: int) -> int:
-        """Bytes that `rows` contexts of `length` tokens need."""
-        return round_up(rows, self._row_multiple) * self._slots(length) * self.slot_bytes
+    def size(self, lengths: Sequence[int]) -> int:
+        """Return the bytes that contexts of these lengths need: each as much as the longest."""
+        rows = round_up(len(lengths), self._row_multiple)
+        return rows * self._slots(max(lengths)) * self.slot_bytes
 
-    def fits(self, rows: int, length: int) -> bool:
-        """Whether the budget holds `rows` contexts of `length` tokens."""
-        return self.size(rows, length) <= self.budget
+    def fits(self, lengths: Sequence[int]) -> bool:
+        """Return whether the budget holds contexts of these lengths."""
+        return self.size(lengths) <= self.budget
 
-    def reserve(self, rows: int, length: int) -> None:
-        """Make room for `rows` contexts of up to `length` tokens. The contents of these rows are
-        kept. The caller must have checked `fits`."""
-        rows = round_up(rows, self._row_multiple)
-        slots = self._slots(length)
+    def reserve(self, lengths: Sequence[int]) -> None:
+        """Make room for contexts of these lengths. The contents of these rows are kept. The caller
+        must have checked `fits`."""
+        rows = round_up(len(lengths), self._row_multiple)
+        slots = self._slots(max(lengths))
         if rows <= self.rows and slots <= self.slots:
             return
         new_rows, new_slots = self._grown(rows, slots)
@@ -155,12 +131,17 @@ class KVStore:
         return (more_rows, more_slots) if within else (rows, slots)
 
     def prefix_size(self, length: int) -> int:
-        """Bytes of a copy of the first `length` tokens of a row (`copy_prefix`)."""
-        return _block_aligned(length) * self.slot_bytes
+        """Bytes of a copy of the first `length` tokens of a row."""
+        return block_aligned(length) * self.slot_bytes
 
-    def move(self, source: int, target: int, length: int) -> None:
+    def end(self, row: int, last: int, length: int) -> None:
+        """Free `row`. The first `length` slots of row `last` move to it if it is another row."""
+        if row != last and length:
+            self.share(last, row, length)
+
+    def share(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` slots of row `source` to row `target`."""
-        length = _block_aligned(length)
+        length = block_aligned(length)
         self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
 
     def move_slots(self, moves: Sequence[tuple[int, int, int]]) -> None:
@@ -170,33 +151,22 @@ class KVStore:
         has written.
         """
         layers, _, rows, heads, slots, width = self.data.shape
-        if not supports_varlen(self._config, self._dtype, self._device):
-            # Two operations over all layers at once, with (row, head, slot) as one dimension.
-            row_M, source_M, target_M = np.array(moves).T
-            first_MH = (row_M[:, None] * heads + np.arange(heads)) * slots
-            index = [(first_MH + slot_M[:, None]).ravel() for slot_M in (source_M, target_M)]
-            source, target = torch.from_numpy(np.stack(index)).to(self._device)
-            lines = self.data.view(2 * layers, rows * heads * slots, width)
-            lines.index_copy_(1, target, lines.index_select(1, source))
-            return
-        moves_M3 = torch.tensor(moves)
-        move_slots(
-            self.data.data_ptr(),
-            *(layers, rows, heads, slots, width, self._dtype.itemsize),
-            *(moves_M3.data_ptr(), len(moves)),
-        )
+        # Two operations over all layers at once, with (row, head, slot) as one dimension.
+        row_M, source_M, target_M = np.array(moves).T
+        first_MH = (row_M[:, None] * heads + np.arange(heads)) * slots
+        index = [(first_MH + slot_M[:, None]).ravel() for slot_M in (source_M, target_M)]
+        source, target = torch.from_numpy(np.stack(index)).to(self._device)
+        lines = self.data.view(2 * layers, rows * heads * slots, width)
+        lines.index_copy_(1, target, lines.index_select(1, source))
 
     def view_prefix(self, row: int, length: int) -> KVPrefix:
         """The first `length` tokens of a row, as a view."""
-        return KVPrefix(self.data[:, :, row, :, : _block_aligned(length)], length)
-
-    def copy_prefix(self, row: int, length: int) -> KVPrefix:
-        """The first `length` tokens of a row, as a copy."""
-        return KVPrefix(self.view_prefix(row, length).data.clone(), length)
+        return KVPrefix((self.data[:, :, row, :, : block_aligned(length)],), length)
 
     def restore(self, row: int, prefix: KVPrefix) -> None:
         """Copy keys and values to the beginning of a row."""
-        self.data[:, :, row, :, : prefix.data.shape[3]] = prefix.data
+        (part,) = prefix.parts
+        self.data[:, :, row, :, : part.shape[3]] = part
 
     def clear(self, row: int) -> None:
         """Zero a row that may hold NaN, because 0 * NaN is NaN for the next request in the row."""
@@ -206,6 +176,25 @@ class KVStore:
         """Free the memory. The contents are lost."""
         self._memory = torch.zeros(0, dtype=self._dtype, device=self._device)
         self.data = self._view(0, 0)
+
+    def prefill(
+        self, rows: Sequence[int], sources: Sequence[int], lengths: Sequence[int], width: int
+    ) -> tuple[KVCache, Callable[[], None]]:
+        """Return the cache of a prefill. Nothing remains to be done after it."""
+        del lengths
+        return PrefillView(self, rows, sources, width), lambda: None
+
+    def extend(
+        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], width: int
+    ) -> KVCache:
+        """Return the cache of a prefill that continues contexts, as `KVRows` says."""
+        return ExtendView(self, rows, starts, counts, width)
+
+    def decode(
+        self, slots_NW: Tensor, longest: int, shortest: int, paths_NWP: Tensor | None
+    ) -> KVCache:
+        """Return the cache of a decode step of rows 0 to N-1, as `KVRows` says."""
+        return DecodeView(self, slots_NW, longest, shortest, paths_NWP)
 
     def _slots(self, length: int) -> int:
         """Slots to allocate for `length` tokens: a few more, so that slots seldom have to grow."""
@@ -219,12 +208,10 @@ class KVStore:
 
 
 class PrefillView:
-    """`PlacedKVCache` of a prefill of whole contexts. Each context is written to every row that
-    shares it.
+    """`KVCache` of a prefill of whole contexts. Each context goes to every row that shares it.
 
     `rows` are the rows to fill, and `sources` the index of the context of each of them. Every
-    context has at least one row. If the attention kernels write keys and values (`places`), they
-    fill one row of each context, and `finish` copies it to the others.
+    context has at least one row.
     """
 
     paths = None
@@ -236,7 +223,6 @@ class PrefillView:
         self._rows = torch.tensor(rows, device=store.data.device)
         self._sources = torch.tensor(sources, device=store.data.device)
         self._length = length
-        self._copies: tuple[Tensor, Tensor] | None = None
 
     @property
     def num_keys(self) -> int:
@@ -256,29 +242,9 @@ class PrefillView:
         keys, values = padded.flatten(1, 2)
         return as_context(keys, values)
 
-    def places(self) -> KeyPlaces:
-        rows, sources = self._rows.tolist(), self._sources.tolist()
-        row_of = dict(zip(reversed(sources), reversed(rows), strict=True))
-        copied = [
-            (row, row_of[i]) for row, i in zip(rows, sources, strict=True) if row != row_of[i]
-        ]
-        if copied:
-            self._copies = torch.tensor(copied).unbind(1)  # type: ignore[assignment]
-        own = torch.tensor([row_of[i] for i in range(len(row_of))])
-        slots = torch.arange(self._length).repeat(len(own))
-        row_M = own.repeat_interleave(self._length)
-        return KeyPlaces.of(self._store.data, row_M, slots, self._length)
-
-    def finish(self) -> None:
-        """Fill the rows that the kernels did not fill. Called after the forward pass."""
-        if self._copies is not None:
-            target, source = self._copies
-            data = self._store.data[:, :, :, :, : _block_aligned(self._length)]
-            data[:, :, target] = data[:, :, source]
-
 
 class ExtendView:
-    """`PlacedKVCache` of a prefill that continues contexts whose first tokens are cached.
+    """`KVCache` of a prefill that continues contexts whose first tokens are cached.
 
     Context i is in row `rows[i]`. Its first `starts[i]` slots are filled, and `counts[i]` of the W
     new tokens follow. The other new tokens are padding: they are not stored, and no token attends
@@ -326,16 +292,9 @@ class ExtendView:
         keys, values = block[:, self._rows, :, : self.num_keys].flatten(1, 2)
         return as_context(keys, values)
 
-    def places(self) -> KeyPlaces:
-        # Padding attends to the first slot and is not stored.
-        slots_UW = (self._starts[:, None] + self._columns).where(self._new_UW, 0)
-        rows_UW = self._rows[:, None].expand_as(slots_UW)
-        found = KeyPlaces.of(self._store.data, rows_UW.flatten(), slots_UW.flatten(), self._longest)
-        return replace(found, own_M=found.own_M.where(self._new_UW.flatten(), -1))
-
 
 class DecodeView:
-    """`PlacedKVCache` of one decode step: rows 0 to N-1, with their new tokens in `slots_NW`.
+    """`KVCache` of one decode step: rows 0 to N-1, with their new tokens in `slots_NW`.
 
     `length` is the length of the longest context including all new tokens. `shortest` is the length
     of the shortest context up to and including its first new token. `paths_NWP` are the paths of
@@ -395,33 +354,3 @@ class DecodeView:
         fresh = torch.cat([k_BTHK, v_BTHK]).view(-1, k_BTHK.shape[-1])
         self._lines[layer].index_copy_(0, self._index, fresh)
         return self._contexts[layer]
-
-    def places(self) -> KeyPlaces:
-        rows_M = _repeated_rows(*self._slots_NW.shape)
-        return KeyPlaces.of(self._store.data, rows_M, self._slots_NW.flatten(), self._length)
-
-
-def row_places(
-    store: KVStore,
-    rows_M: Tensor,
-    slots_M: Tensor,
-    positions_M: Tensor,
-    paths: Tensor | None,
-    longest: int,
-) -> KeyPlaces:
-    """The `KeyPlaces` of a decode step whose requests have different numbers of new tokens.
-
-    Token m is in slot `slots_M[m]` of row `rows_M[m]`, at position `positions_M[m]`, and attends to
-    the slots that `paths` gives (`kernels.tree_paths`). `longest` is the length of the longest
-    context including all new tokens.
-    """
-    found = KeyPlaces.of(store.data, rows_M, slots_M, longest)
-    return replace(found, seen_M=positions_M + 1, paths=paths)
-
-
-@lru_cache(maxsize=256)
-@torch.inference_mode(False)
-def _repeated_rows(rows: int, times: int) -> Tensor:
-    """0 to `rows` - 1, each repeated `times` times in succession. Cached, because consecutive steps
-    need the same tensors."""
-    return torch.arange(rows).repeat_interleave(times)

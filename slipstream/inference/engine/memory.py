@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from slipstream.errors import ConfigError
-from slipstream.inference.engine.kv_cache import KVStore
+from slipstream.inference.engine.kv_store import make_store
 from slipstream.metrics.resident import MemoryGroup, memory_groups
 from slipstream.models.config import ModelConfig
 from slipstream.models.numerics import row_multiple
@@ -33,8 +33,8 @@ def kv_budget(
 
     Raises ConfigError if the budget does not hold one sequence of `max_model_len` tokens.
     """
-    one = KVStore(config, dtype, device, 0, row_multiple=row_multiple(dtype, device))
-    needed = one.size(1, max_model_len)
+    one = make_store(config, dtype, device, 0, row_multiple=row_multiple(dtype, device))
+    needed = one.size([max_model_len])
     if wanted is not None:
         budget, setting = wanted, f"{_ROLLOUT}.kv_cache_bytes={wanted}"
     else:

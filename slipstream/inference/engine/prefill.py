@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.inference.engine.kv_cache import KVPrefix, KVStore
+from slipstream.inference.engine.kv_rows import KVPrefix, KVRows
 from slipstream.inference.engine.request import Running
 from slipstream.inference.engine.runner import Runner
 from slipstream.inference.engine.scheduler import Admission, ComputedPrefix, Scheduler
@@ -49,7 +49,7 @@ class Prefill:
         scheduler: Scheduler,
         *,
         max_tokens: int,
-        new_store: Callable[[], KVStore],
+        new_store: Callable[[], KVRows],
     ) -> None:
         """`max_tokens` limits the tokens of one pass, including padding. `new_store` makes an empty
         KV store."""
@@ -125,14 +125,14 @@ class Prefill:
         states = self._runner.extend(store, suffixes, first_rows, starts)
         for row, source in zip(rows, sources, strict=True):
             if row != first_rows[source]:
-                store.move(first_rows[source], row, len(contexts[source]))
+                store.share(first_rows[source], row, len(contexts[source]))
         return states
 
     def recompute(self, request: Running) -> KVPrefix:
         """Compute the keys and values of all but the last token of a context, outside the rows."""
         store, count = self._new_store(), request.length - 1
-        store.reserve(1, request.length)
+        store.reserve([request.length])
         for start in range(0, count, self._chunk_size):
             tokens = request.context[start : min(start + self._chunk_size, count)]
             self._runner.extend(store, [tokens], [0], [start])
-        return store.copy_prefix(0, count)
+        return store.view_prefix(0, count).clone()

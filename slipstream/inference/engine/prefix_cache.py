@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.inference.engine.kv_cache import KVPrefix
+from slipstream.inference.engine.kv_rows import KVPrefix
 
 BLOCK = 16
 """Contexts are indexed by blocks of this many tokens. Shorter common prefixes are not found."""

@@ -14,24 +14,14 @@ from torch import Tensor
 from slipstream.inference.engine.choice_graphs import ChoiceGraphs
 from slipstream.inference.engine.graph_shapes import ROWS, Choices
 from slipstream.inference.engine.graphs import DecodeGraphs
-from slipstream.inference.engine.kv_cache import (
-    DecodeView,
-    ExtendView,
-    KVStore,
-    PrefillView,
-    row_places,
-)
+from slipstream.inference.engine.kv_blocks import BlockStore
+from slipstream.inference.engine.kv_cache import KVStore
+from slipstream.inference.engine.kv_rows import Cache, KVRows
 from slipstream.inference.engine.recorder import CudaRecorder
 from slipstream.inference.engine.verification import Verification
 from slipstream.inference.weights import checked_buckets, checked_tensors
 from slipstream.models.copy_in_place import copy_in_place
-from slipstream.models.cpu_attention import KeyPlaces
-from slipstream.models.decoder import (
-    Decoder,
-    HiddenStates,
-    PlacedKVCache,
-    supports_varlen,
-)
+from slipstream.models.decoder import Decoder, HiddenStates, supports_varlen
 from slipstream.models.hf_io import copy_tensors
 from slipstream.models.numerics import ROW_MULTIPLE, pad_rows, round_up
 from slipstream.models.single_copy_weights import pack_in_place, write
@@ -115,7 +105,7 @@ class Runner:
             self.choice_graphs.clear()
 
     def prefill(
-        self, store: KVStore, contexts: Sequence[Sequence[int]], rows: list[int], sources: list[int]
+        self, store: KVRows, contexts: Sequence[Sequence[int]], rows: list[int], sources: list[int]
     ) -> Tensor:
         """Compute each distinct context once, and fill the rows that share it.
 
@@ -125,14 +115,14 @@ class Runner:
         ids, width = self._padded(contexts)
         positions = self._positions(torch.arange(width, device=self.device))
         positions = positions.expand(len(contexts), -1)
-        view = PrefillView(store, rows, sources, width)
-        hidden = self.packed.forward(ids, positions, kv_cache=view, aux_layers=self.aux_layers)
-        view.finish()
+        cache, finish = store.prefill(rows, sources, list(map(len, contexts)), width)
+        hidden = self.packed.forward(ids, positions, kv_cache=cache, aux_layers=self.aux_layers)
+        finish()
         return hidden.side_by_side()
 
     def extend(
         self,
-        store: KVStore,
+        store: KVRows,
         suffixes: Sequence[Sequence[int]],
         rows: Sequence[int],
         starts: Sequence[int],
@@ -145,9 +135,9 @@ class Runner:
         ids, width = self._padded(suffixes)
         first_U1 = torch.tensor(starts, device=self.device)[:, None]
         positions = self._positions(first_U1 + torch.arange(width, device=self.device))
-        view = ExtendView(store, rows, starts, [len(suffix) for suffix in suffixes], width)
+        cache = store.extend(rows, starts, [len(suffix) for suffix in suffixes], width)
         return self.packed.forward(
-            ids, positions, kv_cache=view, aux_layers=self.aux_layers
+            ids, positions, kv_cache=cache, aux_layers=self.aux_layers
         ).side_by_side()
 
     def split(self, states: Tensor) -> HiddenStates:
@@ -166,24 +156,25 @@ class Runner:
         # Padding and drafts may be beyond the model's last position. Their results are not used.
         return slots.clamp(max=self.config.max_position_embeddings - 1)
 
-    def decode(self, store: KVStore, step: Verification) -> HiddenStates:
+    def decode(self, store: KVRows, step: Verification) -> HiddenStates:
         """Run a decode step: cache keys and values of the last known tokens and their drafts.
 
         Returns their hidden states (M, ...); states of padding may follow.
         """
         ids, slots, longest = step.ids_BT, step.slots_BT, step.longest
-        view: PlacedKVCache | KeyPlaces
+        cache: Cache
         if step.rows_M is not None:
+            assert isinstance(store, BlockStore), "only the kernels compute row by row"
             positions = step.positions_BT.flatten()
-            view = row_places(store, step.rows_M, slots.flatten(), positions, step.paths, longest)
+            cache = store.decode_rows(step.rows_M, slots.flatten(), positions, step.paths, longest)
         else:
-            if self.graphs is not None:
+            if self.graphs is not None and isinstance(store, KVStore):
                 states = self.graphs.decode(self.packed, store, step)
                 if states is not None:
                     return self.split(states)
-            view = DecodeView(store, slots, longest, step.shortest, step.paths)
+            cache = store.decode(slots, longest, step.shortest, step.paths)
         at = self._positions(step.positions_BT)
-        return self.packed.forward(ids, at, kv_cache=view, aux_layers=self.aux_layers).flat()
+        return self.packed.forward(ids, at, kv_cache=cache, aux_layers=self.aux_layers).flat()
 
     def choose(
         self,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from slipstream.inference.engine.kv_cache import KVPrefix, KVStore
+from slipstream.inference.engine.kv_rows import KVPrefix, KVRows
 from slipstream.inference.engine.prefix_cache import BLOCK, PrefixCache
 from slipstream.inference.engine.request import Running
 from slipstream.models.numerics import ROW_MULTIPLE, round_up
@@ -54,7 +54,7 @@ class Partial:
     store."""
 
     request: Running
-    store: KVStore
+    store: KVRows
     done: int = 0
     features: list[Tensor] = field(default_factory=list)
     reused: int = 0
@@ -82,7 +82,7 @@ class Scheduler:
 
     def __init__(
         self,
-        store: KVStore,
+        store: KVRows,
         *,
         max_num_seqs: int,
         max_prefill_tokens: int,
@@ -140,13 +140,14 @@ class Scheduler:
         """
         admission = Admission()
         running_before = list(self.running)
-        longest = max((r.length for r in self.running), default=0)
+        lengths = [r.length for r in self.running]
         widest = 0
         while self.waiting and len(self.running) < self._max_num_seqs:
             candidate = self._next_waiting()
             # One more slot for the next token, which will be cached in the step after.
-            needed = max(longest, candidate.length + 1)
-            if not self.store.fits(len(self.running) + 1, needed):
+            lengths.append(candidate.length + 1)
+            if not self.store.fits(lengths):
+                lengths.pop()
                 break
             saved, context = candidate.request_id in self._saved, tuple(candidate.context)
             if not saved and candidate.wants_context:
@@ -168,9 +169,8 @@ class Scheduler:
             self._drop_partial_of(candidate)
             self._drop_prompt(candidate.request.prompt_ids)
             (admission.restored if saved else admission.fresh).append(candidate)
-            longest = needed
         if admission.fresh or admission.restored:
-            self.store.reserve(len(self.running), longest)
+            self.store.reserve(lengths[: len(self.running)])
         for request in admission.restored:
             self.store.restore(self.row(request), self._saved.pop(request.request_id))
         return admission
@@ -209,14 +209,14 @@ class Scheduler:
     def _prompt_in_row(self, request: Running) -> ComputedPrefix:
         """A copy of the prompt of a running request."""
         count = len(request.request.prompt_ids)
-        kv = self.store.copy_prefix(self.row(request), count)
+        kv = self.store.view_prefix(self.row(request), count).clone()
         return ComputedPrefix(kv, request.prompt_features, count)
 
-    def begin_partial(self, request: Running, store: KVStore, weights: int) -> Partial:
+    def begin_partial(self, request: Running, store: KVRows, weights: int) -> Partial:
         """Start the chunked prefill of `request` in `store`. The chunked prefill of another
         request is dropped and starts again later."""
         prefix = self._computed_prefix(request, self.running, weights)
-        store.reserve(1, request.length)
+        store.reserve([request.length])
         self.partial = Partial(request, store)
         if prefix is not None:
             store.restore(0, prefix.kv)
@@ -242,7 +242,7 @@ class Scheduler:
         free = self.store.budget - used
         if free >= 0:
             self.prefix_cache.shrink(free)
-            kv = self.store.copy_prefix(self.row(request), count)
+            kv = self.store.view_prefix(self.row(request), count).clone()
             self.prefix_cache.add(request.context[:count], kv)
 
     def _keep_prompt(self, request: Running) -> None:
@@ -297,9 +297,9 @@ class Scheduler:
         """
         preempted = []
         while self.running:
-            longest = max(r.length for r in self.running)
-            if self.store.fits(len(self.running), longest):
-                self.store.reserve(len(self.running), longest)
+            lengths = [r.length for r in self.running]
+            if self.store.fits(lengths):
+                self.store.reserve(lengths)
                 break
             newest = max(self.running, key=_arrival)
             preempted.append(newest)
@@ -310,7 +310,7 @@ class Scheduler:
         """Move a running request back to its place in the queue. Its keys and values are saved
         unless the current weights computed all of them."""
         if request.kv_weights != {weights}:
-            kv = self.store.copy_prefix(self.row(request), request.length - 1)
+            kv = self.store.view_prefix(self.row(request), request.length - 1).clone()
             self._saved[request.request_id] = kv
         self._free_row(request)
         insort(self.waiting, request, key=_arrival)
@@ -328,6 +328,8 @@ class Scheduler:
         contexts are prefilled again (a weight update with `KVPolicy.RECOMPUTE`)."""
         self.waiting = sorted([*self.running, *self.waiting], key=_arrival)
         while self.running:
+            last = len(self.running) - 1
+            self.store.end(last, last, 0)
             self._on_row_freed(self.running.pop())
         self._saved.clear()
 
@@ -345,10 +347,9 @@ class Scheduler:
     def _free_row(self, request: Running) -> None:
         """Free the row of `request` by moving the last row to it."""
         row, last = self.row(request), len(self.running) - 1
-        if row != last:
-            moved = self.running[last]
-            self.store.move(last, row, moved.length - 1)
-            self.running[row] = moved
+        moved = self.running[last]
+        self.store.end(row, last, moved.length - 1)
+        self.running[row] = moved
         self.running.pop()
         self._on_row_freed(request)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from slipstream.inference.speculation.draft_graphs import DraftInputs
 from slipstream.inference.speculation.protocol import DraftBatch
 from slipstream.kernels.draft.tree import WIDTH
+from slipstream.models.cpu_attention import KeyBlocks
 from slipstream.models.draft.forward import DraftPass, LevelPass, of_parents
 from slipstream.models.draft.model import PackedDraft
 from slipstream.models.linear import PackedLinear
@@ -32,7 +33,7 @@ from slipstream.tree_size import candidate_count
 def draft_chain_batched(
     head: PackedDraft,
     lm_head: PackedLinear,
-    kv: Tensor,
+    kv: Tensor | KeyBlocks,
     batch: DraftBatch,
     inputs: DraftInputs,
     num_keys: int,
@@ -55,7 +56,7 @@ def draft_chain_batched(
     drafts = [draft(0)]
     if steps == 1:
         return drafts[0][:, None]
-    slots_NC = inputs.ends_N[:, None] + torch.arange(steps - 1, device=kv.device)
+    slots_NC = inputs.ends_N[:, None] + torch.arange(steps - 1, device=inputs.ends_N.device)
     run = DraftPass(head, batch.policy.embedding, kv, slots_NC, num_keys)
     for step in range(1, steps):
         hidden_ND = run.run(step - 1, drafts[-1][:, None], hidden_ND[:, None])[:, 0]

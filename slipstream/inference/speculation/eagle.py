@@ -25,7 +25,9 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError, EngineError
+from slipstream.inference.engine.kv_blocks import BlockStore
 from slipstream.inference.engine.kv_cache import KVStore
+from slipstream.inference.engine.kv_store import make_store
 from slipstream.inference.engine.recorder import Recorder
 from slipstream.inference.speculation.batched_trees import draft_chain_batched, draft_tree_batched
 from slipstream.inference.speculation.draft_graphs import (
@@ -47,6 +49,7 @@ from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.inference.weights import checked_tensors
 from slipstream.kernels.draft.tree import WIDTH
 from slipstream.models.copy_in_place import copy_in_place
+from slipstream.models.cpu_attention import KeyBlocks
 from slipstream.models.draft.forward import DraftPass, Ints, TreeDrafter
 from slipstream.models.draft.model import (
     DRAFT_TOKENS,
@@ -94,7 +97,7 @@ class EagleProposer:
         self._width = head.config.hidden_size * max(1, len(head.aux_layers))
         with torch.no_grad():
             self._packed: PackedDraft = head.pack(dtype)
-        self._store = KVStore(replace(head.config, num_layers=1), dtype, device, kv_budget_bytes)
+        self._store = make_store(replace(head.config, num_layers=1), dtype, device, kv_budget_bytes)
         self._rows: dict[str, PendingRequest] = {}
         self._order: list[str] = []
         # Cache of `_rows_of`: the rows in `_order`, and the engine's list of their ids. The list
@@ -179,9 +182,10 @@ class EagleProposer:
             return
         # None if the request itself was the last row.
         last = self._rows.get(self._order[-1])
-        if last is not None:
-            if last.cached:
-                self._store.move(last.index, row.index, last.cached)
+        if last is None:
+            self._store.end(row.index, row.index, 0)
+        else:
+            self._store.end(row.index, last.index, last.cached)
             self._order[row.index] = self._order[-1]
             last.index = row.index
         # A preempted request starts again with all of its features.
@@ -277,11 +281,11 @@ class EagleProposer:
         width = int(pending.counts_N.max())
         if self._graphs is not None:
             width = max(width, most_new_tokens(plan))
-        longest = int(starts_N.max()) + width + max(plan.steps - 1, 1) * plan.topk
-        if not self._store.fits(len(rows), longest):
-            self._warn_short_of_memory(len(rows), longest)
+        lengths = (starts_N + width + max(plan.steps - 1, 1) * plan.topk).tolist()
+        if not self._store.fits(lengths):
+            self._warn_short_of_memory(len(rows), max(lengths))
             return batch.chains([()] * len(rows))
-        self._store.reserve(len(rows), longest)
+        self._store.reserve(lengths)
         trees = self._drafts(batch, plan, starts_N, pending)
         for row, end in zip(rows, ends_N.tolist(), strict=True):
             row.cached, row.features_TD, row.tokens = end, None, ()
@@ -335,7 +339,7 @@ class EagleProposer:
             drafter = self._drafter = TreeDrafter(packed, batch.policy)
         return Candidates(
             *drafter(
-                self._store.data[0],
+                self._blocks(),
                 starts_N,
                 pending.counts_N,
                 pending.tokens_T,
@@ -349,6 +353,18 @@ class EagleProposer:
                 self._temperature.value,
             )
         )
+
+    def _cache(self) -> Tensor | KeyBlocks:
+        """The KV cache of the head in the form that its forward pass needs."""
+        return self._blocks() if isinstance(self._store, BlockStore) else self._rectangle()
+
+    def _blocks(self) -> KeyBlocks:
+        assert isinstance(self._store, BlockStore), "the head has kernels"
+        return self._store.blocks
+
+    def _rectangle(self) -> Tensor:
+        assert isinstance(self._store, KVStore), "torch computes the head"
+        return self._store.data[0]
 
     def _rows_of(self, request_ids: Sequence[str]) -> list[PendingRequest]:
         """The rows of the running requests. Raises EngineError if the engine has others, or another
@@ -370,7 +386,7 @@ class EagleProposer:
         one."""
 
         def draft(batch: DraftBatch, prefill: PrefillInput, num_keys: int) -> tuple[Tensor, ...]:
-            inputs, kv = self._prefill(batch, prefill, num_keys), self._store.data[0]
+            inputs, kv = self._prefill(batch, prefill, num_keys), self._cache()
             return (
                 draft_chain_batched(self._packed, lm_head, kv, batch, inputs, num_keys, plan.steps),
             )
@@ -385,7 +401,7 @@ class EagleProposer:
         """Candidates of trees, with one forward pass per tree level."""
 
         def draft(batch: DraftBatch, prefill: PrefillInput, num_keys: int) -> tuple[Tensor, ...]:
-            inputs, kv = self._prefill(batch, prefill, num_keys), self._store.data[0]
+            inputs, kv = self._prefill(batch, prefill, num_keys), self._rectangle()
             shape = num_keys, plan.steps, plan.topk
             parts = draft_tree_batched(self._packed, lm_head, kv, batch, inputs, *shape)
             # One tensor, because the copy of each tensor to the host waits for the GPU. float64
@@ -433,7 +449,7 @@ class EagleProposer:
         # Truncated sampling (top-k, top-p, min-p) has data-dependent shapes, so no graph.
         if self._graphs is None or batch.rows.any_truncated:
             return drafting(batch, prefill, num_keys)
-        return self._graphs.draft(drafting, batch, plan, prefill, self._store.data[0], num_keys)
+        return self._graphs.draft(drafting, batch, plan, prefill, self._rectangle(), num_keys)
 
     def _prefill(self, batch: DraftBatch, prefill: PrefillInput, num_keys: int) -> DraftInputs:
         """Run the head over the pending tokens and fill its KV cache. Returns the inputs of the
@@ -445,8 +461,8 @@ class EagleProposer:
         hidden: list[Tensor] = []
         for start in range(0, width, _PREFILL_CHUNK):
             part = slice(start, start + _PREFILL_CHUNK)
-            kv = self._store.data[0]
-            run = DraftPass(self._packed, batch.policy.embedding, kv, slots_NW[:, part], num_keys)
+            kv, columns = self._cache(), slots_NW[:, part]
+            run = DraftPass(self._packed, batch.policy.embedding, kv, columns, num_keys)
             hidden.append(run.run(0, ids_NW[:, part].contiguous(), states_NWD[:, part]))
         all_hidden = torch.cat(hidden, 1) if len(hidden) > 1 else hidden[0]
         # Padding rows have no tokens.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from numba import carray
 
+from slipstream.kernels.attend import slot_offset
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.layers import WEIGHTS, place_sized
 from slipstream.kernels.memory import floats_at, ints_at
@@ -120,7 +121,7 @@ def draft_prefill(
 
 
 @kernel
-def lay_out(inputs, spots, E, limit, head_stride, N, H, K):
+def lay_out(inputs, spots, E, limit, table, entries, block, N, K):
     """Fill `spots` from `inputs`, both as in `tree.tree`.
 
     For the E new tokens that are not the last of their sequence, `spots` gets E numbers each of:
@@ -136,13 +137,15 @@ def lay_out(inputs, spots, E, limit, head_stride, N, H, K):
     last = carray(ints_at(spots + 32 * E), (6, N))
     t = e = 0
     for n in range(N):
-        first, end = n * H * head_stride, cached[n] + counts[n]
+        first, end = n * entries, cached[n] + counts[n]
         for slot in range(cached[n], end - 1):
             early[0, e], early[1, e] = features[t], ids[t]
-            early[2, e], early[3, e] = min(slot, limit), first + slot * K
+            early[2, e] = min(slot, limit)
+            early[3, e] = slot_offset(table, first, block, slot, K)
             t, e = t + 1, e + 1
         last[0, n], last[5, n] = features[t], ids[t]
-        last[1, n], last[2, n] = min(end - 1, limit), first + (end - 1) * K
+        last[1, n] = min(end - 1, limit)
+        last[2, n] = slot_offset(table, first, block, end - 1, K)
         last[3, n], last[4, n] = first, end
         t += 1
 

@@ -22,6 +22,7 @@ import numpy as np
 from numba import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
+from slipstream.kernels.attend import slot_offset
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.draft.prefill import draft_prefill, lay_out, layer_inputs, share
 from slipstream.kernels.draw_top import draw_top
@@ -116,7 +117,7 @@ def _record(
 @kernel
 def _follow(
     level, topk, before, followed, rows, begin, end_row, paths, paths_before, depth, n, first, end,
-    limit, normed, D, K, out_tokens, out,
+    limit, table, block, normed, D, K, out_tokens, out,
 ):  # fmt: skip
     """Choose the nodes of sequence `n` to follow after a level.
 
@@ -144,7 +145,8 @@ def _follow(
                 parent += 1
         slot = end + level * topk + i
         new[0, row] = normed + 4 * D * parent
-        new[1, row], new[2, row] = min(end + level, limit), first + slot * K
+        new[1, row] = min(end + level, limit)
+        new[2, row] = slot_offset(table, first, block, slot, K)
         new[3, row], new[4, row] = first, end + level + 1
         new[5, row], new[6, row], sums[row] = out_tokens[found], found, out[found]
         new[7, row], new[8, row] = n, i
@@ -160,7 +162,8 @@ def _follow(
 @kernel
 def _grow(
     level, steps, topk, before, following, rows, starts, above, below, depth, given, N, first,
-    begin, end, apart, limit, normed, D, K, drawn, promised, tokens, parents, scores,
+    begin, end, table, entries, block, limit, normed, D, K, drawn, promised, tokens, parents,
+    scores,
 ):  # fmt: skip
     """Record the candidates of a level and choose the nodes to follow.
 
@@ -183,7 +186,8 @@ def _grow(
             length = ends[0, first + i] + ends[1, first + i]
             _follow(
                 level, topk, before, following, rows, begins[i], begins[i + 1], below, above,
-                depth, i, (first + i) * apart, length, limit, normed, D, K, out_tokens, out,
+                depth, i, (first + i) * entries, length, limit, table, block, normed, D, K,
+                out_tokens, out,
             )  # fmt: skip
 
 
@@ -217,12 +221,12 @@ def _tree(
     given, drawn_at, spots, E, embedding, fc, fc_start, lm_head, lm_start, padded, norm,
     last_norm, draft_tokens, Z, keys_N2, temperatures, tokens, parents, scores, steps, topk,
     thresholds, gaps, weights, eps, logits, wide, both, x, spare, delta, normed, qkv, q, mixed,
-    gates, gated, own_rows, cos, sin, limit, head_stride, longest, keys, values, N, D, F, Q, H, K,
-    W, size, part, parts,
+    gates, gated, own_rows, cos, sin, limit, table, entries, block, head_stride, longest, keys,
+    values, N, D, F, Q, H, K, W, size, part, parts,
 ):  # fmt: skip
     """Compute one of `parts` parts of `tree`."""
     if part == 0:
-        lay_out(given, spots, E, limit, head_stride, N, H, K)
+        lay_out(given, spots, E, limit, table, entries, block, N, K)
     wait(parts)
     C = _candidates(steps, topk)
     first, n, early, earlies, most, m, part, parts = share(given, E, N, D, topk, part, parts)
@@ -273,8 +277,9 @@ def _tree(
         wait(parts)
         layers_part(
             weights, 1, 0, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated, cos, sin,
-            place, own, first_slots, seen, path, path_step, head_stride, longest, keys, values, 0,
-            0, 0, 0, qkv_input, 2 * D, own_rows, M, D, Q, H, K, W, size, part, parts,
+            place, own, first_slots, seen, table, block, path, path_step, head_stride, longest,
+            keys, values, 0, 0, 0, 0, qkv_input, 2 * D, own_rows, M, D, Q, H, K, W, size, part,
+            parts,
         )  # fmt: skip
         wait(parts)
         _predict(
@@ -292,8 +297,8 @@ def _tree(
         above, below = paths + level % 2 * paths_apart, paths + (level + 1) % 2 * paths_apart
         _grow(
             level, steps, topk, before, following, rows, starts, above, below, depth, given, N,
-            first, mine, my_end, H * head_stride, limit, normed, D, K, drawn, promised, tokens,
-            parents, scores,
+            first, mine, my_end, table, entries, block, limit, normed, D, K, drawn, promised,
+            tokens, parents, scores,
         )  # fmt: skip
         for i in range(mine, my_end):
             at[i] += 1
@@ -315,7 +320,7 @@ def _tree(
 
 @for_team
 def _tree_shared(p):
-    _tree(*to_fixed_tuple(carray(p, (53,)), 53), part_number(), part_count())
+    _tree(*to_fixed_tuple(carray(p, (56,)), 56), part_number(), part_count())
 
 
 def tree(*arguments: int, work: int) -> None:
@@ -341,7 +346,8 @@ def tree(*arguments: int, work: int) -> None:
     weights, eps: as in `layers`, for one layer; buffers: logits (N topk, padded), wide (R, F;
     EAGLE-3 only), both (R, 2D), x (R, D), and the buffers of `layers` for R rows, except normed
     (N topk, D), with R = `most_rows(N topk, E)`;
-    cos, sin: tables; limit: their last row; head_stride, longest, keys, values: as in `attend`;
+    cos, sin: tables; limit: their last row; table: as in `attend`, with `entries` numbers for each
+    sequence; entries; block, head_stride, longest, keys, values: as in `attend`;
     N, D, F, Q, H, K, W; size: as in `layers`.
     Each level but the last needs `topk` slots of the cache, after the new tokens.
     """

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slipstream.kernels.draft.prefill import most_rows
 from slipstream.kernels.draft.tree import WIDTH, tree, tree_numbers
-from slipstream.models.cpu_attention import KeyPlaces
+from slipstream.models.cpu_attention import KeyBlocks, KeyPlaces
 from slipstream.models.decoder import PackedDecoder
 from slipstream.models.draft.model import PackedDraft
 from slipstream.models.functional import rms_norm, rope_at, rope_table, rotate
@@ -74,7 +74,7 @@ class TreeDrafter:
 
     def __call__(
         self,
-        kv: Tensor,
+        kv: KeyBlocks,
         cached_N: Ints,
         counts_N: Ints,
         ids_T: Ints,
@@ -92,12 +92,13 @@ class TreeDrafter:
         Returns the candidates' tokens, parents and scores, (N, C) each, and the score gaps of the
         first level (N, W), as `kernels.draft.tree` defines them. With `topk` 1 the tree is a chain.
 
-        `kv` is the head's KV cache in the models' dtype. The prefill covers the new tokens `ids`,
-        sequence by sequence, `counts` (at least 1) of each. `features` are the addresses of the
-        feature rows before them, which the caller keeps alive. The new tokens go to the slots after
-        the `cached` ones. `positions` are the positions of the first draft tokens. The candidates
-        with the best scores, of at least `least`, are followed in the next level; a level takes
-        `topk` slots. `scale` is the scale of the scores in `kernels.draft.tree`.
+        `kv` is the head's KV cache in the models' dtype, with a row for each sequence. The prefill
+        covers the new tokens `ids`, sequence by sequence, `counts` (at least 1) of each. `features`
+        are the addresses of the feature rows before them, which the caller keeps alive. The new
+        tokens go to the slots after the `cached` ones. `positions` are the positions of the first
+        draft tokens. The candidates with the best scores, of at least `least`, are followed in the
+        next level; a level takes `topk` slots. `scale` is the scale of the scores in
+        `kernels.draft.tree`.
         """
         n = len(counts_N)
         shape = n, candidate_count(steps, topk)
@@ -120,7 +121,6 @@ class TreeDrafter:
         positions_N = positions_N.contiguous()
         spots = np.empty(tree_numbers(n, early, steps, topk), np.int64)
         layer_memory, (spare, delta, *others) = self._fused.buffers(like, most)
-        keys, slots = kv.data_ptr(), kv.shape[3]
         tree(
             inputs.ctypes.data,
             positions_N.data_ptr(),
@@ -143,10 +143,13 @@ class TreeDrafter:
             normed,
             *others,
             *self._rotation,
-            slots * kv.shape[4],
+            kv.table.data_ptr(),
+            kv.table.shape[1],
+            kv.block,
+            kv.head_stride,
             int((cached_N + counts_N).max()) + (steps - 1) * topk,
-            keys,
-            keys + kv.nbytes // 2,
+            kv.keys,
+            kv.values,
             n,
             *self._shape,
             work=self._fused.size,
@@ -162,11 +165,12 @@ class DraftPass:
         self,
         head: PackedDraft,
         embedding_VD: Tensor,
-        kv: Tensor,
+        kv: Tensor | KeyBlocks,
         slots_NC: Tensor,
         num_keys: int,
     ) -> None:
-        """`kv` (2, rows, H, S, K) is the head's cache; the pass writes to its rows 0 .. N-1.
+        """`kv` is the head's cache; the pass writes to its rows 0 .. N-1. If the head has kernels,
+        it is a `KeyBlocks`, else a tensor (2, rows, H, S, K).
 
         `slots_NC` are the slots of the tokens in each column. A token sees the slots up to its own.
         `num_keys` must be greater than all of them.
@@ -177,10 +181,12 @@ class DraftPass:
         self._places: KeyPlaces | None = None
         self._columns: _Columns | None = None
         self._mask_NCS: Tensor | None = None
-        if head.fused is not None:
+        if isinstance(kv, KeyBlocks):
+            assert head.fused is not None, "torch's operations need a tensor"
             rows = torch.arange(len(slots_NC))[:, None].expand_as(slots_NC)
-            self._places = KeyPlaces.of(kv[None], rows, slots_NC, num_keys)
+            self._places = kv.places(rows, slots_NC, num_keys)
         else:
+            assert head.fused is None, "the kernels need a `KeyBlocks`"
             unseen = torch.arange(num_keys, device=kv.device) > slots_NC[:, :, None]
             self._columns = _Columns(head, kv, slots_NC, positions, num_keys)
             mask_NCS, heads = _additive(unseen, kv.dtype), head.config.num_kv_heads
@@ -195,7 +201,7 @@ class DraftPass:
         head = self._head
         n, T = ids_NT.shape
         columns = slice(start, start + T)
-        if head.fused is not None and self._places is not None:
+        if self._places is not None and head.fused is not None:
             x, qkv_input = head.layer_inputs(ids_NT, states_NTD, self._embedding)
             places = self._places.columns(columns)
             # Copied, because the call overwrites x, which can be the states themselves.

@@ -31,10 +31,10 @@ def fill(store: KVStore, rows: int, length: int) -> Tensor:
 
 def test_growth_in_new_memory_keeps_the_contents_and_is_zero_elsewhere() -> None:
     store = make_store()
-    store.reserve(2, 60)
+    store.reserve([60] * 2)
     assert (store.rows, store.slots) == (2, 64)
     stored = fill(store, 2, 60)
-    store.reserve(3, 65)
+    store.reserve([65] * 3)
     assert (store.rows, store.slots) == (4, 128)
     assert torch.equal(store.data[:, :, :2, :, :60], stored)
     assert store.data[:, :, 2:].abs().sum() == store.data[..., 64:, :].abs().sum() == 0
@@ -44,14 +44,14 @@ def test_growth_in_new_memory_keeps_the_contents_and_is_zero_elsewhere() -> None
 @pytest.mark.parametrize("row_multiple", [1, 4])
 def test_growth_in_place_keeps_the_contents(row_multiple: int) -> None:
     store = make_store(row_multiple=row_multiple)
-    store.reserve(16, 250)
+    store.reserve([250] * 16)
     memory = store.data.data_ptr(), store.nbytes
     rng = random.Random(1)
     for rows, length in ((16, 256), (8, 300), (3, 700), (1, 900), (13, 40), (16, 200), (2, 1000)):
         kept = rng.randrange(1, min(store.rows, rows) + 1), rng.randrange(1, min(length, 256) + 1)
         kept = kept[0], min(kept[1], store.slots)
         stored = fill(store, *kept)
-        store.reserve(rows, length)
+        store.reserve([length] * rows)
         assert store.rows >= rows
         assert store.rows % row_multiple == 0
         assert store.slots >= length
@@ -59,7 +59,7 @@ def test_growth_in_place_keeps_the_contents(row_multiple: int) -> None:
         assert torch.equal(store.data[:, :, : kept[0], :, : kept[1]], stored)
     # More than the allocated memory holds.
     stored = fill(store, 2, 1000)
-    store.reserve(2, store.nbytes // store.slot_bytes)
+    store.reserve([store.nbytes // store.slot_bytes] * 2)
     assert store.nbytes > memory[1]
     assert torch.equal(store.data[:, :, :2, :, :1000], stored)
     store.release()
@@ -69,8 +69,8 @@ def test_growth_in_place_keeps_the_contents(row_multiple: int) -> None:
 def test_near_the_budget_only_the_needed_memory_is_allocated() -> None:
     store = make_store()
     store.budget = 3 * 128 * store.slot_bytes
-    store.reserve(2, 64)
-    store.reserve(3, 65)
+    store.reserve([64] * 2)
+    store.reserve([65] * 3)
     assert (store.rows, store.slots) == (3, 128)
     assert store.nbytes == store.budget
 
@@ -101,7 +101,7 @@ def test_reused_memory_with_old_contents_gives_the_same_bits(
 @pytest.mark.usefixtures("without_kernels")
 def test_torch_moves_slots_within_their_rows() -> None:
     store = make_store()
-    store.reserve(3, 40)
+    store.reserve([40] * 3)
     fill(store, 3, 40)
     before = store.data.clone()
     moves = [(0, 7, 5), (2, 9, 6), (2, 12, 7)]

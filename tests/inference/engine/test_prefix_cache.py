@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream.inference.engine import Engine
-from slipstream.inference.engine.kv_cache import KVPrefix
+from slipstream.inference.engine.kv_rows import KVPrefix
 from slipstream.inference.engine.prefix_cache import PrefixCache
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.types import GenerateRequest, Generation, KVPolicy, StopReason

@@ -12,6 +12,7 @@ from slipstream.inference.speculation.batched_trees import draft_tree_batched
 from slipstream.inference.speculation.draft_graphs import DraftInputs
 from slipstream.inference.speculation.protocol import DraftBatch
 from slipstream.models.config import ModelConfig
+from slipstream.models.cpu_attention import KeyBlocks
 from slipstream.models.draft.eagle1 import DraftHead
 from slipstream.models.draft.eagle3 import Eagle3Head
 from slipstream.models.draft.forward import DraftPass, TreeDrafter
@@ -68,8 +69,9 @@ def test_batched_trees_equal_those_of_the_cpu_kernel(
     kv = torch.zeros(2, 3, config.num_kv_heads, 64, config.head_dim)
     addresses = np.array([row.data_ptr() for row in features.view(12, -1)])
     draft_tree = TreeDrafter(packed, policy)
+    blocks = KeyBlocks.contiguous(kv[None])
     given = (
-        kv, np.zeros(3, np.int64), counts, ids.flatten().numpy(), addresses,
+        blocks, np.zeros(3, np.int64), counts, ids.flatten().numpy(), addresses,
         rows.keys_N2, positions, rows.temperature_N,
     )  # fmt: skip
     expected = draft_tree(*given, steps, topk)

@@ -8,6 +8,7 @@ import torch
 
 from slipstream.config.schema_speculative import MOST_BRANCHES
 from slipstream.kernels.draft.tree import WIDTH
+from slipstream.models.cpu_attention import KeyBlocks
 from slipstream.models.draft.eagle1 import DraftHead
 from slipstream.models.draft.forward import DraftPass, TreeDrafter
 from slipstream.sampling.noise import gumbel_noise
@@ -36,8 +37,9 @@ def test_candidates_match_a_separate_pass_along_each_path(
     positions = torch.arange(sequences) * 5 + 9
     heat = torch.full((sequences,), temperature)
     addresses = np.array([row.data_ptr() for row in features])
+    blocks = KeyBlocks.contiguous(kv[None])
     found = TreeDrafter(packed, policy)(
-        kv, np.zeros(sequences, np.int64), counts, ids.numpy(), addresses, keys,
+        blocks, np.zeros(sequences, np.int64), counts, ids.numpy(), addresses, keys,
         positions, heat, steps, topk,
     )  # fmt: skip
     start = 0
@@ -47,7 +49,8 @@ def test_candidates_match_a_separate_pass_along_each_path(
 
         def logits(path: list[int]) -> torch.Tensor:
             room = torch.zeros(2, 1, config.num_kv_heads, 64, config.head_dim)
-            run = DraftPass(packed, policy.embedding, room, torch.arange(60)[None], 60)
+            cache = KeyBlocks.contiguous(room[None])
+            run = DraftPass(packed, policy.embedding, cache, torch.arange(60)[None], 60)
             hidden = run.run(0, ids[None, part], features[None, part])[:, -1:]  # noqa: B023
             for i, token in enumerate(path):
                 hidden = run.run(count + i, torch.tensor([[token]]), hidden)  # noqa: B023

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from slipstream.errors import ConfigError
+from slipstream.models.cpu_attention import KeyBlocks
 from slipstream.models.draft import model
 from slipstream.models.draft.eagle3 import Eagle3Head, default_aux_layers
 from slipstream.models.draft.forward import DraftPass
@@ -152,11 +153,12 @@ def test_drafting_column_by_column_equals_the_training_pass(
         if not kernels:
             kv = kv.float()
         starts = [length - 6 for length in lengths]
-        DraftPass(packed, embedding, kv, torch.arange(6).expand(3, -1), 6).run(
+        cache = KeyBlocks.contiguous(kv[None]) if kernels else kv
+        DraftPass(packed, embedding, cache, torch.arange(6).expand(3, -1), 6).run(
             0, ids[:, :6], states[:, :6]
         )
         slots = torch.tensor([list(range(start, start + 8)) for start in starts])
-        run = DraftPass(packed, embedding, kv, slots, int(slots.max()) + 1)
+        run = DraftPass(packed, embedding, cache, slots, int(slots.max()) + 1)
         selected = torch.arange(3)[:, None], slots[:, :4]
         got = run.run(0, ids[selected], states[selected])
         close = 1e-4 if dtype == torch.float32 else 0.1

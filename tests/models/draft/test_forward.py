@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from slipstream.models.cpu_attention import KeyBlocks
 from slipstream.models.draft.eagle1 import DraftHead
 from slipstream.models.draft.forward import DraftPass
 from slipstream.models.rope_scaling import RopeScaling, YarnScaling
@@ -43,10 +44,11 @@ def test_drafting_column_by_column_equals_the_training_pass(
         kv = torch.full((2, 4, config.num_kv_heads, 64, config.head_dim), 7.0)
         # Slots beyond a row's start are overwritten before any query sees them.
         starts = [length - 6 for length in lengths]
-        before = DraftPass(packed, embedding, kv, torch.arange(6).expand(3, -1), 6)
+        cache = KeyBlocks.contiguous(kv[None]) if kernels else kv
+        before = DraftPass(packed, embedding, cache, torch.arange(6).expand(3, -1), 6)
         before.run(0, ids[:, :6], features[:, :6])
         slots = torch.tensor([list(range(start, start + 6)) for start in starts])
-        run = DraftPass(packed, embedding, kv, slots, int(slots.max()) + 1)
+        run = DraftPass(packed, embedding, cache, slots, int(slots.max()) + 1)
         selected = torch.arange(3)[:, None], slots
         own_ids, own_features = ids[selected], features[selected]
         got = [run.run(0, own_ids[:, :4], own_features[:, :4])]
