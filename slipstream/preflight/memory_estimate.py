@@ -32,6 +32,7 @@ from slipstream.checkpoint.layout import lora_folder, policy_folder
 from slipstream.config.engines import engine_entry
 from slipstream.config.mode import Mode
 from slipstream.config.schema import Config
+from slipstream.inference.engine.kv_blocks import SLAB_SHARE
 from slipstream.inference.engine.kv_store import make_store
 from slipstream.inference.engine.memory import free_bytes
 from slipstream.metrics.resident import FreedMemory, resident_bytes
@@ -75,12 +76,11 @@ one process keeps it. With gradient checkpointing, which allocates activations a
 larger. Measured with glibc (`python -m bench.memory`).
 """
 
-_KV_GROWTH = {"cuda": 1.5}
-"""By device type: peak bytes of the KV cache while it grows, divided by its final bytes.
+_KV_GROWTH = {"cuda": 1.5, "cpu": 1 + 1 / SLAB_SHARE}
+"""By device type: peak bytes of the KV cache while it grows, divided by the bytes it needs.
 
-While the cache grows, the old cache of half the size still exists. On a CPU the factor is 1: the
-operating system allocates pages when they are first written. The new half of the cache is first
-written after the old cache is freed.
+While a rectangle on a GPU grows, the old one of half the size still exists. Blocks on a CPU are
+allocated in slabs, the last of which may be unused.
 """
 
 

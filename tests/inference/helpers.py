@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from slipstream.inference.engine import Engine, EngineSettings
+from slipstream.inference.engine.kv_blocks import BlockStore
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.protocol import Proposer
 from slipstream.inference.speculation.selector import StrategySelector
@@ -185,3 +186,12 @@ def trainer_log_probs(
         log_probs = torch.log_softmax(logits / torch.full((), temperature), -1)
     first = len(ids) - len(generation.token_ids)
     return [log_probs[t - 1, ids[t]].item() for t in range(first, len(ids))]
+
+
+def spoil(engine: Engine, row: int) -> None:
+    """Overwrite the keys and values of a row with NaN."""
+    store = engine._scheduler.store
+    assert isinstance(store, BlockStore)
+    with torch.inference_mode():
+        for block in store._rows[row]:
+            store._memory[block].fill_(float("nan"))

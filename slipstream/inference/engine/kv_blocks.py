@@ -27,7 +27,7 @@ BLOCK_SLOTS = 64
 """Slots of a block: a multiple of `SLOT_BLOCK`. Smaller blocks waste less memory in the last block
 of a row, larger ones take less time in the kernels."""
 
-_SLAB_SHARE = 16
+SLAB_SHARE = 32
 """A slab has at least one block per this number of blocks that are allocated."""
 
 
@@ -117,7 +117,7 @@ class BlockStore:
     def _allocate(self, count: int) -> None:
         """Allocate a slab of at least `count` blocks, and more if the budget allows."""
         most = (self.budget - self.nbytes) // self._block_bytes
-        count = max(count, min(len(self._memory) // _SLAB_SHARE, most))
+        count = max(count, min(len(self._memory) // SLAB_SHARE, most))
         if self._before_growth is not None:
             self._before_growth(self.nbytes + count * self._block_bytes)
         # Offsets of blocks are multiples of the size of a head, as the bf16 layout requires.

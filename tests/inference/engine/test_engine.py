@@ -23,6 +23,7 @@ from tests.inference.helpers import (
     make_request,
     mixed_requests,
     shared_decoder,
+    spoil,
     update_from,
 )
 
@@ -352,8 +353,7 @@ def test_a_row_that_held_nan_is_cleared_for_the_next_request() -> None:
     engine.add(keeper)
     engine.step()
     # Keys and values of row 0 become NaN, so the logits of its request do, too.
-    with torch.inference_mode():
-        engine._scheduler.store.data[:, :, 0] = float("nan")
+    spoil(engine, 0)
     failed = engine.step()
     assert [(g.request_id, g.stop_reason) for g in failed] == [("bad", StopReason.ERROR)]
     assert len(failed[0].token_ids) == len(failed[0].log_probs) == 2

@@ -17,6 +17,7 @@ from slipstream.bench.speculation.drafters import LyingOracle
 from slipstream.inference.engine import Engine
 from slipstream.inference.engine.graph_shapes import Choices
 from slipstream.inference.engine.graphs import DecodeGraphs
+from slipstream.inference.engine.kv_cache import KVStore
 from slipstream.inference.engine.verification import make_verification
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftTree
@@ -41,7 +42,9 @@ def recording(
     """Let an engine on a CPU record decode steps. As on a GPU, its rows are a multiple of 8."""
     graphs = DecodeGraphs(trace, aux_layers, choices)
     engine._runner.graphs = graphs
-    engine._scheduler.store._row_multiple = engine._runner.row_multiple
+    store = engine._scheduler.store
+    assert isinstance(store, KVStore)
+    store._row_multiple = engine._runner.row_multiple
     return graphs
 
 
@@ -127,7 +130,8 @@ def test_padding_rows_stay_within_the_store() -> None:
     engine = make_engine(dtype=torch.bfloat16)
     graphs = recording(engine, choices=lambda running: [DraftPlan.chain(31)])
     store, packed = engine._scheduler.store, engine._runner.packed
-    store.reserve(1, 100)
+    assert isinstance(store, KVStore)
+    store.reserve([100])
     tree, cpu = DraftTree.chain(5, [6, 7]), torch.device("cpu")
 
     def recorded(length: int) -> list[bool]:
@@ -160,7 +164,9 @@ def test_recordings_of_an_idle_engine_do_not_keep_the_kv_store_alive() -> None:
     engine.add(make_request("a", max_tokens=30))
     for _ in range(10):
         engine.step()
-    kept = weakref.ref(engine._scheduler.store.data)
+    store = engine._scheduler.store
+    assert isinstance(store, KVStore)
+    kept = weakref.ref(store.data)
     assert graphs.replayed > 0
     assert kept() is not None
     drain(engine)

@@ -25,6 +25,7 @@ from tests.inference.helpers import (
     make_request,
     random_prompt,
     shared_decoder,
+    spoil,
     trainer_log_probs,
     update_from,
 )
@@ -35,7 +36,8 @@ SLOT_BYTES = 2 * 2 * 2 * 16 * 4
 def kv(tokens: int) -> KVPrefix:
     """Keys and values that count up along the slots, in whole blocks of 32 slots."""
     slots = -(-tokens // 32) * 32
-    return KVPrefix(torch.arange(float(slots)).expand(1, 2, 1, slots)[..., None].clone(), tokens)
+    numbers = torch.arange(float(slots)).expand(1, 2, 1, slots)[..., None]
+    return KVPrefix((numbers.clone(),), tokens)
 
 
 def found(cache: PrefixCache, context: list[int]) -> int:
@@ -58,11 +60,11 @@ def test_the_longest_common_prefix_is_found() -> None:
     assert found(cache, list(range(15))) == found(cache, list(range(1, 40))) == 0
     prefix = cache.find([*first, 3])
     assert prefix is not None
-    assert torch.equal(prefix.data, kv(40).data)
+    assert torch.equal(prefix.parts[0], kv(40).parts[0])
     # The data are whole blocks of slots.
     shorter = cache.find([*range(30), 99, 98])
     assert shorter is not None
-    assert (shorter.length, shorter.data.shape[3]) == (30, 32)
+    assert (shorter.length, shorter.parts[0].shape[3]) == (30, 32)
 
 
 def test_a_longer_context_replaces_its_prefix() -> None:
@@ -216,8 +218,7 @@ def test_a_failed_request_is_not_cached() -> None:
     engine = make_engine(prefix_caching=True)
     engine.add(make_request("bad", [5] * 40, max_tokens=30))
     engine.step()
-    with torch.inference_mode():
-        engine._scheduler.store.data[:, :, 0] = float("nan")
+    spoil(engine, 0)
     (failed,) = engine.step()
     assert failed.stop_reason is StopReason.ERROR
     assert engine.stats().kv_bytes == 0

@@ -1,0 +1,174 @@
+"""Blocks of keys and values: memory, sharing, and engines whose blocks are in any order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.inference.engine.kv_blocks import BLOCK_SLOTS, BlockStore
+from slipstream.inference.engine.kv_rows import KVPrefix
+from slipstream.inference.speculation.eagle import EagleProposer
+from slipstream.inference.speculation.plan import DraftPlan
+from slipstream.models.draft.eagle1 import DraftHead
+from tests.inference.helpers import (
+    all_bits,
+    make_engine,
+    make_request,
+    random_prompt,
+    shared_decoder,
+)
+
+CONFIG = shared_decoder().config
+
+
+def make_store(budget: int = 1 << 30, block: int = 32) -> BlockStore:
+    return BlockStore(CONFIG, torch.float32, budget, block=block)
+
+
+def contents(prefix: KVPrefix) -> Tensor:
+    return torch.cat(prefix.parts, 3)
+
+
+def fill(store: BlockStore, row: int, length: int) -> Tensor:
+    """Write random keys and values to the first slots of a row, and return a copy of them."""
+    parts = store.view_prefix(row, length).parts
+    for part in parts:
+        part.normal_(generator=torch.Generator().manual_seed(row))
+    return torch.cat(parts, 3)
+
+
+def test_each_row_takes_the_blocks_of_its_own_length() -> None:
+    store = make_store()
+    store.reserve([33, 1, 300])
+    block_bytes = 32 * store.slot_bytes
+    assert store.used_bytes == store.nbytes == (2 + 1 + 10) * block_bytes
+    stored = [fill(store, row, length) for row, length in enumerate((33, 1, 300))]
+    store.reserve([65, 1, 320])
+    assert store.used_bytes == (3 + 1 + 10) * block_bytes
+    for row, length in enumerate((33, 1, 300)):
+        assert torch.equal(contents(store.view_prefix(row, length)), stored[row])
+
+
+def test_the_last_row_takes_the_place_of_an_ended_one_and_blocks_are_reused() -> None:
+    store = make_store()
+    store.reserve([40, 70, 100])
+    last = fill(store, 2, 100)
+    allocated = store.nbytes
+    store.end(0, 2, 99)
+    assert torch.equal(contents(store.view_prefix(0, 100)), last)
+    assert store.used_bytes == (3 + 4) * 32 * store.slot_bytes
+    store.reserve([100, 70, 64])
+    assert store.nbytes == allocated
+    for row in (2, 1, 0):
+        store.end(row, row, 0)
+    assert store.used_bytes == 0
+    store.release()
+    assert store.nbytes == 0
+
+
+def test_rows_share_the_whole_blocks_of_a_prompt() -> None:
+    store = make_store()
+    store.reserve([80, 80])
+    prompt = fill(store, 0, 80)
+    store.share(0, 1, 80)
+    assert store.used_bytes == 4 * 32 * store.slot_bytes
+    assert torch.equal(contents(store.view_prefix(1, 80)), prompt)
+    # The last block is the row's own, and the others outlive the row that wrote them.
+    store.view_prefix(0, 80).parts[2].zero_()
+    store.end(0, 1, 80)
+    assert torch.equal(contents(store.view_prefix(0, 80)), prompt)
+    store.end(0, 0, 0)
+    assert store.used_bytes == 0
+
+
+def test_a_row_with_nan_is_zero_when_its_blocks_are_used_again() -> None:
+    store = make_store()
+    store.reserve([40, 40])
+    store.share(0, 1, 40)
+    for part in store.view_prefix(0, 40).parts:
+        part.fill_(float("nan"))
+    store.clear(0)
+    store.end(0, 1, 40)
+    # The first block still belongs to the other row.
+    assert store.view_prefix(0, 40).parts[0].isnan().all()
+    store.reserve([40, 40])
+    assert not contents(store.view_prefix(1, 40)).isnan().any()
+    store.end(0, 1, 40)
+    store.end(0, 0, 0)
+    store.reserve([96, 96])
+    assert not contents(store.view_prefix(0, 96)).isnan().any()
+
+
+def test_the_budget_limits_blocks_and_not_rows_times_the_longest() -> None:
+    block_bytes = 32 * make_store().slot_bytes
+    grown: list[int] = []
+    store = BlockStore(
+        CONFIG, torch.float32, 12 * block_bytes, block=32, before_growth=grown.append
+    )
+    assert store.fits([256, 32, 32, 64])
+    assert not store.fits([256, 32, 32, 65])
+    store.reserve([256, 32])
+    assert grown == [store.nbytes] == [9 * block_bytes]
+    assert store.fits([256, 32, 96])
+    assert not store.fits([257, 32, 96])
+    store.end(0, 1, 31)
+    assert store.fits([32, 11 * 32])
+
+
+def shuffled(store: BlockStore, seed: int) -> None:
+    """Allocate blocks, and put them into the list of free blocks in random order."""
+    store.reserve([64 * BLOCK_SLOTS])
+    store.end(0, 0, 0)
+    random.Random(seed).shuffle(store._free)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("plan", ["off", "4_1_5", "3_2_6"])
+def test_engines_with_shuffled_blocks_have_the_bits_of_plain_ones(
+    dtype: torch.dtype, plan: str
+) -> None:
+    # Responses end before, at and after the ends of blocks.
+    requests = [
+        make_request(
+            str(i),
+            random_prompt(random.Random(i % 3), 50 + 7 * (i % 3)),
+            max_tokens=n,
+            ignore_eos=True,
+        )
+        for i, n in enumerate((13, 14, 15, 77, 78, 79, 140, 141, 142))
+    ]
+    head = DraftHead(CONFIG)
+    head.init_weights(1)
+    proposer = EagleProposer(head, dtype=dtype, free_cache=False)
+    engine = make_engine(
+        dtype=dtype,
+        free_cache_engine=False,
+        proposer=None if plan == "off" else proposer,
+        **({} if plan == "off" else {"plan": DraftPlan.parse(plan)}),
+    )
+    store = engine._scheduler.store
+    assert isinstance(store, BlockStore)
+    with torch.inference_mode():
+        shuffled(store, 1)
+        if plan != "off":
+            assert isinstance(proposer._store, BlockStore)
+            shuffled(proposer._store, 2)
+    assert all_bits(engine.run(requests)) == all_bits(make_engine(dtype=dtype).run(requests))
+    assert store.used_bytes == 0
+
+
+def test_a_long_response_among_short_ones_takes_no_memory_for_them() -> None:
+    lengths = [40] * 31 + [900]
+    engine = make_engine(max_model_len=1024, free_cache_engine=False, max_num_seqs=32)
+    engine.run(
+        [
+            make_request(str(i), [3 + i % 40, 4], max_tokens=n, ignore_eos=True)
+            for i, n in enumerate(lengths)
+        ]
+    )
+    store = engine._scheduler.store
+    needed = sum(-(-(n + 2) // BLOCK_SLOTS) * BLOCK_SLOTS for n in lengths) * store.slot_bytes
+    assert store.nbytes <= 1.1 * needed
