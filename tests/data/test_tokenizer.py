@@ -184,7 +184,8 @@ def traits(tokenizer: Any) -> dict[str, Any]:
     ids=str,
 )
 @pytest.mark.parametrize(
-    "named", ["TokenizersBackend", "PreTrainedTokenizerFast", "LlamaTokenizer", "Qwen2Tokenizer", ""]
+    "named",
+    ["TokenizersBackend", "PreTrainedTokenizerFast", "LlamaTokenizer", "Qwen2Tokenizer", ""],
 )
 @pytest.mark.parametrize("kind", MADE)
 def test_tokenizers_are_those_of_auto_tokenizer(
@@ -235,3 +236,19 @@ def test_class_of_the_configuration_is_imported_only_if_it_matters(
             load_tokenizer(tmp_path)
     else:
         assert load_tokenizer(tmp_path)(TEXT)["input_ids"] == build_tokenizer()(TEXT)["input_ids"]
+
+
+def test_the_name_of_the_folder_may_choose_the_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # transformers uses the generic class for models with such names, whatever their files say.
+    folder = Path("deepseek-ai/deepseek-coder-x")
+    monkeypatch.chdir(tmp_path)
+    save_tokenizer(MADE["bytes"](), folder)
+    file = folder / "tokenizer_config.json"
+    raw = json.loads(file.read_text())
+    file.write_text(json.dumps({**raw, "tokenizer_class": "Qwen2Tokenizer"}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    expected = traits(AutoTokenizer.from_pretrained(str(folder)))
+    assert expected["class"].__name__ == "TokenizersBackend"
+    assert traits(load_tokenizer(folder)) == expected
