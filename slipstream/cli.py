@@ -32,7 +32,11 @@ from slipstream.config.launch import (
 from slipstream.config.load import CONFIG_FILE
 from slipstream.config.mode import HEAD_ALONE
 from slipstream.errors import CheckpointError, ConfigError
-from slipstream.heap import keep_freed_memory, without_garbage_collector
+from slipstream.heap import (
+    keep_freed_memory,
+    skip_collection_at_exit,
+    without_garbage_collector,
+)
 from slipstream.launchers.command import add_train_flags, start
 from slipstream.metrics.timeline import mark_command_start
 from slipstream.reading import reason, shown
@@ -607,6 +611,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     mark_command_start()
     keep_freed_memory()
+    skip_collection_at_exit()
     line = list(sys.argv[1:] if argv is None else argv)
     if not line:
         _overview().print_help()

@@ -49,3 +49,20 @@ def test_collector_is_stopped_in_the_body_only(enabled: bool) -> None:
         assert gc.isenabled() == enabled
     finally:
         (gc.enable if before else gc.disable)()
+
+
+EXIT = """
+import atexit, gc
+atexit.register(lambda: print("frozen" if gc.get_freeze_count() else "examined"))
+from slipstream import cli
+cli.main(["config", "trainer.seed"])
+assert not gc.get_freeze_count()
+"""
+
+
+def test_command_ends_without_a_last_collection() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EXIT], check=True, stdout=subprocess.PIPE, text=True
+    )
+    # Handlers run in reverse order, so the command's own one has already run.
+    assert done.stdout.endswith("frozen\n")

@@ -85,7 +85,7 @@ def map_checkpoint(folder: Path, *, positions: int | None = None) -> Decoder:
     """
     config = load_config(folder, positions=positions)
     check_bytes(config, folder)
-    with torch.device("meta"):
+    with torch.device("meta"), without_init():
         decoder = Decoder(config)
     tensors = read_tensors(folder)
     _refuse(tensor_problems(decoder, tensors), str(folder))
