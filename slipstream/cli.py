@@ -32,7 +32,11 @@ from slipstream.config.launch import (
 from slipstream.config.load import CONFIG_FILE
 from slipstream.config.mode import HEAD_ALONE
 from slipstream.errors import CheckpointError, ConfigError
-from slipstream.heap import keep_freed_memory
+from slipstream.heap import (
+    keep_freed_memory,
+    skip_collection_at_exit,
+    without_garbage_collector,
+)
 from slipstream.launchers.command import add_train_flags, start
 from slipstream.metrics.timeline import mark_command_start
 from slipstream.reading import reason, shown
@@ -113,7 +117,8 @@ def _run_eval(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.cfg:
         print_settings(config)
         return 0
-    from slipstream.run.train import evaluate
+    with without_garbage_collector():
+        from slipstream.run.train import evaluate
 
     return evaluate(config, checkpoint, args.problems, args.output)
 
@@ -150,7 +155,8 @@ def _run_draft(args: argparse.Namespace, overrides: list[str]) -> int:
     if args.cfg:
         print_settings(config)
         return 0
-    from slipstream.run.draft_phase import main as draft
+    with without_garbage_collector():
+        from slipstream.run.draft_phase import main as draft
 
     return draft(config)
 
@@ -272,7 +278,8 @@ def _export_flags(command: argparse.ArgumentParser) -> None:
 
 def _run_export(args: argparse.Namespace, _: list[str]) -> int:
     checkpoint = _existing_checkpoint(args.checkpoint)
-    from slipstream.run.train import export
+    with without_garbage_collector():
+        from slipstream.run.train import export
 
     return export(checkpoint, args.output, args.dtype, args.draft)
 
@@ -315,7 +322,8 @@ def _quickstart_flags(command: argparse.ArgumentParser) -> None:
 
 
 def _run_quickstart(args: argparse.Namespace, _: list[str]) -> int:
-    from slipstream.run.quickstart import main as quickstart
+    with without_garbage_collector():
+        from slipstream.run.quickstart import main as quickstart
 
     return quickstart(
         args.output,
@@ -404,7 +412,8 @@ def _doctor_flags(command: argparse.ArgumentParser) -> None:
 
 
 def _run_doctor(args: argparse.Namespace, _: list[str]) -> int:
-    from slipstream.preflight.doctor import doctor
+    with without_garbage_collector():
+        from slipstream.preflight.doctor import doctor
 
     return doctor(args.folder, as_json=args.json)
 
@@ -602,6 +611,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     mark_command_start()
     keep_freed_memory()
+    skip_collection_at_exit()
     line = list(sys.argv[1:] if argv is None else argv)
     if not line:
         _overview().print_help()

@@ -30,7 +30,7 @@ from slipstream.inference.engine import EngineSettings
 from slipstream.inference.engine.memory import kv_budget
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.models.config import ModelConfig
-from slipstream.models.decoder import Decoder, supports_varlen
+from slipstream.models.decoder import Decoder, supports_varlen, without_init
 from slipstream.models.hf_policy import HFPolicy
 from slipstream.models.lora import copy_weights, merged_weights
 from slipstream.models.numerics import check_widths, dtype_from_name
@@ -51,7 +51,9 @@ class EngineSetup:
 
     config: Config
     policy: Policy
-    """The weights to begin with. The engine copies them: training changes these."""
+    """The weights to begin with. The engine copies them if they are `trained`."""
+    trained: bool
+    """Whether training changes the weights of `policy`."""
     decode: Callable[[list[int]], str]
     """From token ids to text."""
     compute: ComputeThread
@@ -133,9 +135,11 @@ def make_engine(
     compute: ComputeThread,
     *,
     speculate: Callable[[str], None] | None = None,
+    trained: bool = True,
 ) -> InferenceEngine:
     """Build the rollout engine with a copy of `decoder`'s weights. It works on `compute`.
 
+    Unless `trained`, the weights never change, so the embedded engine uses them without a copy.
     With `speculate`, which receives messages for the user, it drafts by the section `speculative`.
     Raises ConfigError if the engine cannot serve the policy, or if its `capabilities` differ from
     the registered ones.
@@ -146,6 +150,7 @@ def make_engine(
         EngineSetup(
             config=config,
             policy=decoder,
+            trained=trained,
             decode=make_decode(config, tokenizer, decoder.config.eos_token_ids),
             compute=compute,
             notify=speculate,
@@ -168,9 +173,13 @@ def make_embedded(setup: EngineSetup) -> InferenceEngine:
         with torch.device("meta"):
             own = Decoder(decoder.config)
         allocate_single_copy(own, dtype, device)
+        copy_weights(decoder, own)
+    elif setup.trained:
+        with without_init():
+            own = Decoder(decoder.config).to(device)
+        copy_weights(decoder, own)
     else:
-        own = Decoder(decoder.config).to(device)
-    copy_weights(decoder, own)
+        own = decoder
     # After the weights are loaded: the KV cache gets a share of the free memory.
     settings = engine_settings(config, own.config)
     _log.info("the KV cache may use %d bytes", settings.kv_budget_bytes)

@@ -84,11 +84,13 @@ def make_policy(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path | None,
     team: Team | None = None,
+    *,
+    trained: bool = True,
 ) -> Policy:
     """Build a policy or reference: with weights from `folder`, or random weights by `model.init`.
 
     In a distributed run its weights are sharded over the processes at once, unless it gets a LoRA
-    adapter first. Its end tokens include those of `end_tokens`.
+    adapter first. Its end tokens include those of `end_tokens`. `trained` is as in `load_policy`.
     """
     if folder is None:
         return make_decoder(config, tokenizer, None)
@@ -96,7 +98,13 @@ def make_policy(
     positions = model.override_config.max_position_embeddings
     policy: Policy
     if team is None:
-        policy = load_policy(folder, model.implementation, device=device, positions=positions)
+        policy = load_policy(
+            folder,
+            model.implementation,
+            device=device,
+            positions=positions,
+            trained=trained,
+        )
     elif model.lora_rank or model.lora_adapter_path is not None:
         # In host memory until it is sharded.
         policy = load_policy(folder, model.implementation, positions=positions)

@@ -5,21 +5,22 @@ Knows nothing of models or data sets. Called by the tasks, the data set loaders 
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from slipstream.data.chat_template import check_chat_template
 from slipstream.errors import ConfigError, DataError
 from slipstream.reading import jinja_text, reading, shown_path, special_file
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 NUM_NUMBERS = 100
 SYMBOLS = ("+", "-", "=", ",", "off", "answer", ":")
@@ -112,9 +113,7 @@ def load_tokenizer(
         if _is_dir(folder) and (odd := special_file(folder)):
             raise DataError(f"{odd} is not a regular file; remove it, or give another folder")
         try:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                str(folder) if folder.is_dir() else name, trust_remote_code=trust_remote_code
-            )
+            tokenizer = _load(folder if folder.is_dir() else None, name, trust_remote_code)
         except (OSError, ValueError, KeyError) as error:
             first = (str(error).splitlines() or [""])[0].rstrip(" :")
             raise DataError(
@@ -138,6 +137,56 @@ def load_tokenizer(
             "tokenizer of an instruction-tuned model"
         )
     return tokenizer
+
+
+def _load(folder: Path | None, name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in `folder`, or the one that the Hub calls `name` if it is None."""
+    # Imported here because a run whose tokenizer is built, not loaded, does not need it.
+    from transformers import AutoTokenizer
+
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if folder is not None and (config := _class_hints(folder)) is not None:
+        options["config"] = config
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        name if folder is None else str(folder), **options
+    )
+    return found
+
+
+_HINTS = ("model_type", "model_name", "tokenizer_class")
+"""The keys of config.json by which `AutoTokenizer` chooses the tokenizer's class."""
+
+
+def _class_hints(folder: Path) -> PreTrainedConfig | None:
+    """What `AutoTokenizer` needs of a model's config.json, without the configuration class.
+
+    The class of a model's configuration imports modules for training and generation, which takes
+    five times as long as the tokenizer. Returns None where the class matters: without a
+    config.json that is a JSON object, or if the folder has code of its own, or if
+    tokenizer_config.json does not name the tokenizer's class.
+    """
+    from transformers import PreTrainedConfig
+
+    model = _json_object(folder / "config.json")
+    tokenizer = _json_object(folder / "tokenizer_config.json")
+    if not model or not isinstance(tokenizer.get("tokenizer_class"), str):
+        return None
+    if "auto_map" in model or "auto_map" in tokenizer:
+        return None
+    hints = PreTrainedConfig(name_or_path=str(folder))  # which it reads, too
+    for key in _HINTS:
+        if key in model:
+            setattr(hints, key, model[key])
+    return hints
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is none. `AutoTokenizer` gives the better error."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def vocabulary_in(

@@ -22,6 +22,7 @@ from slipstream.config.launch import (
 )
 from slipstream.config.mode import resolve_mode
 from slipstream.config.schema import Config
+from slipstream.heap import without_garbage_collector
 from slipstream.metrics.timeline import mark_command_start
 
 
@@ -38,10 +39,12 @@ def start(config: Config, args: argparse.Namespace) -> int:
         return 0
     mode = resolve_mode(config)
     if args.dry_run:
-        from slipstream.preflight.dry_run import dry_run
+        with without_garbage_collector():
+            from slipstream.preflight.dry_run import dry_run
 
         return dry_run(config, mode)
-    from slipstream.run.train import train
+    with without_garbage_collector():
+        from slipstream.run.train import train
 
     return train(config, mode)
 

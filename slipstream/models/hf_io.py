@@ -74,6 +74,30 @@ def load_checkpoint(
     return decoder.to(device) if device is not None else decoder
 
 
+def map_checkpoint(folder: Path, *, positions: int | None = None) -> Decoder:
+    """Return a decoder on the CPU whose parameters are the tensors in a Hugging Face folder's
+    files.
+
+    They have the dtype of the file and are mapped, not copied: a page of the file is read when it
+    is first used. So this is for a policy that is not trained, and the files must not be rewritten
+    while the decoder exists. `pack` returns the same weights as after `load_checkpoint`.
+    `positions` and errors are as in `load_checkpoint`.
+    """
+    config = load_config(folder, positions=positions)
+    check_bytes(config, folder)
+    with torch.device("meta"), without_init():
+        decoder = Decoder(config)
+    tensors = read_tensors(folder)
+    _refuse(tensor_problems(decoder, tensors), str(folder))
+    # Rounded to fp32 as in `load_checkpoint`: rounding fp64 to bf16 directly may differ.
+    own = {
+        name: tensors[name].float() if tensors[name].dtype == torch.float64 else tensors[name]
+        for name, _ in decoder.named_parameters()
+    }
+    decoder.load_state_dict(own, assign=True)
+    return decoder
+
+
 def check_bytes(config: ModelConfig, folder: Path) -> None:
     """Raise CheckpointError if the weights have fewer bytes than the model has parameters.
 

@@ -20,6 +20,7 @@ from slipstream.models.hf_io import (
     load_config,
     load_sharded_weights,
     load_tensors,
+    map_checkpoint,
     read_json,
     read_tensors,
     save_checkpoint,
@@ -65,13 +66,18 @@ def load_policy(
     *,
     device: torch.device | None = None,
     positions: int | None = None,
+    trained: bool = True,
 ) -> Policy:
     """Return the policy in `folder` with fp32 parameters.
 
-    `implementation` and `positions` are as in `policy_config`. Raises CheckpointError.
+    `implementation` and `positions` are as in `policy_config`. Unless `trained`, the parameters of
+    a decoder on the CPU are mapped from the files, in their dtype (`map_checkpoint`). Raises
+    CheckpointError.
     """
     if _needs_transformers(folder, implementation):
         return load_hf_policy(folder, device=device, positions=positions)
+    if not trained and (device is None or device.type == "cpu"):
+        return map_checkpoint(folder, positions=positions)
     return load_checkpoint(folder, device=device, positions=positions)
 
 

@@ -70,8 +70,8 @@ def evaluate(config: Config, checkpoint: Path, problems: int | None, output: Pat
 
     def make() -> InferenceEngine:
         model_config(config, tokenizer, source)
-        policy = make_policy(config, tokenizer, source)
-        return make_engine(config, policy, tokenizer, compute)
+        policy = make_policy(config, tokenizer, source, trained=False)
+        return make_engine(config, policy, tokenizer, compute, trained=False)
 
     engine = compute.run(make)
 
