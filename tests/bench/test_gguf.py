@@ -62,7 +62,8 @@ class Reader:
 def test_a_file_holds_all_weights_and_the_architecture(
     family: str, tied: bool, tmp_path: Path
 ) -> None:
-    decoder = make_decoder(family, tie_word_embeddings=tied)
+    # A width with which some tensors end between multiples of 32 bytes, where the next one starts.
+    decoder = make_decoder(family, tie_word_embeddings=tied, hidden_size=44)
     write_gguf(tmp_path / "m.gguf", decoder)
     read = Reader(tmp_path / "m.gguf")
     c = decoder.config
@@ -73,7 +74,7 @@ def test_a_file_holds_all_weights_and_the_architecture(
         "tokenizer.ggml.model": "none",
         f"{family}.vocab_size": 96,
         f"{family}.context_length": 256,
-        f"{family}.embedding_length": 48,
+        f"{family}.embedding_length": 44,
         f"{family}.block_count": 3,
         f"{family}.feed_forward_length": 80,
         f"{family}.attention.head_count": 6,

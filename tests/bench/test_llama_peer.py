@@ -252,7 +252,7 @@ def loaded(decoder: Decoder, folder: Path, quantize: str | None) -> Iterator[Pee
 
 @needs_llama
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-@pytest.mark.parametrize(("quantize", "most"), [(None, 0.03), ("q8_0", 0.06)])
+@pytest.mark.parametrize(("quantize", "most"), [(None, 0.03), ("q8_0", 0.25)])
 def test_llama_cpp_computes_our_log_probs(
     family: str, quantize: str | None, most: float, tmp_path: Path
 ) -> None:
