@@ -180,7 +180,7 @@ def contender(
         with _vllm(name, load, max_positions, temperature, compute) as peer:
             yield peer
     elif name in LLAMA:
-        # As for vLLM: on this thread, making the model would leave OpenMP threads.
+        # On this thread, making the model would leave OpenMP threads that slow down ours.
         with llama_of(name, lambda: compute.run(load), max_positions, temperature) as peer:
             yield peer
     else:
@@ -342,9 +342,11 @@ def llama_command() -> tuple[str, ...]:
 def llama_of(
     name: str, model: Callable[[], Decoder], max_positions: int, temperature: float
 ) -> Iterator[Contender]:
-    """llama.cpp with the settings called `name` and the weights of `model`, in the order bf16,
-    then the format of the settings. Raises ConfigError if llama.cpp is not installed, or for a
-    model that `write_gguf` does not translate."""
+    """llama.cpp with the settings called `name` and the weights of `model`.
+
+    Raises ConfigError if llama.cpp is not installed, or for a model that `write_gguf` does not
+    translate.
+    """
     settings = LLAMA[name]
     command = llama_command()
     with TemporaryDirectory() as folder, PeerProcess(name, command) as process:

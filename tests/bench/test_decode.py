@@ -16,7 +16,15 @@ import torch
 
 from slipstream import cli
 from slipstream.bench import contenders, decode, shapes
-from slipstream.bench.contenders import LLAMA, OURS, PEERS, VLLM, Contender, contender
+from slipstream.bench.contenders import (
+    LLAMA,
+    OURS,
+    PEERS,
+    VLLM,
+    Contender,
+    contender,
+    peer_contender,
+)
 from slipstream.bench.decode import (
     INEXACT,
     READ,
@@ -398,6 +406,13 @@ def test_llama_cpp_gets_a_file_of_the_weights_and_whether_to_sample(
     assert (asked["lengths"], asked["temperature"], asked["sample"]) == ([3, 3], 0.5, True)
     loaded, asked = run("llamacpp-q8_0-unsampled")
     assert (loaded["quantize"], asked["sample"]) == ("q8_0", False)
+    # The policy of a run, as `bench rollout --policy` gives it.
+    save_checkpoint(make_decoder("tiny", max_positions=16), tmp_path / "policy")
+    with peer_contender("llamacpp-q8_0", tmp_path / "policy", 9, 0.25) as peer:
+        peer.generate(workload)
+    (answer,) = peer.answers
+    assert (answer["loaded"]["start"], answer["loaded"]["max_model_len"]) == ("GGUF", 9)
+    assert (answer["loaded"]["quantize"], answer["asked"]["temperature"]) == ("q8_0", 0.25)
     assert set(found) == {(".venv-llama", "bench/peers/llama_peer.py")}
     compute.close()
 
