@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -180,8 +179,12 @@ def contender(
         with _vllm(name, load, max_positions, temperature, compute) as peer:
             yield peer
     elif name in LLAMA:
-        # On this thread, making the model would leave OpenMP threads that slow down ours.
-        with llama_of(name, lambda: compute.run(load), max_positions, temperature) as peer:
+
+        def write(file: Path) -> None:
+            # On this thread, this would leave OpenMP threads that slow down ours.
+            compute.run(lambda: write_gguf(file, load()))
+
+        with llama_of(name, write, max_positions, temperature) as peer:
             yield peer
     else:
         cache = name.partition("-")[2]
@@ -295,8 +298,11 @@ def peer_contender(
     """vLLM or llama.cpp with the settings called `name`, on the policy in a Hugging Face folder.
     Raises ConfigError if it is not installed."""
     if name in LLAMA:
-        load = partial(load_checkpoint, folder)
-        with llama_of(name, load, max_positions, temperature) as peer:
+
+        def write(file: Path) -> None:
+            write_gguf(file, load_checkpoint(folder))
+
+        with llama_of(name, write, max_positions, temperature) as peer:
             yield peer
     else:
         settings = (VLLM | SPECULATING)[name]
@@ -340,18 +346,17 @@ def llama_command() -> tuple[str, ...]:
 
 @contextmanager
 def llama_of(
-    name: str, model: Callable[[], Decoder], max_positions: int, temperature: float
+    name: str, write: Callable[[Path], None], max_positions: int, temperature: float
 ) -> Iterator[Contender]:
-    """llama.cpp with the settings called `name` and the weights of `model`.
+    """llama.cpp with the settings called `name`. `write` writes the model to a GGUF file in bf16.
 
-    Raises ConfigError if llama.cpp is not installed, or for a model that `write_gguf` does not
-    translate.
+    Raises ConfigError if llama.cpp is not installed.
     """
     settings = LLAMA[name]
     command = llama_command()
     with TemporaryDirectory() as folder, PeerProcess(name, command) as process:
         file = Path(folder) / "model.gguf"
-        write_gguf(file, model())
+        write(file)
         loaded = process.ask(
             "load",
             model=str(file),

@@ -55,6 +55,9 @@ READ_SHARE = "share_of_read_rate"
 """Key of a row's values: the time in which the machine reads the weights of all steps, over the
 time of decoding."""
 
+_BUSY_SHARE = 0.8
+"""Busy cores per thread of our engine below which the summary warns of other programs."""
+
 BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "q8_0": 34 / 32}
 """Bytes per weight in memory. Q8_0 stores a scale of two bytes for each block of 32 weights."""
 
@@ -145,7 +148,10 @@ def run(
                 with inexact():
                     another = load(name)
                 contenders[INEXACT] = replace(another, generate=_inexactly(another))
-        weights = as_many_bytes(bench.dtype, bench.model.config, torch.device("cpu"))
+        # On this thread, filling the tensor would leave OpenMP threads that slow down ours.
+        weights = compute.run(
+            lambda: as_many_bytes(bench.dtype, bench.model.config, torch.device("cpu"))
+        )
 
         def read() -> None:
             for _ in range(bench.new_tokens - 1):
@@ -333,7 +339,7 @@ def table(rows: Sequence[ResultRow]) -> str:
     busiest process: a process that only polls for work also keeps a core busy.
     """
     lines = [
-        f"    {'':<24}{'tokens/s':>9}  {'least .. most':<16}{'ms/step':>8}"
+        f"    {'':<28}{'tokens/s':>9}  {'least .. most':<16}{'ms/step':>8}"
         f"{'cores':>7}{'in one':>8}  ours/theirs"
     ]
     for row in rows:
@@ -342,7 +348,7 @@ def table(rows: Sequence[ResultRow]) -> str:
         alone = row.values.get("cores_busy_in_one_process", busy)
         assert isinstance(alone, Spread)
         lines.append(
-            f"    {row.contender:<24}{speed.median:>9.1f}  "
+            f"    {row.contender:<28}{speed.median:>9.1f}  "
             f"{f'{speed.min:.1f} .. {speed.max:.1f}':<16}{step.median:>8.2f}"
             f"{busy.median:>7.2f}{alone.median:>8.2f}  "
             f"{speedup.median:.2f} [{speedup.min:.2f} .. {speedup.max:.2f}]"
@@ -368,6 +374,12 @@ def summary(bench: DecodeBench, rows: Sequence[ResultRow]) -> str:
     cost = 1 / _spread(inexact_row, "slipstream_speedup").median
     lines.append(f"    exact mode takes {cost:.2f}x the time of torch's own operations")
     lines += _read_shares(bench, rows)
+    busy = _spread(ours, "cores_busy").median
+    if ours.threads is not None and busy < _BUSY_SHARE * ours.threads:
+        lines.append(
+            f"    our steps kept only {busy:.2f} cores busy with {ours.threads} threads, so other "
+            "programs were running: these ratios say little; measure again on an idle machine"
+        )
     idle = [value for row in rows if isinstance(value := row.values.get(_IDLE), float)]
     if idle:
         lines.append(f"    a waiting peer process kept at most {max(idle):.2f} cores busy")

@@ -36,6 +36,7 @@ from slipstream.bench.decode import (
     run_step_shares,
     summary,
 )
+from slipstream.bench.gguf import write_gguf
 from slipstream.bench.inexact import inexact, sdpa
 from slipstream.bench.record import ResultRow, Spread
 from slipstream.bench.shapes import SHAPES, BenchModel, make_decoder
@@ -165,7 +166,8 @@ def test_the_best_contender_of_a_peer_is_chosen_in_our_dtype_and_in_any(
             dtype=dtype,
             seconds=Spread.of([seconds]),
             values=dict.fromkeys(
-                ("slipstream_speedup", READ_SHARE, "read_gigabytes_per_second"), speedup
+                ("slipstream_speedup", READ_SHARE, "read_gigabytes_per_second", "cores_busy"),
+                speedup,
             ),
         )
 
@@ -202,6 +204,36 @@ def test_a_contender_that_chooses_no_tokens_never_counts_as_the_best(rows: list[
     assert best_of(some, "llamacpp", "bfloat16") is some[0]
     assert best_of(some, "llamacpp") is some[2]
     assert best_of(some[1:2], "llamacpp") is None
+
+
+def test_tensors_are_made_and_read_on_the_compute_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = list[threading.Thread]()
+
+    class Weights:
+        def sum(self) -> None:
+            threads.append(threading.current_thread())
+
+    def make(*_: object) -> Weights:
+        threads.append(threading.current_thread())
+        return Weights()
+
+    monkeypatch.setattr(decode, "alternate", fixed_times)
+    monkeypatch.setattr(decode, "as_many_bytes", make)
+    next(decode.run(replace(TOY, peers=())))
+    # Made once, and read once for each token after the first.
+    assert len(threads) == 1 + TOY.new_tokens - 1
+    assert len(set(threads)) == 1
+    assert threads[0] is not threading.current_thread()
+
+
+def test_busy_cores_below_the_threads_are_reported(rows: list[ResultRow]) -> None:
+    def text(threads: int) -> str:
+        # Our steps kept 2.0 cores busy.
+        some = [replace(row, threads=threads) for row in rows if row.case == "batch 1"]
+        return summary(replace(TOY, peers=()), some)
+
+    assert "our steps kept only 2.00 cores busy with 3 threads" in text(3)
+    assert "measure again" not in text(2)
 
 
 @pytest.mark.parametrize(
@@ -384,6 +416,13 @@ def test_llama_cpp_gets_a_file_of_the_weights_and_whether_to_sample(
 
     monkeypatch.setattr(contenders, "peer_command", command)
     workload, compute = make_workload(TOY, 2, 3), ComputeThread()
+    writers = set()
+
+    def write(path: Path, decoder: Decoder) -> None:
+        writers.add(threading.current_thread())
+        write_gguf(path, decoder)
+
+    monkeypatch.setattr(contenders, "write_gguf", write)
 
     def run(name: str) -> tuple[dict[str, object], dict[str, object]]:
         with contender(
@@ -406,6 +445,8 @@ def test_llama_cpp_gets_a_file_of_the_weights_and_whether_to_sample(
     assert (asked["lengths"], asked["temperature"], asked["sample"]) == ([3, 3], 0.5, True)
     loaded, asked = run("llamacpp-q8_0-unsampled")
     assert (loaded["quantize"], asked["sample"]) == ("q8_0", False)
+    # On another thread, tensor operations would leave OpenMP threads that slow down ours.
+    assert writers == {compute.run(threading.current_thread)}
     # The policy of a run, as `bench rollout --policy` gives it.
     save_checkpoint(make_decoder("tiny", max_positions=16), tmp_path / "policy")
     with peer_contender("llamacpp-q8_0", tmp_path / "policy", 9, 0.25) as peer:
@@ -502,7 +543,7 @@ def test_the_command_prints_a_table_and_writes_rows(
     assert {row["settings"]["vocab_size"] for row in written} == {32}
     text = capsys.readouterr().out
     assert "decode, tiny, batch 2: float32" in text
-    assert "    transformers-dynamic          4.0  4.0 .. 4.0" in text
+    assert "    transformers-dynamic              4.0  4.0 .. 4.0" in text
     assert "over the best of hf: 1.00x in float32" in text
     assert "share_outside" in text
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -272,7 +273,7 @@ def test_llama_cpp_computes_our_log_probs(
 @needs_llama
 def test_a_sequence_gets_the_same_greedy_tokens_alone_and_in_a_batch(tmp_path: Path) -> None:
     decoder = make_decoder("llama", **SIZES)
-    with llama_of("llamacpp-bfloat16", lambda: decoder, 64, 0.0) as peer:
+    with llama_of("llamacpp-bfloat16", partial(write_gguf, decoder=decoder), 64, 0.0) as peer:
         together = peer.generate(Workload(name="all", prompts=PROMPTS, lengths=(12, 7, 9)))
         alone = [
             peer.generate(Workload(name="one", prompts=(prompt,), lengths=(length,)))[0]
@@ -287,7 +288,8 @@ def test_a_sequence_gets_the_same_greedy_tokens_alone_and_in_a_batch(tmp_path: P
 @needs_llama
 @pytest.mark.parametrize("name", LLAMA)
 def test_all_settings_write_as_many_tokens_as_asked_for(name: str) -> None:
-    with llama_of(name, lambda: make_decoder("llama", **SIZES), 64, 1.0) as peer:
+    decoder = make_decoder("llama", **SIZES)
+    with llama_of(name, partial(write_gguf, decoder=decoder), 64, 1.0) as peer:
         written = peer.generate(Workload(name="all", prompts=PROMPTS, lengths=(5, 1, 3)))
     assert [len(ids) for ids in written] == [5, 1, 3]
     assert peer.cpu_clock() > 0
