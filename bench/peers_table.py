@@ -26,7 +26,7 @@ _HEADINGS = (
     "held-out accuracy [95 %]",
 )
 
-_NAMES = {"hf": "transformers", "vllm": "vLLM"}
+_NAMES = {"hf": "transformers", "vllm": "vLLM", "llamacpp": "llama.cpp"}
 
 _OURS_TRAINING = {PLAIN: "Slipstream", FROZEN: "Slipstream, with drafts"}
 

@@ -40,12 +40,12 @@ ENTRIES = (
     Entry(
         "rollout",
         "slipstream.bench.rollout_command",
-        "rollouts with and without drafts, or the embedded engine against transformers or vLLM",
+        "rollouts with and without drafts, or the embedded engine against other engines",
     ),
     Entry(
         "decode",
         "slipstream.bench.decode_command",
-        "decoding without drafts by batch size, against transformers and vLLM",
+        "decoding without drafts by batch size, against transformers, vLLM and llama.cpp",
     ),
     Entry(
         "speculation",
@@ -114,6 +114,7 @@ EXAMPLES = """\
   slipstream bench rollout --case mixed --shape d512x12 --threads 1
   slipstream bench rollout --policy runs/bench-model --peer vllm-bfloat16-compiled
   slipstream bench decode --peer hf vllm --shape d512x12 --batch 1 8 32
+  slipstream bench decode --peer llamacpp --model ./smollm2 --dtype bfloat16
   slipstream bench speculation --policy runs/bench-model --heads runs/one runs/other
   slipstream bench lossless --json lossless.json
   slipstream bench train --dtype bfloat16 --profile

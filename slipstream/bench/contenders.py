@@ -1,9 +1,10 @@
-"""The contenders: the embedded engine as rollouts use it, transformers' `generate`, and vLLM.
+"""The contenders: the embedded engine as rollouts use it, transformers' `generate`, vLLM and
+llama.cpp.
 
 All get the same weights, prompts and lengths and ignore end-of-sequence tokens. Our engine and
-transformers compute on the same thread: with one thread each, OpenMP would slow both down. vLLM
-computes in a separate process. This module does not time anything. Used by `rollout` and `decode`
-and, in a separate process, by `memory`.
+transformers compute on the same thread: with one thread each, OpenMP would slow both down. vLLM and
+llama.cpp compute in separate processes. This module does not time anything. Used by `rollout` and
+`decode` and, in a separate process, by `memory`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import anyio
 import torch
 from anyio.from_thread import start_blocking_portal
 
-from slipstream.bench.peer_process import PEERS_REMEDY, PeerProcess, peer_command
-from slipstream.bench.shapes import make_decoder
+from slipstream.bench.gguf import write_gguf
+from slipstream.bench.peer_process import LLAMA_REMEDY, PEERS_REMEDY, PeerProcess, peer_command
+from slipstream.bench.shapes import BenchModel
 from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.inference.engine import EngineSettings
 from slipstream.models.decoder import Decoder
-from slipstream.models.hf_io import save_checkpoint
+from slipstream.models.hf_io import load_checkpoint, save_checkpoint
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.types import GenerateRequest, Generation, NoiseKey, SamplingParams
 
@@ -62,10 +64,38 @@ VLLM = {
     "vllm-bfloat16-one-thread": VllmSettings(dtype="bfloat16", threads=1),
 }
 
-PEERS = {"hf": ("transformers-dynamic", "transformers-static"), "vllm": tuple(VLLM)}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaSettings:
+    """Settings of llama.cpp. `form` is the format of the weights: bfloat16, or one that llama.cpp
+    computes from bf16. Without `sample`, it computes all logits but chooses no tokens: they are
+    random, as in llama.cpp's own `llama-bench`."""
+
+    form: str
+    sample: bool = True
+
+
+LLAMA = {
+    "llamacpp-bfloat16": LlamaSettings(form="bfloat16"),
+    "llamacpp-bfloat16-unsampled": LlamaSettings(form="bfloat16", sample=False),
+    "llamacpp-q8_0": LlamaSettings(form="q8_0"),
+    "llamacpp-q8_0-unsampled": LlamaSettings(form="q8_0", sample=False),
+}
+
+UNSAMPLED = tuple(name for name, settings in LLAMA.items() if not settings.sample)
+"""Contenders that choose no tokens. They show what sampling costs, and never count as the best."""
+
+PEERS = {
+    "hf": ("transformers-dynamic", "transformers-static"),
+    "vllm": tuple(VLLM),
+    "llamacpp": tuple(LLAMA),
+}
 """Contenders of each peer; the fastest one counts. transformers runs with either of its caches.
 vLLM runs in both dtypes, compiled or eager, in one process with all threads (its best on few
-cores), with one thread, and with its defaults."""
+cores), with one thread, and with its defaults. llama.cpp runs with bf16 and with 8-bit weights."""
+
+SEPARATE = (*VLLM, *LLAMA)
+"""Contenders that compute in separate processes."""
 
 SPECULATING = {
     f"vllm-{dtype}-ngram": VllmSettings(
@@ -121,23 +151,23 @@ class Contender:
 def contender(
     name: str,
     *,
-    shape: str,
+    model: BenchModel,
     max_positions: int,
     dtype: torch.dtype,
     temperature: float,
     compute: ComputeThread,
-    vocab_size: int | None = None,
 ) -> Iterator[Contender]:
     """The contender `name`, ready for workloads of up to `max_positions` tokens. Our engine and
-    transformers run on `compute`. Raises ConfigError if vLLM is needed and not installed."""
+    transformers run on `compute`. Raises ConfigError if vLLM or llama.cpp is needed and not
+    installed."""
 
-    def model() -> Decoder:
-        return make_decoder(shape, max_positions=max_positions, vocab_size=vocab_size)
+    def load() -> Decoder:
+        return model.decoder(max_positions)
 
     dtype_name = str(dtype).removeprefix("torch.")
     if name == OURS:
         with (
-            embedded(model, max_positions, dtype, compute) as engine,
+            embedded(load, max_positions, dtype, compute) as engine,
             start_blocking_portal() as portal,
         ):
             yield Contender(
@@ -146,11 +176,19 @@ def contender(
                 threads=torch.get_num_threads(),
             )
     elif name in VLLM:
-        with _vllm(name, model, max_positions, temperature, compute) as peer:
+        with _vllm(name, load, max_positions, temperature, compute) as peer:
+            yield peer
+    elif name in LLAMA:
+
+        def write(file: Path) -> None:
+            # On this thread, this would leave OpenMP threads that slow down ours.
+            compute.run(lambda: write_gguf(file, load()))
+
+        with llama_of(name, write, max_positions, temperature) as peer:
             yield peer
     else:
         cache = name.partition("-")[2]
-        generate = compute.run(lambda: _transformers(model(), dtype, temperature, cache))
+        generate = compute.run(lambda: _transformers(load(), dtype, temperature, cache))
         yield Contender(
             generate=lambda w: compute.run(lambda: generate(w)),
             dtype=dtype_name,
@@ -249,18 +287,27 @@ def _vllm(
         c = decoder.config
         folder = Path(parent) / f"{c.hidden_size}x{c.num_layers}-{c.vocab_size}-{max_positions}"
         save_checkpoint(decoder, folder)
-        with vllm_contender(name, folder, max_positions, temperature) as peer:
+        with peer_contender(name, folder, max_positions, temperature) as peer:
             yield peer
 
 
 @contextmanager
-def vllm_contender(
+def peer_contender(
     name: str, folder: Path, max_positions: int, temperature: float
 ) -> Iterator[Contender]:
-    """vLLM with the settings called `name`, on the policy in a Hugging Face folder. Raises
-    ConfigError if vLLM is not installed."""
-    with vllm_of(name, (VLLM | SPECULATING)[name], folder, max_positions, temperature) as peer:
-        yield peer
+    """vLLM or llama.cpp with the settings called `name`, on the policy in a Hugging Face folder.
+    Raises ConfigError if it is not installed."""
+    if name in LLAMA:
+
+        def write(file: Path) -> None:
+            write_gguf(file, load_checkpoint(folder))
+
+        with llama_of(name, write, max_positions, temperature) as peer:
+            yield peer
+    else:
+        settings = (VLLM | SPECULATING)[name]
+        with vllm_of(name, settings, folder, max_positions, temperature) as peer:
+            yield peer
 
 
 def vllm_command() -> tuple[str, ...]:
@@ -283,25 +330,71 @@ def vllm_of(
             threads=settings.given_threads,
             speculative=settings.speculative,
         )
-        answers: list[Mapping[str, Any]] = []
-
-        def generate(workload: Workload) -> list[list[int]]:
-            answers.append(
-                process.ask(
-                    "generate",
-                    prompts=workload.prompts,
-                    lengths=workload.lengths,
-                    temperature=temperature,
-                    gaps=settings.gaps,
-                )
-            )
-            return [list(ids) for ids in answers[-1]["token_ids"]]
-
-        yield Contender(
-            generate=generate,
+        yield _answering(
+            process,
+            {"temperature": temperature, "gaps": settings.gaps},
             dtype=settings.dtype,
             threads=settings.given_threads,
             versions=loaded["versions"],
-            cpu_clock=lambda: sum(answer["cpu_seconds"] for answer in answers),
-            answers=answers,
         )
+
+
+def llama_command() -> tuple[str, ...]:
+    """The command that starts llama.cpp's process. Raises ConfigError if it is not installed."""
+    return peer_command(".venv-llama", "bench/peers/llama_peer.py", remedy=LLAMA_REMEDY)
+
+
+@contextmanager
+def llama_of(
+    name: str, write: Callable[[Path], None], max_positions: int, temperature: float
+) -> Iterator[Contender]:
+    """llama.cpp with the settings called `name`. `write` writes the model to a GGUF file in bf16.
+
+    Raises ConfigError if llama.cpp is not installed.
+    """
+    settings = LLAMA[name]
+    command = llama_command()
+    with TemporaryDirectory() as folder, PeerProcess(name, command) as process:
+        file = Path(folder) / "model.gguf"
+        write(file)
+        loaded = process.ask(
+            "load",
+            model=str(file),
+            quantize=None if settings.form == "bfloat16" else settings.form,
+            max_model_len=max_positions,
+            threads=torch.get_num_threads(),
+        )
+        yield _answering(
+            process,
+            {"temperature": temperature, "sample": settings.sample},
+            dtype=settings.form,
+            threads=torch.get_num_threads(),
+            versions=loaded["versions"],
+        )
+
+
+def _answering(
+    process: PeerProcess,
+    arguments: Mapping[str, object],
+    *,
+    dtype: str,
+    threads: int | None,
+    versions: Mapping[str, str],
+) -> Contender:
+    """A process that has loaded the model. `arguments` are those of `generate` besides the
+    workload."""
+    answers: list[Mapping[str, Any]] = []
+
+    def generate(workload: Workload) -> list[list[int]]:
+        given = {"prompts": workload.prompts, "lengths": workload.lengths, **arguments}
+        answers.append(process.ask("generate", **given))
+        return [list(ids) for ids in answers[-1]["token_ids"]]
+
+    return Contender(
+        generate=generate,
+        dtype=dtype,
+        threads=threads,
+        versions=versions,
+        cpu_clock=lambda: sum(answer["cpu_seconds"] for answer in answers),
+        answers=answers,
+    )

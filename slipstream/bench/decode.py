@@ -4,7 +4,8 @@ All contenders run the same model, and all responses have the same length. Each 
 contender twice: for one new token, and for all new tokens. The difference is the time of decoding,
 without prefill and without the start of a batch. Our engine works as in rollouts: behind the
 asynchronous protocol, with log-probs. The benchmark also measures the cost of exact mode
-(`inexact`) and the share of a step outside the model (`step_share`).
+(`inexact`), the share of a step outside the model (`step_share`), and how near a step comes to the
+time in which this machine reads the weights from memory.
 """
 
 from __future__ import annotations
@@ -12,15 +13,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from random import Random
 
 import torch
 
-from slipstream.bench.contenders import OURS, PEERS, Contender, Workload, contender, embedded
+from slipstream.bench.contenders import (
+    OURS,
+    PEERS,
+    UNSAMPLED,
+    Contender,
+    Workload,
+    contender,
+    embedded,
+)
 from slipstream.bench.inexact import inexact
 from slipstream.bench.record import ResultRow, Spread, this_machine
 from slipstream.bench.rollout import fastest_peer, recorded, same_tokens
-from slipstream.bench.shapes import make_decoder
+from slipstream.bench.shapes import BenchModel, matmul_parameters
+from slipstream.bench.speculation.roofline import as_many_bytes
 from slipstream.bench.step_share import step_shares
 from slipstream.bench.timing import Times, alternate, ratio
 from slipstream.errors import ConfigError, EngineError, check_at_least_one
@@ -37,14 +48,29 @@ INEXACT = f"{OURS}-torch"
 
 _IDLE = "cores_busy_when_idle"
 
+READ = "reading the weights"
+"""Name of the work that reads as many bytes as decoding reads weights."""
+
+READ_SHARE = "share_of_read_rate"
+"""Key of a row's values: the time in which the machine reads the weights of all steps, over the
+time of decoding."""
+
+_BUSY_SHARE = 0.8
+"""Busy cores per thread of our engine below which the summary warns of other programs."""
+
+BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "q8_0": 34 / 32}
+"""Bytes per weight in memory. Q8_0 stores a scale of two bytes for each block of 32 weights."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeBench:
-    """One measurement. `temperature` 0 is greedy. `vocab_size` replaces the shape's. `only` names
-    the contenders of the peers to measure; empty: all."""
+    """One measurement. `temperature` 0 is greedy. `vocab_size` replaces the shape's; None keeps
+    it. With `folder`, the model is the one in that Hugging Face folder. `only` names the contenders
+    of the peers to measure; empty: all."""
 
     shape: str = FLOOR_SHAPE
-    vocab_size: int = 1024
+    vocab_size: int | None = 1024
+    folder: Path | None = None
     batches: tuple[int, ...] = (1, 8, 32)
     peers: tuple[str, ...] = ("hf",)
     only: tuple[str, ...] = ()
@@ -72,12 +98,21 @@ class DecodeBench:
             )
         check_at_least_one(self, "vocab_size", "prompt_length", "rounds")
 
+    @property
+    def model(self) -> BenchModel:
+        return BenchModel(shape=self.shape, vocab_size=self.vocab_size, folder=self.folder)
+
+    @property
+    def title(self) -> str:
+        """The name of the model in tables and rows."""
+        return self.shape if self.folder is None else str(self.folder)
+
 
 def make_workload(bench: DecodeBench, batch: int, new_tokens: int) -> Workload:
     """Random prompts, the same in each call, with responses of `new_tokens` tokens."""
-    random = Random(batch)
+    random, vocab_size = Random(batch), bench.model.config.vocab_size
     prompts = tuple(
-        tuple(random.randrange(bench.vocab_size) for _ in range(bench.prompt_length))
+        tuple(random.randrange(vocab_size) for _ in range(bench.prompt_length))
         for _ in range(batch)
     )
     return Workload(name=f"batch {batch}", prompts=prompts, lengths=(new_tokens,) * batch)
@@ -97,8 +132,7 @@ def run(
             return stack.enter_context(
                 contender(
                     name,
-                    shape=bench.shape,
-                    vocab_size=bench.vocab_size,
+                    model=bench.model,
                     max_positions=bench.prompt_length + bench.new_tokens,
                     dtype=bench.dtype,
                     temperature=bench.temperature,
@@ -114,9 +148,18 @@ def run(
                 with inexact():
                     another = load(name)
                 contenders[INEXACT] = replace(another, generate=_inexactly(another))
+        # On this thread, filling the tensor would leave OpenMP threads that slow down ours.
+        weights = compute.run(
+            lambda: as_many_bytes(bench.dtype, bench.model.config, torch.device("cpu"))
+        )
+
+        def read() -> None:
+            for _ in range(bench.new_tokens - 1):
+                weights.sum()
+
         for batch in bench.batches:
             say(f"batch {batch}: {len(contenders)} contenders, interleaved")
-            yield _measure(bench, batch, contenders)
+            yield _measure(bench, batch, contenders, lambda: compute.run(read))
 
 
 def _inexactly(made: Contender) -> Callable[[Workload], list[list[int]]]:
@@ -128,7 +171,10 @@ def _inexactly(made: Contender) -> Callable[[Workload], list[list[int]]]:
 
 
 def _measure(
-    bench: DecodeBench, batch: int, contenders: Mapping[str, Contender]
+    bench: DecodeBench,
+    batch: int,
+    contenders: Mapping[str, Contender],
+    read: Callable[[], None],
 ) -> list[ResultRow]:
     outputs: dict[str, list[list[int]]] = {}
     works: dict[str, Callable[[], None]] = {}
@@ -140,10 +186,11 @@ def _measure(
     clocks = {
         key: each.cpu_clock for name, each in contenders.items() for key in (name, _prefill(name))
     }
+    works[READ] = read
     times = alternate(works, rounds=bench.rounds, cpu_clocks=clocks)
     decoded = {name: decode_times(times[name], times[_prefill(name)]) for name in contenders}
     return [
-        _row(bench, batch, name, each, decoded, outputs, times[_prefill(name)])
+        _row(bench, batch, name, each, decoded, outputs, times[_prefill(name)], times[READ])
         for name, each in contenders.items()
     ]
 
@@ -177,8 +224,11 @@ def _row(
     decoded: Mapping[str, Times],
     outputs: Mapping[str, list[list[int]]],
     prefill: Times,
+    read: Times,
 ) -> ResultRow:
     steps, seconds = bench.new_tokens - 1, decoded[name].wall
+    # The bytes of this contender's weights over those that were read.
+    size = BYTES_PER_WEIGHT[measured.dtype] / bench.dtype.itemsize
     values: dict[str, float | Spread] = {
         "tokens_per_second": Spread.of([batch * steps / s for s in seconds]),
         "ms_per_step": Spread.of([1000 * s / steps for s in seconds]),
@@ -186,8 +236,12 @@ def _row(
         "prefill_seconds": Spread.of(prefill.wall),
         "cpu_seconds": Spread.of(decoded[name].cpu),
         "cores_busy": ratio(decoded[name].cpu, seconds),
+        READ_SHARE: ratio([size * s for s in read.wall], seconds),
+        "read_gigabytes_per_second": Spread.of(
+            [steps * _weight_bytes(bench) / s / 1e9 for s in read.wall]
+        ),
     }
-    if bench.temperature == 0:
+    if bench.temperature == 0 and name not in UNSAMPLED:
         values["same_tokens"] = same_tokens(outputs[name], outputs[OURS])
     if measured.answers:
         # Only whole responses, without the warm-up round.
@@ -213,8 +267,15 @@ def _row(
             "batch": batch,
             "peers": " ".join(bench.peers),
             **{k: v for k, v in asdict(bench).items() if isinstance(v, str | int | float)},
+            "shape": bench.title,
+            "vocab_size": bench.model.config.vocab_size,
         },
     )
+
+
+def _weight_bytes(bench: DecodeBench) -> int:
+    """Bytes of the weights that a decode step of our engine reads."""
+    return bench.dtype.itemsize * sum(matmul_parameters(bench.model.config))
 
 
 def run_step_shares(bench: DecodeBench) -> dict[str, Spread]:
@@ -228,11 +289,7 @@ def run_step_shares(bench: DecodeBench) -> dict[str, Spread]:
 
     try:
         with embedded(
-            lambda: make_decoder(
-                bench.shape,
-                max_positions=workload.max_positions,
-                vocab_size=bench.vocab_size,
-            ),
+            lambda: bench.model.decoder(workload.max_positions),
             workload.max_positions,
             bench.dtype,
             compute,
@@ -246,8 +303,9 @@ def run_step_shares(bench: DecodeBench) -> dict[str, Spread]:
 
 def best_of(rows: Sequence[ResultRow], peer: str, dtype: str | None = None) -> ResultRow | None:
     """The fastest contender of `peer` in the rows of one case, of `dtype` if given; None if no
-    such contender ran."""
-    ran = [row for row in rows if row.contender in PEERS[peer] and dtype in (None, row.dtype)]
+    such contender ran. Contenders that choose no tokens do not count."""
+    names = set(PEERS[peer]) - set(UNSAMPLED)
+    ran = [row for row in rows if row.contender in names and dtype in (None, row.dtype)]
     return fastest_peer(ran) if ran else None
 
 
@@ -281,7 +339,7 @@ def table(rows: Sequence[ResultRow]) -> str:
     busiest process: a process that only polls for work also keeps a core busy.
     """
     lines = [
-        f"    {'':<24}{'tokens/s':>9}  {'least .. most':<16}{'ms/step':>8}"
+        f"    {'':<28}{'tokens/s':>9}  {'least .. most':<16}{'ms/step':>8}"
         f"{'cores':>7}{'in one':>8}  ours/theirs"
     ]
     for row in rows:
@@ -290,7 +348,7 @@ def table(rows: Sequence[ResultRow]) -> str:
         alone = row.values.get("cores_busy_in_one_process", busy)
         assert isinstance(alone, Spread)
         lines.append(
-            f"    {row.contender:<24}{speed.median:>9.1f}  "
+            f"    {row.contender:<28}{speed.median:>9.1f}  "
             f"{f'{speed.min:.1f} .. {speed.max:.1f}':<16}{step.median:>8.2f}"
             f"{busy.median:>7.2f}{alone.median:>8.2f}  "
             f"{speedup.median:.2f} [{speedup.min:.2f} .. {speedup.max:.2f}]"
@@ -309,16 +367,37 @@ def summary(bench: DecodeBench, rows: Sequence[ResultRow]) -> str:
             for row, dtype in zip(found, (ours.dtype, "any dtype"), strict=True)
             if row is not None
         ]
-        if peer in FLOORS and bench.shape == FLOOR_SHAPE:
+        if peer in FLOORS and bench.title == FLOOR_SHAPE:
             shown.append(f"floor {FLOORS[peer]}")
         lines.append(f"    over the best of {peer}: {', '.join(shown)}")
     inexact_row = next(row for row in rows if row.contender == INEXACT)
     cost = 1 / _spread(inexact_row, "slipstream_speedup").median
     lines.append(f"    exact mode takes {cost:.2f}x the time of torch's own operations")
+    lines += _read_shares(bench, rows)
+    busy = _spread(ours, "cores_busy").median
+    if ours.threads is not None and busy < _BUSY_SHARE * ours.threads:
+        lines.append(
+            f"    our steps kept only {busy:.2f} cores busy with {ours.threads} threads, so other "
+            "programs were running: these ratios say little; measure again on an idle machine"
+        )
     idle = [value for row in rows if isinstance(value := row.values.get(_IDLE), float)]
     if idle:
         lines.append(f"    a waiting peer process kept at most {max(idle):.2f} cores busy")
     return "\n".join(lines)
+
+
+def _read_shares(bench: DecodeBench, rows: Sequence[ResultRow]) -> list[str]:
+    """At batch 1: how near each contender comes to the time that reading its weights takes."""
+    if rows[0].settings["batch"] != 1:
+        return []
+    rate = _spread(rows[0], "read_gigabytes_per_second").median
+    read = _weight_bytes(bench) / 1e9
+    shares = [f"{row.contender} {100 * _spread(row, READ_SHARE).median:.0f} %" for row in rows]
+    return [
+        f"    a step reads {1000 * read:.0f} MB of weights in {rows[0].dtype}; this machine reads "
+        f"them at {rate:.1f} GB/s in {1000 * read / rate:.2f} ms",
+        f"    share of that rate: {', '.join(shares)}",
+    ]
 
 
 def _spread(row: ResultRow, name: str) -> Spread:

@@ -11,15 +11,24 @@ from slipstream.bench.flags import (
     add_compute_flags,
     add_count_flag,
     add_greedy_flag,
+    add_model_flag,
     add_shape_flag,
+    check_model,
     settle_torch,
     temperature_of,
 )
 from slipstream.bench.printing import print_heading, print_values, progress
 from slipstream.bench.record import ResultRow
+from slipstream.config.launch import positive
 
-PEERS = ("hf", "vllm")
+PEERS = ("hf", "vllm", "llamacpp")
 """The keys of `contenders.PEERS`, repeated here because that module imports torch."""
+
+SHAPE = ("d512x12",)
+"""The default of `--shape`."""
+
+VOCAB = 1024
+"""The default of `--vocab`, except for published models."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +37,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=PEERS,
         nargs="+",
         default=["hf"],
-        help="transformers, vLLM (see `make peers`), or both (default: hf)",
+        help="transformers, vLLM and llama.cpp (see `make peers`), one or more of them "
+        "(default: hf)",
     )
     add_batches_flag(parser, (1, 8, 32))
     parser.add_argument(
@@ -41,8 +51,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_count_flag(parser, "prompt", 16, "tokens per prompt")
     add_count_flag(parser, "new-tokens", 128, "tokens per response")
-    add_count_flag(parser, "vocab", 1024, "size of the vocabulary")
-    add_shape_flag(parser, ("d512x12",))
+    parser.add_argument(
+        "--vocab",
+        metavar="N",
+        type=positive,
+        help=f"size of the vocabulary (default: {VOCAB}; shapes of published models: their own)",
+    )
+    add_shape_flag(parser, SHAPE)
+    add_model_flag(parser)
     add_greedy_flag(parser)
     add_count_flag(parser, "rounds", 5)
     add_compute_flags(parser)
@@ -50,13 +66,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[ResultRow]:
     from slipstream.bench import decode
+    from slipstream.bench.shapes import PUBLISHED
 
     dtype = settle_torch(args)
+    check_model(args, SHAPE)
     rows: list[ResultRow] = []
     for shape in args.shape:
         bench = decode.DecodeBench(
             shape=shape,
-            vocab_size=args.vocab,
+            vocab_size=args.vocab or (None if shape in PUBLISHED else VOCAB),
+            folder=args.model,
             batches=tuple(args.batch),
             peers=tuple(args.peer),
             only=tuple(args.only),
@@ -67,7 +86,7 @@ def run(args: argparse.Namespace) -> list[ResultRow]:
             rounds=args.rounds,
         )
         for measured in decode.run(bench, say=progress):
-            print_heading(f"decode, {shape}, {measured[0].case}", measured)
+            print_heading(f"decode, {bench.title}, {measured[0].case}", measured)
             print(decode.table(measured))
             print(decode.summary(bench, measured), flush=True)
             rows += measured

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.config.launch import positive
+from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,31 @@ def add_shape_flag(parser: argparse.ArgumentParser, default: Sequence[str] = RAN
         default=default,
         help=f"models with random weights (default: {' '.join(default)})",
     )
+
+
+def add_model_flag(parser: argparse.ArgumentParser) -> None:
+    """`--model`; check it with `check_model`."""
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        type=Path,
+        help="a model in Hugging Face's format, instead of random weights",
+    )
+
+
+def check_model(args: argparse.Namespace, default: Sequence[str]) -> None:
+    """Raise ConfigError if `--model` is given along with a flag for random weights.
+
+    `default` is the default of `--shape`.
+    """
+    if args.model is None:
+        return
+    if args.shape != default or getattr(args, "vocab", None) is not None:
+        raise ConfigError(
+            "--shape and --vocab are for models with random weights; leave them out, or leave out "
+            "--model"
+        )
+    args.shape = default[:1]
 
 
 def add_count_flag(

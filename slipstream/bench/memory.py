@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 from slipstream.bench.contenders import Workload, contender
+from slipstream.bench.shapes import BenchModel
 from slipstream.metrics.resident import peak_rss, reset_peak_rss
 from slipstream.training.compute_thread import ComputeThread
 
@@ -19,7 +20,7 @@ def peak_megabytes(
     name: str,
     workload: Workload,
     *,
-    shape: str,
+    model: BenchModel,
     dtype: torch.dtype,
     temperature: float,
     threads: int,
@@ -28,13 +29,13 @@ def peak_megabytes(
     # A new interpreter, because a forked process would start with its parent's pages.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(_measure, name, workload, shape, dtype, temperature, threads).result()
+        return pool.submit(_measure, name, workload, model, dtype, temperature, threads).result()
 
 
 def _measure(
     name: str,
     workload: Workload,
-    shape: str,
+    model: BenchModel,
     dtype: torch.dtype,
     temperature: float,
     threads: int,
@@ -43,7 +44,7 @@ def _measure(
     compute = ComputeThread()
     with contender(
         name,
-        shape=shape,
+        model=model,
         max_positions=workload.max_positions,
         dtype=dtype,
         temperature=temperature,

@@ -1,7 +1,7 @@
 """A peer in a separate process, which answers commands in JSON Lines.
 
-The commands are described in `bench/peers/vllm_peer.py` and `bench/peers/trl_peer.py`. Used by
-`contenders` and by `bench/trl_runs.py`.
+The commands are described in `vllm_peer.py`, `llama_peer.py` and `trl_peer.py` in `bench/peers`.
+Used by `contenders` and by `bench/trl_runs.py`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ ROOT = Path(__file__).parents[2]
 
 PEERS_REMEDY = "run `make peers` in a checkout of the repository"
 """Remedy for a missing environment."""
+
+LLAMA_REMEDY = f"{PEERS_REMEDY}, or `make peer-llama` for llama.cpp alone"
+"""Remedy for llama.cpp's environment, which is the only small one."""
 
 _TAIL = 2000
 

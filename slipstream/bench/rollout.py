@@ -5,7 +5,8 @@
 
 A peer that generates batch by batch runs until its longest response ends; only tokens that belong
 to a response count. Our engine also returns the log-probs that training needs. The peak memory of
-vLLM is not measured, because it reserves memory for its cache at start.
+vLLM and llama.cpp is not measured: they compute in processes of their own, and vLLM reserves memory
+for its cache at start.
 """
 
 from __future__ import annotations
@@ -14,15 +15,24 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from random import Random
 from statistics import NormalDist, median
 
 import torch
 
-from slipstream.bench.contenders import OURS, PEERS, VLLM, Contender, Workload, contender
+from slipstream.bench.contenders import (
+    OURS,
+    PEERS,
+    SEPARATE,
+    UNSAMPLED,
+    Contender,
+    Workload,
+    contender,
+)
 from slipstream.bench.memory import peak_megabytes
 from slipstream.bench.record import ResultRow, Spread, this_machine
-from slipstream.bench.shapes import SHAPES
+from slipstream.bench.shapes import BenchModel
 from slipstream.bench.timing import Times, alternate, ratio
 from slipstream.errors import ConfigError, EngineError, check_at_least_one
 from slipstream.training.compute_thread import ComputeThread
@@ -38,13 +48,14 @@ class RolloutBench:
     `new_tokens` is the length of a response in `equal`, and the median length in `mixed`. The
     lengths in `mixed` are quantiles of a log-normal distribution with standard deviation `sigma` of
     the logarithm: with 64 responses and 0.9, the longest has 8.8 times the median. `temperature` 0
-    is greedy.
+    is greedy. With `folder`, the model is the one in that Hugging Face folder.
     """
 
     case: str
     batch: int
     new_tokens: int
     shape: str = "quickstart"
+    folder: Path | None = None
     peer: str = "hf"
     prompt_length: int = 16
     sigma: float = 0.9
@@ -60,6 +71,20 @@ class RolloutBench:
             raise ConfigError(f"unknown peer {self.peer!r}; known: {', '.join(PEERS)}")
         check_at_least_one(self, "batch", "prompt_length", "new_tokens", "rounds")
 
+    @property
+    def model(self) -> BenchModel:
+        return BenchModel(shape=self.shape, folder=self.folder)
+
+    @property
+    def title(self) -> str:
+        """The name of the model in headings and rows."""
+        return self.shape if self.folder is None else str(self.folder)
+
+    @property
+    def contenders(self) -> tuple[str, ...]:
+        """Our engine, and the contenders of the peer that write responses."""
+        return (OURS, *(name for name in PEERS[self.peer] if name not in UNSAMPLED))
+
 
 STANDARD = {
     "equal": RolloutBench(case="equal", batch=32, new_tokens=128),
@@ -72,7 +97,7 @@ def make_workload(bench: RolloutBench) -> Workload:
     """Random prompts, all different, and the lengths of the case in random order. Every call
     returns the same."""
     random = Random(0)
-    vocab = SHAPES[bench.shape].vocab_size
+    vocab = bench.model.config.vocab_size
     prompts = [
         tuple(random.randrange(vocab) for _ in range(bench.prompt_length))
         for _ in range(bench.batch)
@@ -91,7 +116,6 @@ def make_workload(bench: RolloutBench) -> Workload:
 def run(bench: RolloutBench) -> list[ResultRow]:
     """Measure; one row per contender, ours first."""
     workload = make_workload(bench)
-    names = (OURS, *PEERS[bench.peer])
     outputs: dict[str, list[list[int]]] = {}
     with ExitStack() as stack:
         compute = ComputeThread()
@@ -100,14 +124,14 @@ def run(bench: RolloutBench) -> list[ResultRow]:
             name: stack.enter_context(
                 contender(
                     name,
-                    shape=bench.shape,
+                    model=bench.model,
                     max_positions=workload.max_positions,
                     dtype=bench.dtype,
                     temperature=bench.temperature,
                     compute=compute,
                 )
             )
-            for name in names
+            for name in bench.contenders
         }
         times = alternate(
             {n: recorded(n, c.generate, outputs, workload) for n, c in contenders.items()},
@@ -142,7 +166,7 @@ def measure_memory(bench: RolloutBench, name: str) -> float:
     return peak_megabytes(
         name,
         make_workload(bench),
-        shape=bench.shape,
+        model=bench.model,
         dtype=bench.dtype,
         temperature=bench.temperature,
         threads=torch.get_num_threads(),
@@ -167,7 +191,7 @@ def _row(
     }
     if bench.temperature == 0:
         values["same_tokens"] = same_tokens(outputs[name], outputs[OURS])
-    if bench.memory and name not in VLLM:
+    if bench.memory and name not in SEPARATE:
         values["peak_rss_mb"] = measure_memory(bench, name)
     return ResultRow(
         benchmark="rollout",
@@ -179,7 +203,8 @@ def _row(
         machine=this_machine(measured.versions),
         values=values,
         settings={
-            **{k: v for k, v in asdict(bench).items() if k not in ("case", "dtype")},
+            **{k: v for k, v in asdict(bench).items() if k not in ("case", "dtype", "folder")},
+            "shape": bench.title,
             "useful_tokens": workload.useful_tokens,
             "median_length": median(workload.lengths),
             "longest": steps,

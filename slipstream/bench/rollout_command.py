@@ -1,7 +1,7 @@
 """`slipstream bench rollout`: its flags and its output.
 
-Without `--policy` it runs models with random weights (`rollout`). With `--policy` it runs a trained
-policy and its draft head (`speculation.rollout`).
+Without `--policy` it runs models with random weights, or the one in `--model` (`rollout`). With
+`--policy` it runs a trained policy and its draft head (`speculation.rollout`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from slipstream.bench.flags import (
     add_count_flag,
     add_device_flag,
     add_greedy_flag,
+    add_model_flag,
     add_shape_flag,
+    check_model,
     device_of,
     settle_torch,
     temperature_of,
@@ -52,8 +54,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--peer",
         metavar="NAME",
         nargs="*",
-        help="hf (transformers; the default) or vllm (see `make peers`); with --policy, settings "
-        "of vLLM such as vllm-bfloat16-compiled (default: none)",
+        help="hf (transformers; the default), vllm or llamacpp (see `make peers`); with --policy, "
+        "settings of vLLM and llama.cpp such as vllm-bfloat16-compiled and llamacpp-bfloat16 "
+        "(default: none)",
     )
     parser.add_argument(
         "--case",
@@ -77,6 +80,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--no-memory", dest="memory", action="store_false", help="do not measure peak memory"
     )
     add_shape_flag(parser)
+    add_model_flag(parser)
     add_greedy_flag(parser)
     add_device_flag(parser)
     add_count_flag(parser, "rounds", 5)
@@ -100,6 +104,7 @@ def _random_weights(args: argparse.Namespace) -> list[ResultRow]:
             f"--peer {' '.join(peers)}: without --policy give one of {', '.join(PEERS)}"
         )
     dtype = settle_torch(args)
+    check_model(args, RANDOM_SHAPES)
     given = {"batch": args.batch, "new_tokens": args.new_tokens}
     rows = []
     for shape in args.shape:
@@ -107,6 +112,7 @@ def _random_weights(args: argparse.Namespace) -> list[ResultRow]:
             bench = replace(
                 rollout.STANDARD[case],
                 shape=shape,
+                folder=args.model,
                 peer=peers[0],
                 temperature=temperature_of(args),
                 dtype=dtype,
@@ -114,13 +120,12 @@ def _random_weights(args: argparse.Namespace) -> list[ResultRow]:
                 memory=args.memory,
                 **{name: value for name, value in given.items() if value is not None},
             )
-            contenders = len(PEERS[peers[0]]) + 1
             progress(
-                f"{case} lengths, {shape}: {contenders} contenders interleaved, {args.rounds} "
-                "rounds after one to warm up"
+                f"{case} lengths, {bench.title}: {len(bench.contenders)} contenders interleaved, "
+                f"{args.rounds} rounds after one to warm up"
             )
             measured = rollout.run(bench)
-            print_rows(f"rollout, {case} lengths, {shape}", measured)
+            print_rows(f"rollout, {case} lengths, {bench.title}", measured)
             speedup = rollout.best_speedup(measured)
             floor = f"; floor {rollout.FLOORS[case]}" if peers == ["hf"] else ""
             print(f"  speedup over the faster peer {shown(speedup)}{floor}")
@@ -131,10 +136,10 @@ def _random_weights(args: argparse.Namespace) -> list[ResultRow]:
 def _trained_policy(args: argparse.Namespace) -> list[ResultRow]:
     from slipstream.bench.speculation.rollout import SpeculationBench, run_rollout
 
-    if args.case or args.new_tokens or args.shape != RANDOM_SHAPES or not args.memory:
+    if args.case or args.new_tokens or args.shape != RANDOM_SHAPES or args.model or not args.memory:
         raise ConfigError(
-            "--case, --new-tokens, --no-memory and --shape are for models with random weights; "
-            "leave them out, or leave out --policy"
+            "--case, --new-tokens, --no-memory, --shape and --model are for rollouts without a "
+            "draft head; leave them out, or leave out --policy"
         )
     given = {"batch": args.batch, "spread": args.spread}
     bench = SpeculationBench(

@@ -1,12 +1,14 @@
-"""Models for benchmarks. Their weights are random, because speed does not depend on them."""
+"""Models for benchmarks: random weights, because speed does not depend on them, or a folder."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from slipstream.errors import ConfigError
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
+from slipstream.models.hf_io import load_checkpoint, load_config
 
 SHAPES = {
     # The quickstart's policy with the vocabulary of its task.
@@ -79,6 +81,45 @@ SHAPES = {
     ),
 }
 
+PUBLISHED = ("smollm2-135m", "qwen2.5-0.5b")
+"""Shapes of published models. Their own vocabulary is the default in all benchmarks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchModel:
+    """A model of a benchmark: random weights of a shape, or those of a Hugging Face folder.
+
+    `vocab_size`, if given, replaces the shape's. With `folder`, `shape` and `vocab_size` are
+    ignored.
+    """
+
+    shape: str = "tiny"
+    vocab_size: int | None = None
+    folder: Path | None = None
+
+    @property
+    def config(self) -> ModelConfig:
+        """The architecture, without weights. Raises CheckpointError for an unreadable folder."""
+        if self.folder is not None:
+            return load_config(self.folder)
+        return _config(self.shape, self.vocab_size)
+
+    def decoder(self, max_positions: int) -> Decoder:
+        """The model for sequences of up to `max_positions` tokens.
+
+        Raises CheckpointError for an unreadable folder, and ConfigError for an unknown shape or if
+        the model of the folder was not made for such long sequences.
+        """
+        if self.folder is None:
+            return make_decoder(self.shape, max_positions=max_positions, vocab_size=self.vocab_size)
+        limit = self.config.context_limit
+        if limit.tokens < max_positions:
+            raise ConfigError(
+                f"{self.folder}: {limit.reason}, and the benchmark needs {max_positions}; shorten "
+                "prompts or responses"
+            )
+        return load_checkpoint(self.folder)
+
 
 def make_decoder(
     shape: str, *, max_positions: int, vocab_size: int | None = None, seed: int = 0
@@ -87,16 +128,16 @@ def make_decoder(
 
     Raises ConfigError for an unknown name.
     """
-    if shape not in SHAPES:
-        raise ConfigError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
-    config = replace(
-        SHAPES[shape],
-        max_position_embeddings=max_positions,
-        vocab_size=SHAPES[shape].vocab_size if vocab_size is None else vocab_size,
-    )
-    decoder = Decoder(config)
+    decoder = Decoder(replace(_config(shape, vocab_size), max_position_embeddings=max_positions))
     decoder.init_weights(seed)
     return decoder
+
+
+def _config(shape: str, vocab_size: int | None) -> ModelConfig:
+    if shape not in SHAPES:
+        raise ConfigError(f"unknown shape {shape!r}; known: {', '.join(SHAPES)}")
+    config = SHAPES[shape]
+    return config if vocab_size is None else replace(config, vocab_size=vocab_size)
 
 
 def matmul_parameters(config: ModelConfig) -> tuple[int, int]:

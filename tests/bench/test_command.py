@@ -118,15 +118,18 @@ def test_benchmarks_of_the_checkout_are_found_from_any_folder(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--peer abacus", "--peer abacus: without --policy give one of hf, vllm"),
-        ("--peer hf vllm", "--peer hf vllm: without --policy give one of hf, vllm"),
+        ("--peer abacus", "--peer abacus: without --policy give one of hf, vllm, llamacpp"),
+        ("--peer hf vllm", "--peer hf vllm: without --policy give one of hf, vllm, llamacpp"),
         ("--spread 9", "--spread needs a trained policy; add --policy"),
         ("--device cpu", "--device needs a trained policy; add --policy"),
-        ("--policy x --new-tokens 9", "--new-tokens, --no-memory and --shape are for models with"),
+        ("--policy x --new-tokens 9", "--new-tokens, --no-memory, --shape and --model are for"),
+        ("--policy x --model y", "leave them out, or leave out --policy"),
+        ("--model y --shape tiny", "leave them out, or leave out --model"),
         ("--policy x --case mixed", "leave them out, or leave out --policy"),
         ("--policy x --no-memory", "leave them out, or leave out --policy"),
         ("--policy x --shape tiny", "leave them out, or leave out --policy"),
         ("--policy x --peer hf", "unknown peer 'hf'; known: vllm-float32-compiled"),
+        ("--policy x --peer llamacpp-q8_0-unsampled", "known: vllm-float32-compiled"),
         ("--policy x --spread 2", "--spread 2"),
     ],
 )

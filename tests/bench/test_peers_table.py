@@ -152,7 +152,7 @@ def test_the_table_can_be_made_from_files(
     assert read_rows(again) == ROWS
 
 
-def test_a_vllm_that_is_not_installed_is_left_out(
+def test_peers_that_are_not_installed_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def missing(*paths: str, remedy: str) -> tuple[str, ...]:
@@ -173,6 +173,7 @@ def test_a_vllm_that_is_not_installed_is_left_out(
     assert main(["bench", "peers", "--policy", str(tmp_path), "--threads", "1", *flags]) == 0
     shown = capsys.readouterr()
     assert "without vLLM: .venv-vllm does not exist; run `make peers`" in shown.err
+    assert "without llama.cpp: .venv-llama does not exist; run `make peers`" in shown.err
     decoding = [line for line in shown.out.splitlines() if line.startswith("| decoding, tiny")]
     assert [line.split("|")[2].split()[0] for line in decoding] == ["Slipstream", "transformers"]
     assert shown.out.count("| GRPO step: seconds |") == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -11,8 +12,10 @@ import pytest
 from slipstream.bench import rollout
 from slipstream.bench.contenders import OURS, Workload, contender
 from slipstream.bench.record import ResultRow, Spread
+from slipstream.bench.shapes import BenchModel, make_decoder
 from slipstream.errors import ConfigError, EngineError
 from slipstream.metrics.resident import peak_rss
+from slipstream.models.hf_io import save_checkpoint
 from slipstream.training.compute_thread import ComputeThread
 
 TOY = rollout.RolloutBench(
@@ -45,6 +48,21 @@ def test_one_row_per_contender_with_all_fields(rows: list[ResultRow]) -> None:
 
 def test_greedy_peers_write_the_same_tokens(rows: list[ResultRow]) -> None:
     assert [row.values["same_tokens"] for row in rows] == [1.0, 1.0, 1.0]
+
+
+def test_contenders_that_choose_no_tokens_do_not_run() -> None:
+    bench = replace(TOY, peer="llamacpp")
+    assert bench.contenders == (OURS, "llamacpp-bfloat16", "llamacpp-q8_0")
+
+
+def test_a_folder_is_measured_with_its_own_vocabulary(tmp_path: Path) -> None:
+    save_checkpoint(make_decoder("tiny", max_positions=64, vocab_size=7), tmp_path)
+    bench = replace(TOY, folder=tmp_path, memory=False, rounds=1)
+    prompts = rollout.make_workload(bench).prompts
+    assert {id for prompt in prompts for id in prompt} <= set(range(7))
+    rows = rollout.run(bench)
+    assert [row.settings["shape"] for row in rows] == [str(tmp_path)] * 3
+    assert [row.values["same_tokens"] for row in rows] == [1.0] * 3
 
 
 def test_the_speedup_is_over_the_fastest_peer(rows: list[ResultRow]) -> None:
@@ -87,7 +105,7 @@ def test_our_engine_samples_with_fixed_noise_unless_greedy() -> None:
     tiny = partial(
         contender,
         OURS,
-        shape="tiny",
+        model=BenchModel(),
         max_positions=workload.max_positions,
         dtype=TOY.dtype,
         compute=compute,
@@ -112,7 +130,7 @@ def test_memory_is_measured_in_a_separate_process() -> None:
     ("change", "message"),
     [
         ({"case": "sorted"}, "unknown case 'sorted'; known: equal, mixed"),
-        ({"peer": "abacus"}, "unknown peer 'abacus'; known: hf, vllm"),
+        ({"peer": "abacus"}, "unknown peer 'abacus'; known: hf, vllm, llamacpp"),
         ({"batch": 0}, "batch=0 must be at least 1"),
         ({"rounds": 0}, "rounds=0 must be at least 1"),
     ],

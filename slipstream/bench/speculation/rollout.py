@@ -24,7 +24,14 @@ from statistics import median
 
 import torch
 
-from slipstream.bench.contenders import SPECULATING, VLLM, Workload, vllm_contender
+from slipstream.bench.contenders import (
+    LLAMA,
+    SPECULATING,
+    UNSAMPLED,
+    VLLM,
+    Workload,
+    peer_contender,
+)
 from slipstream.bench.record import Machine, ResultRow, Spread, median_of, this_machine
 from slipstream.bench.rollout import same_tokens
 from slipstream.bench.speculation.drafters import LyingOracle, OracleHead
@@ -117,7 +124,7 @@ class SpeculationBench:
             raise ConfigError(
                 f"--spread {self.spread:g} is no long tail; give at least {LONG_TAIL:g}"
             )
-        known = VLLM | SPECULATING
+        known = [name for name in (*VLLM, *SPECULATING, *LLAMA) if name not in UNSAMPLED]
         unknown = [name for name in self.peers if name not in known]
         if unknown:
             raise ConfigError(f"unknown peer {unknown[0]!r}; known: {', '.join(known)}")
@@ -239,7 +246,7 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Res
         for name in bench.peers:
             say(f"starting {name}")
             peer = stack.enter_context(
-                vllm_contender(
+                peer_contender(
                     name, policy_folder(bench.policy), trained.max_model_len, bench.temperature
                 )
             )

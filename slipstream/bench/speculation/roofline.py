@@ -4,7 +4,7 @@ A decode step reads all weights once, and the keys and values of every running r
 multiplies with all of them for each token of the forward pass. A step takes at least the longer of
 these two times, at the rates that the machine reaches for each alone. Drafts add tokens to the
 forward pass. They cost nothing while memory limits the step, and time when multiplication limits
-it. Used by `rollout`.
+it. Used by `rollout`, and by `bench.decode` for the rate of reading.
 """
 
 from __future__ import annotations
@@ -43,12 +43,18 @@ def measure_rates(dtype: torch.dtype, config: ModelConfig, device: torch.device)
     side = _SIDE[device.type]
     a, b = torch.randn(2, side, side, device=device).unbind()
     c, d = a.to(dtype), b.to(dtype)
-    long = torch.ones(dtype.itemsize * sum(matmul_parameters(config)) // 4, device=device)
+    long = as_many_bytes(dtype, config, device)
     return MachineRates(
         flops=2 * side**3 / min(_seconds(lambda: a @ b), _seconds(lambda: c @ d)),
         bytes=long.nbytes / _seconds(long.sum),
         itemsize=dtype.itemsize,
     )
+
+
+def as_many_bytes(dtype: torch.dtype, config: ModelConfig, device: torch.device) -> Tensor:
+    """An fp32 tensor with as many bytes as the weights that a decode step reads. Its sum reads
+    them."""
+    return torch.ones(dtype.itemsize * sum(matmul_parameters(config)) // 4, device=device)
 
 
 def _seconds(call: Callable[[], Tensor]) -> float:
