@@ -55,6 +55,11 @@ class AcceptanceCurve:
         self._accepted = [keep * x for x in self._accepted]
         self._tried = [keep * x for x in self._tried]
 
+    @property
+    def compared(self) -> float:
+        """Number of earlier first drafts, by their weight."""
+        return self._tried[0] if self._tried else 0.0
+
     def rate(self, depth: int, guess: float, weight: float) -> float:
         """Acceptance rate at `depth` (from 0); `guess` counts like `weight` drafts."""
         if depth >= len(self._tried):
