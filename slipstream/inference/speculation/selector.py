@@ -165,8 +165,9 @@ plain steps."""
 _REINVESTED = 0.25
 """Share of the time that drafts save which probes may lose."""
 
-_MOST_SAVED = 64
-"""Most time that probes may lose at once, in plain steps."""
+_MOST_SAVED, _MOST_OWED = 64.0, 4.0
+"""Limits of the budget, in plain steps: the most that may be lost at once, and the most that
+earlier losses count."""
 
 _OPTIMISM = 0.5
 """To rank probes, the predicted rate of a plan is raised by 50 % over the square root of its number
@@ -180,6 +181,9 @@ _ELSEWHERE = 4.0
 
 _CATCH_UP = 0.5
 """Assumed seconds of the first draft catch-up at a batch size, in plain steps."""
+
+_MOST_GROWTH = 3.0
+"""Draft catch-up counts up to three times its estimate."""
 
 _WARY = 0.3
 """The seconds of a plan that never ran may be 30 % more than predicted."""
@@ -201,7 +205,7 @@ class _Bucket:
     seconds: float = 0.0
     lost: float = 0.0
     """Seconds lost by probes, against the plan that was current."""
-    ran: set[DraftPlan] = field(default_factory=lambda: {OFF})
+    ran: dict[DraftPlan, None] = field(default_factory=lambda: {OFF: None})
     """Plans that ran at these batch sizes."""
     min_acceptance: float = 0.0
 
@@ -244,7 +248,7 @@ class CostModelSelector:
         *,
         bs_threshold: int | None = None,
         hysteresis: float = 0.02,
-        exploration: float = 0.01,
+        exploration: float = 0.005,
     ) -> None:
         """OFF is always one of the plans. Beyond `bs_threshold` running requests nothing is
         drafted. Raises ConfigError without any draft plan."""
@@ -346,8 +350,12 @@ class CostModelSelector:
         if probed is not None:
             share = max(0.0, 1 - rates[probed] / rates[bucket.current])
             bucket.lost += share * _steps_of_probe(probed) * self._seconds(running, probed)
-        # A plan that never ran at this batch size is probed before it is chosen.
-        best = max((plan for plan in rates if plan in bucket.ran), key=rates.__getitem__)
+        # A plan that never ran at this batch size is probed before it is chosen. One that is not
+        # proven to gain runs only as long as it may lose time.
+        if not self._steps_until_loss(running, bucket.current):
+            bucket.current = OFF
+        ran = sorted(bucket.ran, key=rates.__getitem__, reverse=True)
+        best = next(plan for plan in ran if self._steps_until_loss(running, plan))
         if rates[best] > (1 + self._hysteresis) * rates[bucket.current]:
             if probed is not None and bucket.steps > _CONFIRM_FROM:
                 return bucket.current, _CONFIRM
@@ -360,24 +368,28 @@ class CostModelSelector:
         early = _EARLY + _ROOT * sqrt(bucket.steps)
         plain = self._seconds(running, OFF)
         if bucket.lost <= self._exploration * bucket.seconds + early * plain:
-            for steps in (_PROBE, _SHORT_PROBE):
-                probe = self._probe(running, rates, steps)
-                if probe is not None:
-                    self._probing = True
-                    return probe, _PLAIN_FIRST if probe == OFF else steps
+            probe = self._probe(running, rates)
+            if probe is not None:
+                self._probing = True
+                return probe
         wait = min(_INTERVAL, _INTERVAL_SHARE * bucket.seconds)
         steps = int(wait / self._seconds(running, bucket.current))
-        return bucket.current, min(max(steps, _LEAST_STEPS), _MOST_STEPS)
+        steps = min(max(steps, _LEAST_STEPS), _MOST_STEPS)
+        return bucket.current, min(steps, self._steps_until_loss(running, bucket.current))
+
+    def _allowed(self, running: int) -> float:
+        """The seconds that drafts may lose now; negative if they have lost more."""
+        return self._budget + _CREDIT * self._seconds(running, OFF)
 
     def _probe(
-        self, running: int, rates: Mapping[DraftPlan, float], steps: int
-    ) -> DraftPlan | None:
-        """The plan with the highest ratio of optimistic gain to predicted loss of its probe of
-        `steps` steps; None if no plan could be better than the current one, or if its probe could
-        lose too much."""
+        self, running: int, rates: Mapping[DraftPlan, float]
+    ) -> tuple[DraftPlan, int] | None:
+        """The plan with the highest ratio of optimistic gain to predicted loss of its probe, and
+        the steps of the probe; None if no plan could be better than the current one, or if all
+        probes could lose too much."""
         size = bucket_of(running)
         current = self._buckets[size].current
-        allowed = self._budget + _CREDIT * self._seconds(running, OFF)
+        allowed, plain = self._allowed(running), self._seconds(running, OFF)
         found, most = None, 0.0
         for plan, rate in rates.items():
             known = self._costs.count(plan, size)
@@ -387,10 +399,26 @@ class CostModelSelector:
                 continue
             ratio = rate / rates[current]
             gain = ratio * (1 + _OPTIMISM / sqrt(1 + known)) - 1
-            score = gain / max(1 - ratio, _CHEAP)
-            if score > most and self._may_lose(running, plan, steps) <= allowed:
-                found, most = plan, score
+            if gain <= 0:
+                continue
+            risk = self._may_lose(running, plan, 1) / plain
+            score = gain / max(risk, _CHEAP)
+            if score <= most:
+                continue
+            for steps in (_PLAIN_FIRST,) if plan == OFF else (_PROBE, _SHORT_PROBE):
+                if self._may_lose(running, plan, steps) <= allowed:
+                    found, most = (plan, steps), score
+                    break
         return found
+
+    def _steps_until_loss(self, running: int, plan: DraftPlan) -> int:
+        """Number of steps until `plan` may have lost the time that it may lose; 0 if these are too
+        few. Many if it is proven to gain."""
+        loss = self._may_lose(running, plan, 1)
+        if not loss:
+            return _MOST_STEPS
+        steps = int(self._allowed(running) / loss)
+        return steps if steps >= _SHORT_PROBE else 0
 
     def _may_lose(self, running: int, plan: DraftPlan, steps: int) -> float:
         """The seconds that `steps` steps of `plan` may lose against plain decoding."""
@@ -404,8 +432,10 @@ class CostModelSelector:
             accepted = expected_accepted(rates)
         known = self._costs.count(plan, size) + self._tried[plan]
         seconds = (1 + _WARY / sqrt(1 + known)) * self._seconds(running, plan)
-        lost = steps * max(seconds - (1 + accepted) * plain, 0.0)
-        return lost + self._catch_up * plain if self._buckets[size].current == OFF else lost
+        lost = seconds - (1 + accepted) * plain
+        catch_up = self._catch_up * plain if self._buckets[size].current == OFF else 0.0
+        # A plan that gains is kept for some time, so the gain pays for the catch-up.
+        return max(catch_up + (steps if lost > 0 else _LEAST_STEPS) * lost, 0.0)
 
     def _learn(self) -> None:
         """Learn acceptance and costs from the steps since the last search."""
@@ -460,7 +490,7 @@ class CostModelSelector:
         spent = sum(step.seconds for step, _ in pairs)
         bucket.steps += count
         bucket.seconds += spent
-        bucket.ran.update(step.plan for step, _ in pairs)
+        bucket.ran.update((step.plan, None) for step, _ in pairs)
         for other in self._tried:
             self._tried[other] *= _FADE**count
         self._tried[plan] += count
@@ -476,21 +506,27 @@ class CostModelSelector:
         if plan != OFF:
             tokens = sum(1 + sum(step.accepted) / step.running for step, _ in pairs)
             expected = self._seconds(running, plan)
-            # Another program disturbed steps that took much longer than predicted.
+            # Another program disturbed steps that took much longer than predicted, or kernels were
+            # loaded at their first call.
+            most = OUTLIER * expected
+            most_late = expected + _MOST_GROWTH * self._catch_up * plain
             drafting = sum(
-                min(step.seconds, OUTLIER * expected) if typical else step.seconds
-                for step, typical in pairs
+                min(step.seconds, most if typical else most_late) for step, typical in pairs
             )
             gained = tokens * plain - drafting
             self._budget += gained if gained < 0 else _REINVESTED * gained
-            caught_up = [max(step.seconds - expected, 0.0) for step, _ in pairs if not step.steady]
+            caught_up = [
+                max(min(step.seconds, most_late) - expected, 0.0)
+                for step, _ in pairs
+                if not step.steady
+            ]
             if caught_up:
                 extra = sum(caught_up) / len(caught_up) / plain
                 self._catch_up += 0.5 * (extra - self._catch_up)
             if self._probing:
                 # Draft catch-up counts as a loss of the probe.
                 bucket.lost += sum(caught_up)
-        self._budget = min(self._budget, _MOST_SAVED * plain)
+        self._budget = min(max(self._budget, -_MOST_OWED * plain), _MOST_SAVED * plain)
         self._backoff.record(spent, gained, count)
 
     def _rates(self, running: int) -> dict[DraftPlan, float]:
