@@ -44,9 +44,7 @@ PLAN = DraftPlan.chain(5)
 
 
 class _Always(HeadTime):
-    def drafts(
-        self, most: int, requests: int, compared: float, both: float, alone: float
-    ) -> int:
+    def drafts(self, most: int, requests: int, compared: float, both: float, alone: float) -> int:
         return most
 
 

@@ -77,9 +77,7 @@ class HeadTime:
         # Drafts, requests, start and end of the head's drafting in this step.
         self._now: tuple[int, int, float, float] | None = None
 
-    def drafts(
-        self, most: int, requests: int, compared: float, both: float, alone: float
-    ) -> int:
+    def drafts(self, most: int, requests: int, compared: float, both: float, alone: float) -> int:
         """The number of tokens that the head drafts for each of the `requests`: `most`, 0 if the
         batch is faster with history alone, or 1 to learn how good the head is.
 
@@ -214,9 +212,7 @@ class UnionProposer:
         self._head.observe(request_ids, tokens, features_NWD)
         self._history.observe(request_ids, tokens, features_NWD)
 
-    def _compare_offers(
-        self, request_ids: Sequence[str], tokens: Sequence[Sequence[int]]
-    ) -> None:
+    def _compare_offers(self, request_ids: Sequence[str], tokens: Sequence[Sequence[int]]) -> None:
         counts: list[tuple[AcceptanceCurve, list[int], list[int]]] = [
             (curve, [], []) for curve in (*self._curves, self._head_curve)
         ]
