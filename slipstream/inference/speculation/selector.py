@@ -225,6 +225,13 @@ class CostModelSelector:
     predicted gain of `hysteresis`. After rollouts in which drafts gained nothing, whole rollouts
     are decoded without drafts (`Backoff`).
 
+    A budget limits what drafts may lose against plain decoding, at all batch sizes together: two
+    plain steps, the share `exploration` of the time, and a share of the time that drafts saved. A
+    probe needs a budget for its possible loss: a depth at which no draft was accepted yet counts as
+    one where none will be. So a new selector decodes large batches plainly, and learns acceptance
+    from small ones, where a probe costs little. The current plan, too, runs only as long as the
+    budget covers its possible loss. It must have run at the batch size in a probe.
+
     Time lost against the best plans in hindsight (`slipstream bench selector`), mean of all
     synthetic settings, in the first and second pass through a setting:
 
