@@ -262,13 +262,3 @@ def test_a_slow_first_call_of_the_head_does_not_count() -> None:
     # Five drafts take half a second of ten. They gain a ninth of the tokens, then nothing.
     assert time.drafts(5, 1, 20, 2.1, 1.9) == 5
     assert time.drafts(5, 1, 20, 1.9, 1.9) == 0
-
-
-def test_steps_without_drafts_are_not_compared() -> None:
-    union = UnionProposer(ConstantHead([7]), HistoryProposer())
-    union.begin("a", PROMPT, PROMPT, None)
-    union._head_curve.record([1], [1])
-    for _ in range(5):
-        union.observe(["a"], [[4]], None)
-    assert union.head_record == (0, 0)
-    assert union._head_curve._tried == [1.0]
