@@ -210,6 +210,20 @@ class _Bucket:
     min_acceptance: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Risk:
+    """Seconds that a plan may lose against plain decoding in each step, negative if it gains, and
+    once by draft catch-up."""
+
+    step: float
+    catch_up: float
+
+    def of(self, steps: int) -> float:
+        """Seconds that `steps` steps may lose."""
+        # A plan that gains is kept for some time, so the gain pays for the catch-up.
+        return max(self.catch_up + (steps if self.step > 0 else _LEAST_STEPS) * self.step, 0.0)
+
+
 class CostModelSelector:
     """Chooses the plan with the most predicted tokens per second.
 
@@ -408,12 +422,12 @@ class CostModelSelector:
             gain = ratio * (1 + _OPTIMISM / sqrt(1 + known)) - 1
             if gain <= 0:
                 continue
-            risk = self._may_lose(running, plan, 1) / plain
-            score = gain / max(risk, _CHEAP)
+            risk = self._risk(running, plan, plain)
+            score = gain / max(risk.of(1) / plain, _CHEAP)
             if score <= most:
                 continue
             for steps in (_PLAIN_FIRST,) if plan == OFF else (_PROBE, _SHORT_PROBE):
-                if self._may_lose(running, plan, steps) <= allowed:
+                if risk.of(steps) <= allowed:
                     found, most = (plan, steps), score
                     break
         return found
@@ -421,17 +435,17 @@ class CostModelSelector:
     def _steps_until_loss(self, running: int, plan: DraftPlan) -> int:
         """Number of steps until `plan` may have lost the time that it may lose; 0 if these are too
         few. Many if it is proven to gain."""
-        loss = self._may_lose(running, plan, 1)
+        loss = self._risk(running, plan, self._seconds(running, OFF)).of(1)
         if not loss:
             return _MOST_STEPS
         steps = int(self._allowed(running) / loss)
         return steps if steps >= _SHORT_PROBE else 0
 
-    def _may_lose(self, running: int, plan: DraftPlan, steps: int) -> float:
-        """The seconds that `steps` steps of `plan` may lose against plain decoding."""
+    def _risk(self, running: int, plan: DraftPlan, plain: float) -> _Risk:
+        """What `plan` may lose against plain decoding, whose steps take `plain` seconds."""
         if plan == OFF:
-            return 0.0
-        size, plain = bucket_of(running), self._seconds(running, OFF)
+            return _Risk(0.0, 0.0)
+        size = bucket_of(running)
         rates = self.curve.rates(plan.steps, guess=0.0)
         if plan.topk > 1:
             accepted = self._tree_expectation(size, plan, rates)[1]
@@ -439,10 +453,8 @@ class CostModelSelector:
             accepted = expected_accepted(rates)
         known = self._costs.count(plan, size) + self._tried[plan]
         seconds = (1 + _WARY / sqrt(1 + known)) * self._seconds(running, plan)
-        lost = seconds - (1 + accepted) * plain
         catch_up = self._catch_up * plain if self._buckets[size].current == OFF else 0.0
-        # A plan that gains is kept for some time, so the gain pays for the catch-up.
-        return max(catch_up + (steps if lost > 0 else _LEAST_STEPS) * lost, 0.0)
+        return _Risk(seconds - (1 + accepted) * plain, catch_up)
 
     def _learn(self) -> None:
         """Learn acceptance and costs from the steps since the last search."""
