@@ -231,7 +231,7 @@ class SpeculativeSection:
     """Decode with drafts."""
     spec_strategy: Literal["eagle", "history", "union"] = "eagle"
     """Source of drafts: `eagle`, a draft head; `history`, earlier text (the request's own, and
-    finished responses to its prompt); `union`, for each request the source whose drafts were
+    other responses to its prompt); `union`, for each request the source whose drafts were
     accepted more often."""
     bs_threshold: NonNegativeInt | None = None
     """Draft only while at most this many requests run; 0: never; null: at every batch size where
