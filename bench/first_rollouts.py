@@ -139,7 +139,10 @@ def _head(name: str, policy: Decoder, requests: _Requests, settings: EngineSetti
     head.init_weights(0)
     with torch.no_grad():
         features = policy_features(policy.pack(settings.dtype), texts)
-    sequences = list(map(DraftSequence, texts, features, masks))
+    sequences = [
+        DraftSequence(tokens=text, features_TF=states, loss_mask=mask)
+        for text, states, mask in zip(texts, features, masks, strict=True)
+    ]
     if not start_linear(head, sequences, VocabLayers.of(policy, settings.dtype)):
         raise SystemExit("too few responses for a linear start")
     return head

@@ -555,6 +555,7 @@ class CostModelSelector:
         size = bucket_of(running)
         rates = self.curve.rates(max(plan.steps for plan in self.plans))
         found = {}
+        drafts: float | None
         for plan in self.plans:
             if plan.topk > 1:
                 drafts, accepted = self._tree_expectation(size, plan, rates)
