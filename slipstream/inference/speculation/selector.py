@@ -436,7 +436,9 @@ class CostModelSelector:
 
     def _steps_until_loss(self, running: int, plan: DraftPlan) -> int:
         """Number of steps until `plan` may have lost the time that it may lose; 0 if these are too
-        few. Many if it is proven to gain."""
+        few. Many if it is proven to gain, or well measured: then its predicted rate decides."""
+        if self._costs.count(plan, bucket_of(running)) >= _ENOUGH:
+            return _MOST_STEPS
         loss = self._risk(running, plan, self._seconds(running, OFF)).of(1)
         if not loss:
             return _MOST_STEPS
