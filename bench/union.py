@@ -44,8 +44,8 @@ PLAN = DraftPlan.chain(5)
 
 
 class _Always(HeadTime):
-    def asks(self, drafts: int, requests: int, both: float, alone: float) -> bool:
-        return True
+    def drafts(self, most: int, requests: int, compared: float, both: float, alone: float) -> int:
+        return most
 
 
 def _engine(name: str, policy: Decoder, settings: EngineSettings) -> Engine:

@@ -62,7 +62,8 @@ class EagleSection:
     those for the current batch size."""
     exploration: Fraction = 0.005
     """`COST`: share of the time that trying other draft plans may cost, in addition to the first
-    trials. It corresponds to a bandit's epsilon."""
+    trials, and share of the time that drafts may lose against plain decoding, in addition to two
+    steps and a quarter of what they saved. It corresponds to a bandit's epsilon."""
     hysteresis: NonNegativeFloat = 0.02
     """`COST`: share by which another draft plan must be faster before decoding switches to it."""
     mab_configs: tuple[str, ...] = ("8_4_32", "8_4_16", "8_4_8")
@@ -230,7 +231,7 @@ class SpeculativeSection:
     """Decode with drafts."""
     spec_strategy: Literal["eagle", "history", "union"] = "eagle"
     """Source of drafts: `eagle`, a draft head; `history`, earlier text (the request's own, and
-    finished responses to its prompt); `union`, for each request the source whose drafts were
+    other responses to its prompt); `union`, for each request the source whose drafts were
     accepted more often."""
     bs_threshold: NonNegativeInt | None = None
     """Draft only while at most this many requests run; 0: never; null: at every batch size where

@@ -55,18 +55,24 @@ class AcceptanceCurve:
         self._accepted = [keep * x for x in self._accepted]
         self._tried = [keep * x for x in self._tried]
 
+    @property
+    def compared(self) -> float:
+        """Number of earlier first drafts, by their weight."""
+        return self._tried[0] if self._tried else 0.0
+
     def rate(self, depth: int, guess: float, weight: float) -> float:
         """Acceptance rate at `depth` (from 0); `guess` counts like `weight` drafts."""
         if depth >= len(self._tried):
             return guess
         return (self._accepted[depth] + weight * guess) / (self._tried[depth] + weight)
 
-    def rates(self, depths: int) -> list[float]:
-        """Acceptance rates of the first depths; the guess for a depth is the rate before it."""
-        guess, found = self._guess, []
+    def rates(self, depths: int, guess: float | None = None) -> list[float]:
+        """Acceptance rates of the first depths. The guess for a depth is the rate before it; with
+        `guess`, it is this number at all depths."""
+        before, found = self._guess, []
         for depth in range(depths):
-            guess = self.rate(depth, guess, self._weight)
-            found.append(guess)
+            before = self.rate(depth, before if guess is None else guess, self._weight)
+            found.append(before)
         return found
 
     def expected(self, drafts: int) -> float:

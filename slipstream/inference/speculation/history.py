@@ -1,10 +1,10 @@
 """Drafts from earlier text, without a draft model.
 
-The last tokens of a request are looked up in its own context and in finished responses to the same
-prompt (other samples of its group, and earlier epochs). The tokens that followed there are
-proposed. Responses to one prompt often repeat the numbers of the problem, the steps of a search or
-the form of the answer. Sources: prompt lookup decoding (Saxena 2023), suffix decoding (Oliaro et
-al. 2024).
+The last tokens of a request are looked up in its own context (prompt and response so far), and in
+other responses to the same prompt: those of its group, which run beside it or have finished, and
+those of earlier epochs. The tokens that followed there are proposed. Responses to one prompt often
+repeat the numbers of the problem, the steps of a search or the form of the answer. Sources: prompt
+lookup decoding (Saxena 2023), suffix decoding (Oliaro et al. 2024).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class _Index:
             if len(found) > _CANDIDATES:
                 del found[0]
 
-    def remove(self, text: list[int]) -> None:
-        """Remove all places in `text`."""
-        for stop in range(self.length, len(text)):
+    def remove(self, text: list[int], start: int = 0) -> None:
+        """Remove all places in `text` that end at `start` or later."""
+        for stop in range(max(start, self.length), len(text)):
             gram = tuple(text[stop - self.length : stop])
             left = [place for place in self.places.get(gram, ()) if place[0] is not text]
             if left:
@@ -53,14 +53,24 @@ class _Index:
 
 
 @dataclass(slots=True)
+class _Beside:
+    """The running responses to one prompt."""
+
+    index: _Index
+    requests: int = 0
+
+
+@dataclass(slots=True)
 class _Running:
     """A running request. Tokens of `context` from `new` on were generated since it started to run.
-    `own` indexes the first `indexed` tokens of `context`."""
+    `own` indexes the first `indexed` tokens of `context`; those after the prompt are also in the
+    index `beside` of all running requests of its prompt."""
 
     prompt: tuple[int, ...]
     context: list[int]
     own: _Index
     new: int
+    beside: _Beside
     indexed: int = 0
 
 
@@ -79,14 +89,15 @@ class HistoryProposer:
         self, *, match: int = 3, longest_match: int = 16, max_tokens: int = 1 << 20
     ) -> None:
         """A place matches if its last `match` tokens equal those of the request. Of several places,
-        the one with the longest match counts, up to `longest_match` tokens; of equal ones the
-        latest. Finished responses are kept up to `max_tokens` tokens in all; the oldest ones are
-        dropped first."""
+        the one with the longest match counts, up to `longest_match` tokens; of equal ones the one
+        with the most tokens after it, then the latest. Finished responses are kept up to
+        `max_tokens` tokens in all; the oldest ones are dropped first."""
         self._match = match
         self._longest = longest_match
         self._max_tokens = max_tokens
         self._running: dict[str, _Running] = {}
         self._past: dict[tuple[int, ...], _Past] = {}
+        self._beside: dict[tuple[int, ...], _Beside] = {}
         self._texts: deque[tuple[tuple[int, ...], list[int]]] = deque()
         self._kept = 0
 
@@ -103,8 +114,11 @@ class HistoryProposer:
         features_TD: Tensor | None = None,
     ) -> None:
         """Add a request. Features are not used."""
+        key = tuple(prompt)
+        beside = self._beside.setdefault(key, _Beside(_Index(self._match)))
+        beside.requests += 1
         index = _Index(self._match)
-        self._running[request_id] = _Running(tuple(prompt), list(context), index, len(context))
+        self._running[request_id] = _Running(key, list(context), index, len(context), beside)
 
     def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
         """A chain of at most `plan.steps` tokens for each request."""
@@ -125,6 +139,10 @@ class HistoryProposer:
         the request was interrupted and continues later, each part is remembered once."""
         ended = self._running.pop(request_id, None)
         if ended is not None:
+            ended.beside.index.remove(ended.context, len(ended.prompt))
+            ended.beside.requests -= 1
+            if not ended.beside.requests:
+                del self._beside[ended.prompt]
             self.remember(ended.prompt, ended.context, ended.new)
 
     def remember(self, prompt: Sequence[int], context: Sequence[int], known: int) -> None:
@@ -167,14 +185,19 @@ class HistoryProposer:
         context = request.context
         # Exclude the end of the context, because it would match itself.
         request.own.add(context, request.indexed, len(context))
+        first = max(request.indexed, len(request.prompt))
+        request.beside.index.add(context, first, len(context))
         request.indexed = len(context)
         past = self._past.get(request.prompt)
-        places = [*(past.index.find(context) if past else []), *request.own.find(context)]
+        beside = request.beside.index.find(context)
+        places = past.index.find(context) if past else []
+        places = [*places, *(place for place in beside if place[0] is not context)]
         best, drafts = 0, list[int]()
-        for text, end in places:
-            length = self._match_length(context, text, end)
-            if length >= best:
-                best, drafts = length, text[end : end + count]
+        for text, end in (*places, *request.own.find(context)):
+            length, found = self._match_length(context, text, end), text[end : end + count]
+            # A running response may end with the match, so nothing follows.
+            if found and (length, len(found)) >= (best, len(drafts)):
+                best, drafts = length, found
         return drafts, best
 
     def _match_length(self, context: list[int], text: list[int], end: int) -> int:

@@ -8,14 +8,16 @@ drafts are merged into one tree, and the nodes with the highest estimated accept
 verified.
 
 The head drafts for all requests in one call, which takes a share of the step. If the batch would
-get more tokens per second from history alone, the head is not asked. It is still asked now and
-then, because what it would gain may change.
+get more tokens per second from history alone, the head is not asked. It is asked for one token now
+and then, because what it would gain may change. A new head, of which nothing is known, also drafts
+one token only, until a few of them were compared.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from math import log
 from typing import TypeVar
@@ -43,59 +45,84 @@ the full weight of the old drafts, history would be preferred for too long."""
 
 T = TypeVar("T")
 
-_ASK_EVERY = 32
-"""The head is asked at least once in this many steps."""
+_ASK_EVERY, _MOST_SKIPPED = 32, 512
+"""A head that is too slow is asked again after 32 steps, then after 64, 128 ... at most 512."""
 
-_KEPT_SHARE = 0.9
-"""Weight of earlier steps in the measured share of time that the head takes."""
+_TRIED = 8
+"""Drafts of the head that are compared before it may draft more than one token per request."""
+
+_NEW_SHARE = 0.1
+"""Weight of the last step in the measured times."""
+
+
+@dataclass(slots=True)
+class _Seconds:
+    """Measured seconds of the head for one draft per request, and of the rest of a step."""
+
+    draft: float
+    rest: float
 
 
 class HeadTime:
-    """Measures the share of a step's time in which the head drafts, by number of drafts and of
-    requests, and decides whether the step is faster with it."""
+    """Measures how long the head drafts and how long the rest of a step takes, by number of
+    requests, and decides how many tokens the head drafts."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._shares: dict[tuple[int, int], float] = {}
-        self._skipped = 0
-        # Key, start and end of the head's drafting in this step.
-        self._now: tuple[tuple[int, int], float, float] | None = None
+        self._seconds: dict[int, _Seconds] = {}
+        # Steps since the head was asked, and steps until it is asked again if it is too slow.
+        self._skipped, self._wait = 0, _ASK_EVERY
+        # Whether the head was also asked in the step before.
+        self._typical = True
+        # Drafts, requests, start and end of the head's drafting in this step.
+        self._now: tuple[int, int, float, float] | None = None
 
-    def asks(self, drafts: int, requests: int, both: float, alone: float) -> bool:
-        """Whether to ask the head for `drafts` drafts of each of the `requests`. The batch is
-        expected to get `both` tokens with the head, and `alone` tokens from history alone."""
-        share = self._shares.get(self._key(drafts, requests))
-        # Without the head, the step takes (1 - share) of the time.
-        if share is None or both * (1 - share) >= alone or self._skipped + 1 >= _ASK_EVERY:
-            self._skipped = 0
-            return True
-        self._skipped += 1
-        return False
+    def drafts(self, most: int, requests: int, compared: float, both: float, alone: float) -> int:
+        """The number of tokens that the head drafts for each of the `requests`: `most`, 0 if the
+        batch is faster with history alone, or 1 to learn how good the head is.
+
+        `compared`: how many drafts of the head were compared with sampled tokens. The batch is
+        expected to get `both` tokens if the head drafts `most`, and `alone` tokens from history
+        alone.
+        """
+        known = self._seconds.get(requests.bit_length())
+        if compared >= _TRIED and known is not None:
+            if both * known.rest >= alone * (known.rest + most * known.draft):
+                self._typical = self._skipped == 0
+                self._skipped, self._wait = 0, _ASK_EVERY
+                return most
+            self._skipped += 1
+            if self._skipped < self._wait:
+                return 0
+            self._wait = min(2 * self._wait, _MOST_SKIPPED)
+        # After a pause, the head first processes the tokens that it missed.
+        self._typical = self._skipped == 0
+        self._skipped = 0
+        return 1
 
     def measured(self, drafts: int, requests: int, draft: Callable[[], T]) -> T:
         """Return what `draft` returns, and measure its time."""
         started = self._clock()
         result = draft()
-        self._now = self._key(drafts, requests), started, self._clock()
+        self._now = drafts, requests, started, self._clock()
         return result
 
     def step_ended(self) -> None:
         """The policy has verified the drafts of this step."""
         if self._now is None:
             return
-        key, started, drafted = self._now
+        drafts, requests, started, drafted = self._now
         self._now = None
-        share = (drafted - started) / max(self._clock() - started, 1e-9)
-        before = self._shares.get(key, share)
-        self._shares[key] = _KEPT_SHARE * before + (1 - _KEPT_SHARE) * share
+        draft, rest = (drafted - started) / drafts, self._clock() - drafted
+        known = self._seconds.setdefault(requests.bit_length(), _Seconds(draft, rest))
+        if self._typical:
+            # First calls, such as those that load kernels, take much longer than later ones.
+            known.draft += (draft - known.draft) * (1 if draft < known.draft / 2 else _NEW_SHARE)
+            known.rest += (rest - known.rest) * (1 if rest < known.rest / 2 else _NEW_SHARE)
 
-    def ask_next(self) -> None:
-        """Ask the head in the next step, because it has changed."""
-        self._skipped = _ASK_EVERY
-
-    @staticmethod
-    def _key(drafts: int, requests: int) -> tuple[int, int]:
-        return drafts, requests.bit_length()
+    def head_changed(self) -> None:
+        """Ask the head soon, because it has changed."""
+        self._skipped = self._wait = _ASK_EVERY
 
 
 class UnionProposer:
@@ -157,16 +184,18 @@ class UnionProposer:
     def _drafts_of_head(
         self, batch: DraftBatch, plan: DraftPlan, expected: Sequence[float]
     ) -> list[DraftTree]:
-        """The head's drafts; roots alone if a chain plan is faster without the head. `expected`:
-        accepted tokens of each request's chain from history."""
-        count = len(expected)
-        by_head = self._head_curve.expected(plan.steps)
-        both = count + sum(max(by_head, accepted) for accepted in expected)
-        if plan.topk == 1 and not self._head_time.asks(
-            plan.steps, count, both, count + sum(expected)
-        ):
+        """The head's drafts; for a chain plan fewer than planned, or roots alone, if that is
+        faster. `expected`: accepted tokens of each request's chain from history."""
+        count, most = len(expected), plan.steps
+        if plan.topk == 1:
+            by_head = self._head_curve.expected(most)
+            both = count + sum(max(by_head, accepted) for accepted in expected)
+            compared = self._head_curve.compared
+            most = self._head_time.drafts(most, count, compared, both, count + sum(expected))
+        if not most:
             return batch.chains([()] * count)
-        return self._head_time.measured(plan.steps, count, lambda: self._head.propose(batch, plan))
+        asked = plan if most == plan.steps else DraftPlan.chain(most)
+        return self._head_time.measured(most, count, lambda: self._head.propose(batch, asked))
 
     def observe(
         self,
@@ -176,7 +205,14 @@ class UnionProposer:
     ) -> None:
         """Compare both drafts of each request with its new tokens, update the acceptance curves,
         and pass the tokens on to both proposers."""
-        self._head_time.step_ended()
+        # Without drafts there is nothing to compare.
+        if self._offers:
+            self._head_time.step_ended()
+            self._compare_offers(request_ids, tokens)
+        self._head.observe(request_ids, tokens, features_NWD)
+        self._history.observe(request_ids, tokens, features_NWD)
+
+    def _compare_offers(self, request_ids: Sequence[str], tokens: Sequence[Sequence[int]]) -> None:
         counts: list[tuple[AcceptanceCurve, list[int], list[int]]] = [
             (curve, [], []) for curve in (*self._curves, self._head_curve)
         ]
@@ -191,15 +227,13 @@ class UnionProposer:
         for curve, drafted, accepted in counts:
             if drafted:
                 curve.record(drafted, accepted)
-        self._head.observe(request_ids, tokens, features_NWD)
-        self._history.observe(request_ids, tokens, features_NWD)
 
     def update(self, update: WeightUpdate) -> None:
         """Load new weights of the head and reduce the weight of its earlier acceptance. Raises
         EngineError if the update does not fit."""
         self._head.update(update)
         self._head_curve.forget(_KEPT_ON_UPDATE)
-        self._head_time.ask_next()
+        self._head_time.head_changed()
 
     def policy_changed(self) -> None:
         """Tell the head's proposer that the policy has new weights."""

@@ -42,6 +42,50 @@ def test_drafts_come_from_finished_responses_to_the_same_prompt_only() -> None:
     assert drafts(proposer, "d") == [20, 21, 22, 23]
 
 
+def test_drafts_come_from_running_responses_to_the_same_prompt() -> None:
+    proposer = HistoryProposer()
+    proposer.begin("a", PROMPT, PROMPT)
+    proposer.begin("b", PROMPT, PROMPT)
+    proposer.begin("c", (1, 2, 4), (1, 2, 4))
+    for name in "abc":
+        assert drafts(proposer, name) == []
+    proposer.observe(["a", "b", "c"], [[20, 21, 22, 23, 24], [20, 21, 22], [20, 21, 22]])
+    # The response of `a` is known from its next draft on.
+    assert drafts(proposer, "a") == []
+    assert drafts(proposer, "b") == [23, 24]
+    assert drafts(proposer, "c") == []
+    # It grows.
+    proposer.observe(["a"], [[25, 26]])
+    assert drafts(proposer, "b") == [23, 24, 25, 26]
+    # Where it is as long as the other one, it has nothing to propose.
+    proposer.observe(["b"], [[23, 24, 25, 26]])
+    assert drafts(proposer, "a") == []
+    assert drafts(proposer, "b") == []
+    # After its end it is a finished response, and no longer a running one.
+    proposer.observe(["a"], [[27, 28]])
+    ended = proposer._running["a"].context
+    proposer.end("a")
+    beside = proposer._beside[PROMPT].index.places
+    assert all(text is not ended for places in beside.values() for text, _ in places)
+    assert beside
+    assert drafts(proposer, "b") == [27, 28]
+    proposer.forget()
+    assert drafts(proposer, "b") == []
+    proposer.end("b")
+    proposer.end("c")
+    assert not proposer._beside
+
+
+def test_a_running_response_is_found_although_the_prompt_has_a_shorter_match() -> None:
+    prompt = (1, 2, 3, 21, 22, 23, 90)
+    proposer = HistoryProposer()
+    proposer.begin("a", prompt, prompt)
+    proposer.begin("b", prompt, prompt)
+    proposer.observe(["a", "b"], [[20, 21, 22, 23, 24, 25], [20, 21, 22, 23]])
+    assert drafts(proposer, "a") == []
+    assert drafts(proposer, "b") == [24, 25]
+
+
 def test_the_longest_match_wins_then_the_latest() -> None:
     proposer = HistoryProposer(match=2)
     finished(proposer, "a", [50, 30, 31, 70])
