@@ -17,6 +17,7 @@ from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import floats_at, ints_at
 from slipstream.kernels.product import BF16, product_panels, product_part
 from slipstream.kernels.product_amx import USE_AMX, bf16_rows_product_part, gated_product_part
+from slipstream.kernels.product_quantized import quantized_product_part
 from slipstream.kernels.rows import add_norm_part, add_part, gate_part
 from slipstream.kernels.team import for_team, part_count, part_number, run, wait
 from slipstream.kernels.tile import PANEL
@@ -80,11 +81,21 @@ def _copy_aux_part(x, aux_layers, stride, M, D, part, parts):
 
 
 @kernel
-def _project(x, panels, start, qkv, M, Q, H, K, width, size, part, parts):
+def multiply_part(x, panels, start, out, M, N, K, size, bits, part, parts):
+    """Compute one of `parts` parts of a product, with quantized weights if `bits` is not 0."""
+    if bits:
+        quantized_product_part(x, panels, start, out, M, N, K, bits, part, parts)
+    else:
+        product_part(x, panels, start, out, M, N, K, size, part, parts)
+
+
+@kernel
+def _project(x, panels, start, qkv, M, Q, H, K, width, size, bits, part, parts):
     """Compute queries, keys and values of rows (M, width), as input for `place`."""
     heads = H // parts
-    if parts == 1 or not by_heads(H, parts) or heads * K % PANEL:
-        product_part(x, panels, start, qkv, M, (Q + 2 * H) * K, width, size, part, parts)
+    if parts == 1 or bits or not by_heads(H, parts) or heads * K % PANEL:
+        N = (Q + 2 * H) * K
+        multiply_part(x, panels, start, qkv, M, N, width, size, bits, part, parts)
         wait(parts)
         return
     # Each thread computes the projections of its own heads, so that it need not wait for others.
@@ -100,7 +111,7 @@ def layers_part(
     weights, layers, final_norm, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
     cos, sin, positions, own, first, seen, paths, path_step, head_stride, longest, keys, values,
     layer_step, aux_layers, columns, aux_count, qkv_input, E, own_rows, M, D, Q, H, K, W, size,
-    part, parts,
+    bits, part, parts,
 ):  # fmt: skip
     """Compute one of `parts` parts of `layers`."""
     table = carray(ints_at(weights), (layers * WEIGHTS,))
@@ -128,7 +139,8 @@ def layers_part(
             column = aux_layers + places[layer] * D * 4
             _copy_aux_part(now, column, aux_count * D * 4, M, D, part, parts)
         _project(
-            rows, table[t + 1], table[t + 2], qkv, M, Q, H, K, width, size, part, parts
+            rows, table[t + 1], table[t + 2], qkv, M, Q, H, K, width, size, bits, part,
+            parts,
         )  # fmt: skip
         k, v = keys + layer * layer_step, values + layer * layer_step
         place_arguments = (
@@ -142,21 +154,27 @@ def layers_part(
         )  # fmt: skip
         _attend_sized(size, attend_arguments, part, parts)
         wait(parts)
-        product_part(mixed, table[t + 4], table[t + 5], delta, M, D, Q * K, size, part, parts)
+        multiply_part(
+            mixed, table[t + 4], table[t + 5], delta, M, D, Q * K, size, bits, part, parts
+        )  # fmt: skip
         wait(parts)
         add_norm_part(now, delta, table[t + 6], eps, other, result, M, D, of, shares)
         now, other = other, now
         wait(1 if alone else parts)
-        if size == BF16 and USE_AMX and W % PANEL == 0:
+        if size == BF16 and USE_AMX and W % PANEL == 0 and not bits:
             gated_product_part(result, table[t + 7], table[t + 8], gated, M, W, D, part, parts)
             wait(parts)
             bf16_rows_product_part(gated, table[t + 9], table[t + 5], delta, M, D, W, part, parts)
         else:
-            product_part(result, table[t + 7], table[t + 8], gates, M, 2 * W, D, size, part, parts)
+            multiply_part(
+                result, table[t + 7], table[t + 8], gates, M, 2 * W, D, size, bits, part, parts
+            )  # fmt: skip
             wait(parts)
             gate_part(gates, gated, M, W, part, parts)
             wait(parts)
-            product_part(gated, table[t + 9], table[t + 5], delta, M, D, W, size, part, parts)
+            multiply_part(
+                gated, table[t + 9], table[t + 5], delta, M, D, W, size, bits, part, parts
+            )  # fmt: skip
         added = delta
         wait(parts)
     if final_norm:
@@ -212,7 +230,7 @@ def _layers(
     weights, layers, final_norm, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
     cos, sin, positions, own, first, seen, paths, path_step, head_stride, longest, keys, values,
     layer_step, aux_layers, columns, aux_count, qkv_input, E, own_rows, M, D, Q, H, K, W, size,
-    part, parts,
+    bits, part, parts,
 ):  # fmt: skip
     """Run `layers_part` over the outputs or over the sequences of this part."""
     m, rows = 0, M
@@ -232,13 +250,13 @@ def _layers(
         qkv, q, mixed, gates, gated, cos, sin, positions + 8 * m, own + 8 * m,
         first + 8 * m, seen + 8 * m, paths + 8 * path_step * m, path_step, head_stride, longest,
         keys, values, layer_step, aux_layers, columns, aux_count, qkv_input, E, own_rows,
-        rows, D, Q, H, K, W, size, part, parts,
+        rows, D, Q, H, K, W, size, bits, part, parts,
     )  # fmt: skip
 
 
 @for_team
 def _layers_shared(p):
-    _layers(*to_fixed_tuple(carray(p, (39,)), 39), part_number(), part_count())
+    _layers(*to_fixed_tuple(carray(p, (40,)), 40), part_number(), part_count())
 
 
 def own_numbers(rows: int, width: int) -> int:
@@ -264,6 +282,7 @@ def layers(*arguments: int, work: int) -> None:
     input; the weights must be packed for E inputs (0: none); E;
     own_rows: buffer of `own_numbers` numbers for each thread but the first;
     M, D, Q, H, K, W; size: bytes of a packed weight, and of the numbers of keys and values (with 2
-    they have the layout of `attend_bf16`).
+    they have the layout of `attend_bf16`); bits: 4 or 8 if the weights of the products are packed
+    by `product_quantized` instead, else 0.
     """
     run(layers_part, _layers_shared, arguments, work)

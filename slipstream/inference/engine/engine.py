@@ -515,6 +515,7 @@ class Engine:
             rows=self._sampling.rows,
             policy=self._runner.packed,
             min_acceptance=min_acceptance,
+            kv=self._scheduler.store.data,
         )
         return self._proposer.propose(batch, plan)
 

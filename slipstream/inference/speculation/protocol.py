@@ -83,6 +83,10 @@ class DraftBatch:
     policy: PackedDecoder
     min_acceptance: float = 0.0
     """Drafts of a tree with a lower estimated acceptance probability are not verified."""
+    kv: Tensor | None = None
+    """The policy's KV cache (layers, 2, rows, heads, slots, head width). Request i is in row i.
+    From the slot of its last known token on, a proposer may write to the slots of the plan's
+    drafts: the policy does so itself before it reads them."""
 
     @property
     def as_matrix(self) -> bool:

@@ -26,10 +26,17 @@ from slipstream.models.decoder import PackedDecoder
 from slipstream.models.draft.model import PackedDraft
 from slipstream.models.functional import rms_norm, rope_at, rope_table, rotate
 from slipstream.models.linear import present
+from slipstream.models.quantized_linear import QuantizedLinear
 from slipstream.tree_size import candidate_count
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+
+
+def lm_head_bits():
+    import os
+    b=int(os.environ.get("LMBITS","0"))
+    return b or None
 
 
 class TreeDrafter:
@@ -47,7 +54,9 @@ class TreeDrafter:
         assert fused is not None
         self._fused = fused
         c, fc = head.config, head.fc
-        lm_head = head.draft_lm_head(policy.lm_head)
+        exact = head.draft_lm_head(policy.lm_head)
+        bits = lm_head_bits()
+        lm_head = exact if bits is None else QuantizedLinear.of(exact, bits)
         norm, last_norm = head.state_norms
         draft_tokens, like = head.tokens, policy.embedding
         cos, sin = rope_table(c, like.dtype, like.device)
@@ -65,12 +74,12 @@ class TreeDrafter:
             0 if norm is None else norm.data_ptr(),
             0 if last_norm is None else last_norm.data_ptr(),
             0 if draft_tokens is None else draft_tokens.data_ptr(),
-            len(lm_head.weight),
+            len(exact.weight),
         )
         self._layer = fused.table, head.eps.data_ptr()
         self._rotation = cos.data_ptr(), sin.data_ptr(), c.max_position_embeddings - 1
         heads = c.num_heads, c.num_kv_heads, c.head_dim
-        self._shape = *self._widths, *heads, c.intermediate_size, fused.dtype.itemsize
+        self._shape = *self._widths, *heads, c.intermediate_size, fused.dtype.itemsize, bits or 0
 
     def __call__(
         self,
