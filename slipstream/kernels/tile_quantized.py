@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 from slipstream.kernels import avx512
 from slipstream.kernels.avx512 import REAL, WHOLE
 from slipstream.kernels.memory import prefetch
+from slipstream.kernels.processor import has_vnni
 from slipstream.kernels.tile import PANEL
 
 GROUP = 32
@@ -28,13 +29,14 @@ MOST_ROWS = 4
 SCALES = 2 * 2 * PANEL
 """Bytes of the scales of a group for two panels."""
 
-_IN_HARDWARE = bool(binding.get_host_cpu_features().get("avx512vnni", False))
+_IN_HARDWARE = has_vnni()
 _QUAD = 4
 _LINE = _QUAD * PANEL
 """Bytes of 16 outputs for four inputs of 8 bits, or for eight inputs of 4 bits."""
 
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
-_BYTES = ir.VectorType(_I8, _LINE)
+_QUADS = ir.VectorType(_I8, _LINE) if binding.llvm_version_info >= (22,) else WHOLE
+"""The type of the factors of the AVX512_VNNI instruction, which LLVM 22 has changed."""
 
 
 def _at(builder: Any, address: Any, kind: Any) -> Any:
@@ -60,7 +62,7 @@ def _add_products(builder: Any, total: Any, weights: Any, row: Any) -> Any:
     """
     if _IN_HARDWARE:
         name = "llvm.x86.avx512.vpdpbusd.512"
-        quads = (builder.bitcast(quad, _BYTES) for quad in (weights, row))
+        quads = [builder.bitcast(quad, _QUADS) for quad in (weights, row)]
         return avx512.call(builder, name, WHOLE, total, *quads)
     for index in range(_QUAD):
         up, down = (ir.Constant(WHOLE, [shift] * PANEL) for shift in (24 - 8 * index, 24))

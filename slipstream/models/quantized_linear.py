@@ -41,7 +41,7 @@ class QuantizedLinear:
         Raises ValueError unless the kernels compute the layer and its inputs fill whole groups.
         """
         outputs, inputs = linear.weight.shape
-        if linear.panels is None or inputs % GROUP:
+        if not is_quantizable(linear):
             raise ValueError(
                 f"a weight of shape ({outputs}, {inputs}) cannot be quantized: the compiled "
                 f"kernels must compute it, with a multiple of {GROUP} inputs"
@@ -74,6 +74,11 @@ class QuantizedLinear:
     def padded(self) -> int:
         """The number of outputs rounded up to whole panels."""
         return len(self.start)
+
+
+def is_quantizable(linear: PackedLinear) -> bool:
+    """Return whether `QuantizedLinear.of` accepts a layer."""
+    return linear.panels is not None and linear.weight.shape[1] % GROUP == 0
 
 
 def quantized_bytes(outputs: int, inputs: int, bits: int) -> int:
