@@ -133,9 +133,7 @@ def _quantize_part(weight, packed, N, K, size, bits, part, parts):
                 quantize_weights(given, integers, scale, middle)
                 for line in range(lines):
                     if bits == 4:
-                        out[panel, line, lane] = words[2 * line] | _U(
-                            words[2 * line + 1] << _U(4)
-                        )
+                        out[panel, line, lane] = words[2 * line] | _U(words[2 * line + 1] << _U(4))
                     else:
                         out[panel, line, lane] = words[line]
     hold(memory)

@@ -8,6 +8,7 @@ adds four inputs of 16 outputs; on other CPUs several plain instructions do.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from llvmlite import binding, ir
@@ -94,60 +95,74 @@ def _emit_tile(builder: Any, bits: int, rows: int, panels: int, args: Any) -> No
     for row in sums:
         for phi, first in zip(row, begin, strict=True):
             phi.add_incoming(first, before)
-    block = builder.add(
-        weights, builder.mul(index, ir.Constant(_I64, SCALES + 2 * lines * _LINE))
-    )
+    block = builder.add(weights, builder.mul(index, ir.Constant(_I64, SCALES + 2 * lines * _LINE)))
     for line in range(1 + 2 * lines):
         prefetch(builder, builder.add(_plus(builder, block, line * _LINE), ahead))
-    x_here = builder.add(x, builder.mul(index, ir.Constant(_I64, GROUP)))
-    scale_here = builder.add(scale, builder.mul(index, ir.Constant(_I64, 4)))
-    row_at, scale_at = [x_here], [scale_here]
-    for _ in range(rows - 1):
-        row_at.append(builder.add(row_at[-1], x_step))
-        scale_at.append(builder.add(scale_at[-1], scale_step))
+    row_at = _series(builder, builder.add(x, _times(builder, index, GROUP)), x_step, rows)
+    scale_at = _series(builder, builder.add(scale, _times(builder, index, 4)), scale_step, rows)
     totals = [
         [_broadcast(builder, builder.add(at, zeros), _I32, WHOLE)] * panels for at in scale_at
     ]
-    for line in range(lines):
-        for quad, shift in enumerate((0, 4) if bits == 4 else (0,)):
-            nbytes = _QUAD * (line * 8 // bits + quad)
-            inputs = [
-                _broadcast(builder, _plus(builder, at, nbytes), _I32, WHOLE) for at in row_at
-            ]
-            for p in range(panels):
-                place = _plus(builder, block, SCALES + (p * lines + line) * _LINE)
-                loaded = builder.load(_at(builder, place, WHOLE), align=4)
-                if bits == 4:
-                    low = ir.Constant(WHOLE, [0x0F0F0F0F] * PANEL)
-                    shifts = ir.Constant(WHOLE, [shift] * PANEL)
-                    loaded = builder.and_(builder.lshr(loaded, shifts) if shift else loaded, low)
-                for m in range(rows):
-                    totals[m] = list(totals[m])
-                    totals[m][p] = _add_products(builder, totals[m][p], loaded, inputs[m])
-    halves = ir.VectorType(ir.IntType(16), PANEL)
-    done: list[list[Any]] = [[] for _ in range(rows)]
-    for p in range(panels):
-        place = _at(builder, _plus(builder, block, 2 * PANEL * p), halves)
-        wide = builder.zext(builder.load(place, align=2), WHOLE)
-        weight_scale = builder.bitcast(
-            builder.shl(wide, ir.Constant(WHOLE, [16] * PANEL)), REAL
-        )
-        for m in range(rows):
-            row_scale = _broadcast(builder, scale_at[m], ir.FloatType(), REAL)
-            product = builder.sitofp(totals[m][p], REAL)
-            factor = builder.fmul(weight_scale, row_scale)
-            done[m].append(avx512.fma(builder, product, factor, sums[m][p]))
+    _add_group(builder, bits, block, row_at, totals)
+    done = []
+    for place, own, before_it in zip(scale_at, totals, sums, strict=True):
+        row_scale = _broadcast(builder, place, ir.FloatType(), REAL)
+        new = []
+        for p, (whole, total) in enumerate(zip(own, before_it, strict=True)):
+            factor = builder.fmul(
+                _scales_at(builder, _plus(builder, block, 2 * PANEL * p)), row_scale
+            )
+            new.append(avx512.fma(builder, builder.sitofp(whole, REAL), factor, total))
+        done.append(new)
     following = _plus(builder, index, 1)
     index.add_incoming(following, loop)
-    for row, new in zip(sums, done, strict=True):
-        for phi, value in zip(row, new, strict=True):
-            phi.add_incoming(value, loop)
+    for phi, value in zip(chain(*sums), chain(*done), strict=True):
+        phi.add_incoming(value, loop)
     builder.cbranch(builder.icmp_signed("<", following, groups), loop, after)
     builder.position_at_end(after)
     for new in done:
         for p, value in enumerate(new):
             avx512.store(builder, value, _plus(builder, out, 4 * PANEL * p))
         out = builder.add(out, out_step)
+
+
+def _times(builder: Any, index: Any, nbytes: int) -> Any:
+    return builder.mul(index, ir.Constant(_I64, nbytes))
+
+
+def _series(builder: Any, start: Any, step: Any, count: int) -> list[Any]:
+    """Return `count` addresses: start, start + step, ..."""
+    found = [start]
+    while len(found) < count:
+        found.append(builder.add(found[-1], step))
+    return found
+
+
+def _scales_at(builder: Any, address: Any) -> Any:
+    """Load 16 bf16 numbers as fp32."""
+    halves = ir.VectorType(ir.IntType(16), PANEL)
+    wide = builder.zext(builder.load(_at(builder, address, halves), align=2), WHOLE)
+    return builder.bitcast(builder.shl(wide, ir.Constant(WHOLE, [16] * PANEL)), REAL)
+
+
+def _add_group(
+    builder: Any, bits: int, block: Any, row_at: list[Any], totals: list[list[Any]]
+) -> None:
+    """Add a group's integer products to the totals of each row and panel."""
+    lines = GROUP * bits // 8 // _QUAD
+    low = ir.Constant(WHOLE, [0x0F0F0F0F] * PANEL)
+    for line in range(lines):
+        for quad in range(8 // bits):
+            nbytes = _QUAD * (line * 8 // bits + quad)
+            inputs = [_broadcast(builder, _plus(builder, at, nbytes), _I32, WHOLE) for at in row_at]
+            for p in range(len(totals[0])):
+                place = _plus(builder, block, SCALES + (p * lines + line) * _LINE)
+                loaded = builder.load(_at(builder, place, WHOLE), align=4)
+                if bits == 4:
+                    shifts = ir.Constant(WHOLE, [4 * quad] * PANEL)
+                    loaded = builder.and_(builder.lshr(loaded, shifts), low)
+                for own, row in zip(totals, inputs, strict=True):
+                    own[p] = _add_products(builder, own[p], loaded, row)
 
 
 def _tiles(bits: int, panels: int) -> Any:
@@ -242,9 +257,7 @@ def quantize_row(typingctx: Any, x: Any, out: Any, scale: Any, zero: Any, middle
         inverse = _inverse(builder, unit)
         builder.store(unit, _at(builder, scale, number), align=4)
         whole = _store_rounded(builder, parts, inverse, out)
-        added = avx512.call(
-            builder, "llvm.vector.reduce.add.v16i32", _I32, builder.add(*whole)
-        )
+        added = avx512.call(builder, "llvm.vector.reduce.add.v16i32", _I32, builder.add(*whole))
         factor = builder.neg(builder.trunc(middle, _I32))
         builder.store(builder.mul(added, factor), _at(builder, zero, _I32), align=4)
         return context.get_dummy_value()

@@ -186,9 +186,7 @@ def _products(layer: PackedLayer) -> tuple[PackedLinear, ...]:
     return layer.qkv, layer.out, layer.gate_up, layer.down
 
 
-def _addresses(
-    layer: PackedLayer, products: Sequence[PackedLinear | QuantizedLinear]
-) -> list[int]:
+def _addresses(layer: PackedLayer, products: Sequence[PackedLinear | QuantizedLinear]) -> list[int]:
     """Return the addresses of a layer's weights in the order of `kernels.layers.WEIGHTS`."""
     qkv, out, gate_up, down = (
         (present(product.panels).data_ptr(), present(product.start).data_ptr())

@@ -26,15 +26,12 @@ from slipstream.models.linear import PackedLinear
 from slipstream.models.numerics import activation_dtype, has_kernels
 from slipstream.models.quantized_linear import Bits, QuantizedLinear, quantized_bytes
 
-
 LARGEST_WEIGHT = 4096.0
 """Largest absolute value of a weight up to which the copy drafts. It keeps all numbers of the
 forward pass finite, for hidden sizes up to 8192 and MLP widths up to 32768."""
 
 
-def why_not_quantized(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> str | None:
+def why_not_quantized(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why there can be no quantized copy of a policy; None if there can be one."""
     if not has_kernels(activation_dtype(dtype, device), device):
         return f"quantized copies need the compiled CPU kernels, which do not run on {device.type}"
@@ -154,4 +151,4 @@ def _is_small(weight: Tensor) -> bool:
     """Return whether all numbers are finite and at most `LARGEST_WEIGHT` in size."""
     least, most = torch.aminmax(weight)
     # A comparison with NaN is false.
-    return bool(-LARGEST_WEIGHT <= least) and bool(most <= LARGEST_WEIGHT)
+    return bool(least >= -LARGEST_WEIGHT) and bool(most <= LARGEST_WEIGHT)

@@ -93,7 +93,7 @@ def test_policies_without_a_copy_are_refused() -> None:
     check_copy(load(strategy="history"), wide, torch.float32, CPU)
     with pytest.raises(ConfigError, match="multiples of 32, but intermediate_size=80; set spec"):
         check_copy(load(), wide, torch.float32, CPU)
-    with pytest.raises(ConfigError, match="strategy=quantized: .* multiples of 32"):
+    with pytest.raises(ConfigError, match=r"strategy=quantized: .* multiples of 32"):
         check_engine(load(), wide)
     with pytest.raises(ConfigError, match="compiled CPU kernels, which do not run on cuda; set"):
         check_copy(load(), policy, torch.bfloat16, torch.device("cuda"))

@@ -73,7 +73,9 @@ def test_products_match_rounded_factors(
     # A number in the middle between two integers may be rounded either way. In bf16 many are.
     close = torch.isclose(found.double(), expected, rtol=1e-4, atol=1e-4)
     assert close.double().mean() > (0.98 if dtype == torch.float32 else 0.9)
-    torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02 if dtype == torch.float32 else 1.0)
+    torch.testing.assert_close(
+        found.double(), expected, rtol=0.02, atol=0.02 if dtype == torch.float32 else 1.0
+    )
     exact = x.double() @ weight.double().T + start
     error = float((found - exact).norm() / (exact - start).norm())
     assert error < (0.12 if bits == 4 else 0.01)
