@@ -63,7 +63,9 @@ class CpuLayers:
         self._layers, self._final_norm, self._eps = list(layers), final_norm, eps
         self._config, self._quantized = config, quantized
         self._bits = 0 if quantized is None else quantized[0][0].bits
-        used = [_products(layer) for layer in layers] if quantized is None else quantized
+        used: Sequence[Sequence[PackedLinear | QuantizedLinear]] = (
+            [_products(layer) for layer in layers] if quantized is None else quantized
+        )
         self._table = torch.tensor(
             [_addresses(layer, products) for layer, products in zip(layers, used, strict=True)]
         )

@@ -30,7 +30,8 @@ def rounded_weight(weight: Tensor, bits: int) -> Tensor:
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     scale = (-largest / middle).to(torch.bfloat16).double()
     integers = (groups / torch.where(scale == 0, 1.0, scale)).round() + middle
-    return ((integers.clamp(0, 2 * middle - 1) - middle) * scale).view(N, K)
+    stored: Tensor = (integers.clamp(0, 2 * middle - 1) - middle) * scale
+    return stored.view(N, K)
 
 
 def rounded_rows(x: Tensor) -> Tensor:

@@ -318,10 +318,12 @@ def test_a_quantized_copy_of_the_policy_is_counted_and_must_fit(
         *given, "speculative.quantized.bits=4", "speculative.quantized.lm_head_bits=4"
     ).held
     assert four[COPY] * 17 == eight[COPY] * 9
+    line = rl_only(tmp_path / "run", *given)
+    assert main([*line, "--dry-run"]) == 0
+    assert re.search(r"^quantized copy of the policy +\d+ MB$", capsys.readouterr().out, re.M)
     # Enough for this policy and its optimizer, but not for the copy, too.
     free = plain["policy and optimizer"] + eight[COPY] // 2
     monkeypatch.setattr(dry_run, "free_bytes", lambda _: free)
-    line = rl_only(tmp_path / "run", *given)
     assert main([*line, "--dry-run"]) == 2
     assert "spec_strategy=quantized: the quantized copy of the policy needs" in (
         capsys.readouterr().err
