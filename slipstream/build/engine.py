@@ -21,7 +21,7 @@ from slipstream.build.policy import (
     process_count,
     rollout_too_long,
 )
-from slipstream.build.speculation import make_speculation
+from slipstream.build.speculation import check_copy, make_speculation
 from slipstream.config.engines import ENGINE_KEY, engine_entry, engines_with, generates_with
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError
@@ -103,14 +103,15 @@ _COMPUTES = {
 
 
 def check_embedded(config: Config, model: PolicyConfig) -> None:
-    """Raise ConfigError for layer widths that exact mode does not support, and for a KV cache
-    without room for one sequence."""
+    """Raise ConfigError for layer widths that exact mode does not support, for a KV cache without
+    room for one sequence, and for a policy that cannot have the quantized copy that drafts."""
     assert isinstance(model, ModelConfig), "the embedded engine has no other capability"
     check_widths(
         hidden_size=model.hidden_size,
         intermediate_size=model.intermediate_size,
         head_dim=model.head_dim,
     )
+    check_copy(config, model, rollout_dtype(config), device_of(config))
     kv_bytes(config, model)
 
 

@@ -16,6 +16,7 @@ from slipstream.config.schema import Config
 from slipstream.config.schema_speculative import MOST_BRANCHES, EagleSection
 from slipstream.drafter.vocabulary import LARGE, TokenCounts, best_size
 from slipstream.errors import ConfigError
+from slipstream.inference.engine.memory import free_bytes
 from slipstream.inference.engine.recorder import CudaRecorder
 from slipstream.inference.speculation.bandits import (
     BanditSelector,
@@ -26,7 +27,8 @@ from slipstream.inference.speculation.bandits import (
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import DraftPlan
-from slipstream.inference.speculation.protocol import Proposer
+from slipstream.inference.speculation.protocol import LearningProposer, Proposer
+from slipstream.inference.speculation.quantized import QuantizedProposer
 from slipstream.inference.speculation.report import ReportedSelector, plan_table
 from slipstream.inference.speculation.selector import (
     CostModelSelector,
@@ -40,6 +42,7 @@ from slipstream.models.draft.eagle1 import DraftHead
 from slipstream.models.draft.eagle3 import Eagle3Head, check_aux_layers, default_aux_layers
 from slipstream.models.draft.files import aux_layers_in, load_draft_head
 from slipstream.models.draft.model import DraftModel
+from slipstream.models.quantized import quantized_policy_bytes, why_not_quantized
 from slipstream.tree_size import candidate_count
 
 TRACE_FILE = "speculation.jsonl"
@@ -86,6 +89,10 @@ def make_speculation(
     )
     if speculative.spec_strategy == "history":
         proposer = history
+    elif speculative.drafts_with_copy:
+        what = f"a copy of the policy with {speculative.quantized.bits}-bit weights"
+        check_copy_fits(config, policy.config, free_bytes(device) - kv_budget_bytes)
+        proposer = QuantizedProposer(speculative.quantized.bits, speculative.quantized.lm_head_bits)
     else:
         head, source = first_head(config, policy)
         folder = None if source is None else str(source)
@@ -100,10 +107,10 @@ def make_speculation(
             free_cache=free_cache,
             record=CudaRecorder() if recorded else None,
         )
-        if speculative.spec_strategy == "union":
-            proposer = union = UnionProposer(proposer, history)
-            head_record = lambda: union.head_record  # noqa: E731
-            what += " and history"
+    if isinstance(proposer, LearningProposer) and speculative.drafts_from_history:
+        proposer = union = UnionProposer(proposer, history)
+        head_record = lambda: union.head_record  # noqa: E731
+        what += " and history"
     selector = make_selector(config)
     notify(
         f"Speculative decoding enabled: {what}; {plan_table(selector, speculative.bs_threshold)}"
@@ -112,6 +119,39 @@ def make_speculation(
         selector, notify=notify, head=folder, head_record=head_record, trace=_trace(config)
     )
     return Speculation(proposer=proposer, selector=reported)
+
+
+def copy_bytes(config: Config, policy: ModelConfig) -> int:
+    """Bytes of the quantized copy of the policy that drafts."""
+    quantized = config.speculative.quantized
+    return quantized_policy_bytes(policy, quantized.bits, quantized.lm_head_bits)
+
+
+def check_copy(
+    config: Config, policy: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise ConfigError if the policy cannot have the quantized copy that should draft."""
+    speculative = config.speculative
+    if not speculative.drafts_with_copy:
+        return
+    reason = why_not_quantized(policy, dtype, device)
+    if reason is not None:
+        raise ConfigError(
+            f"speculative.spec_strategy={speculative.spec_strategy}: {reason}; set "
+            "speculative.spec_strategy=history or eagle"
+        )
+
+
+def check_copy_fits(config: Config, policy: ModelConfig, free: int) -> None:
+    """Raise ConfigError if the quantized copy of the policy needs more than `free` bytes."""
+    speculative, needed = config.speculative, copy_bytes(config, policy)
+    if needed > free:
+        raise ConfigError(
+            f"speculative.spec_strategy={speculative.spec_strategy}: the quantized copy of the "
+            f"policy needs {needed} bytes, but beside the KV cache {max(free, 0)} are free; set "
+            "speculative.spec_strategy=history, or lower "
+            "actor_rollout_ref.rollout.gpu_memory_utilization or .kv_cache_bytes"
+        )
 
 
 def first_head(
@@ -270,7 +310,7 @@ def check_speculation(config: Config, policy: ModelConfig, max_model_len: int) -
                 f"set speculative.eagle.spec_topk={policy.vocab_size} or less"
             )
     path = speculative.eagle.spec_model_path
-    if speculative.enable and speculative.spec_strategy != "history":
+    if speculative.drafts_with_head:
         if path is not None and not Path(path).is_dir():
             raise ConfigError(
                 f"speculative.eagle.spec_model_path={path} is not a folder; train a draft head "
@@ -376,10 +416,10 @@ def _bandit_plans(config: Config, default: DraftPlan) -> dict[int, list[DraftPla
                 f"{', '.join(wide)}: a tree follows at most {MOST_BRANCHES} tokens of a level"
             )
         trees = [str(plan) for plan in plans if plan.topk > 1]
-        if trees and speculative.spec_strategy == "history":
+        if trees and not speculative.drafts_with_head:
             raise ConfigError(
-                f"{', '.join(trees)}: history drafts are chains; use plans such as "
-                "3_1_4, or set speculative.spec_strategy=union"
+                f"{', '.join(trees)}: {speculative.spec_strategy} drafts are chains; use plans "
+                "such as 3_1_4, or set speculative.spec_strategy=union"
             )
     except ConfigError as error:
         raise ConfigError(f"{key}.mab_configs: {error}") from error

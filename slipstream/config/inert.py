@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slipstream.config.rules import WithoutEffect
-from slipstream.config.schema_speculative import EagleSection, SpeculativeSection
+from slipstream.config.schema_speculative import EagleSection, QuantizedSection, SpeculativeSection
 
 
 def options_without_effect(speculative: SpeculativeSection) -> Iterator[str]:
     """Yield a message `what has no effect; remedy` for each such option."""
     yield from _selector(speculative)
     yield from _training(speculative)
+    yield from _quantized(speculative)
     defaults = SpeculativeSection()
     for name in ("train", "draft"):
         key = f"speculative.{name}.optim"
@@ -71,6 +72,19 @@ def _selector(speculative: SpeculativeSection) -> Iterator[str]:
             yield WithoutEffect(
                 f"{key}.{name}{shown} has no effect with {key}.tune_algorithm="
                 f"{eagle.tune_algorithm}; set {key}.tune_algorithm={algorithms[-1]}, or {undo}"
+            )
+
+
+def _quantized(speculative: SpeculativeSection) -> Iterator[str]:
+    if speculative.drafts_with_copy or not speculative.enable:
+        return
+    for name in ("bits", "lm_head_bits"):
+        default, key = getattr(QuantizedSection(), name), f"speculative.quantized.{name}"
+        if (value := getattr(speculative.quantized, name)) != default:
+            yield WithoutEffect(
+                f"{key}={value} has no effect with speculative.spec_strategy="
+                f"{speculative.spec_strategy}; set speculative.spec_strategy=quantized, or "
+                f"{key}={default}"
             )
 
 

@@ -92,6 +92,17 @@ class HistorySection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedSection:
+    """Drafts by a quantized copy of the policy, without a draft head."""
+
+    bits: Literal[4, 8] = 8
+    """Bits of a weight of the copy's layers. Each group of 32 weights has a scale in addition. With
+    fewer bits drafts take less time, and fewer of them are accepted."""
+    lm_head_bits: Literal[4, 8] = 8
+    """Bits of a weight of the copy's LM head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterOptimSection:
     """An optimizer of the draft head.
 
@@ -229,10 +240,11 @@ class SpeculativeSection:
 
     enable: bool = False
     """Decode with drafts."""
-    spec_strategy: Literal["eagle", "history", "union"] = "eagle"
+    spec_strategy: Literal["eagle", "history", "union", "quantized", "quantized_union"] = "eagle"
     """Source of drafts: `eagle`, a draft head; `history`, earlier text (the request's own, and
-    other responses to its prompt); `union`, for each request the source whose drafts were
-    accepted more often."""
+    other responses to its prompt); `union`, for each request the source of these two whose
+    drafts were accepted more often; `quantized`, a quantized copy of the policy, which needs no
+    training (CPU only); `quantized_union`, as `union`, with this copy instead of a draft head."""
     bs_threshold: NonNegativeInt | None = None
     """Draft only while at most this many requests run; 0: never; null: at every batch size where
     drafts are faster, as measured by the selector."""
@@ -240,6 +252,8 @@ class SpeculativeSection:
     """Record every choice of a draft plan in `speculation.jsonl` of the run folder."""
     history: HistorySection = field(default_factory=HistorySection)
     """Drafts from earlier text, without a draft head."""
+    quantized: QuantizedSection = field(default_factory=QuantizedSection)
+    """Drafts by a quantized copy of the policy, without a draft head."""
     eagle: EagleSection = field(default_factory=EagleSection)
     """The draft head, the shape of drafts, and how the shape is chosen."""
     train: DrafterTrainSection = field(default_factory=DrafterTrainSection)
@@ -247,3 +261,18 @@ class SpeculativeSection:
     policy."""
     draft: DraftSection = field(default_factory=DraftSection)
     """Training of a draft head for a fixed policy: `slipstream draft`."""
+
+    @property
+    def drafts_with_head(self) -> bool:
+        """Whether a draft head drafts, alone or with history."""
+        return self.enable and self.spec_strategy in ("eagle", "union")
+
+    @property
+    def drafts_from_history(self) -> bool:
+        """Whether earlier text gives drafts, alone or with others."""
+        return self.enable and self.spec_strategy in ("history", "union", "quantized_union")
+
+    @property
+    def drafts_with_copy(self) -> bool:
+        """Whether a quantized copy of the policy drafts, alone or with history."""
+        return self.enable and self.spec_strategy in ("quantized", "quantized_union")

@@ -610,12 +610,12 @@ def _speculation(config: Config) -> Iterator[str]:
             "speculative.enable=false"
         )
     trains_head = speculative.train.enable_drafter_training
-    if speculative.spec_strategy != "history" and eagle.spec_model_path is None and not trains_head:
+    if speculative.drafts_with_head and eagle.spec_model_path is None and not trains_head:
         yield (
             f"speculative.spec_strategy={speculative.spec_strategy} needs a draft model; train one "
             f"with `slipstream draft` and set {key}.spec_model_path=FOLDER, or set "
             "speculative.train.enable_drafter_training=true to train one during RL, or set "
-            "speculative.spec_strategy=history"
+            "speculative.spec_strategy=history or quantized"
         )
     if eagle.spec_topk > MOST_BRANCHES:
         yield (
@@ -628,10 +628,10 @@ def _speculation(config: Config) -> Iterator[str]:
             f"{key}.spec_steps={eagle.spec_steps} draft tokens needs {eagle.spec_steps + 1} "
             f"tokens; set {key}.spec_verify_tokens=null"
         )
-    if eagle.spec_topk > 1 and speculative.spec_strategy == "history":
+    if eagle.spec_topk > 1 and not speculative.drafts_with_head:
         yield (
             f"{key}.spec_topk={eagle.spec_topk} drafts trees, but speculative.spec_strategy="
-            f"history drafts only chains; set {key}.spec_topk=1, or "
+            f"{speculative.spec_strategy} drafts only chains; set {key}.spec_topk=1, or "
             "speculative.spec_strategy=union to merge history drafts into trees"
         )
     elif eagle.spec_topk > 1:
@@ -709,7 +709,7 @@ def _cotraining(config: Config) -> Iterator[str]:
     speculative, train = config.speculative, config.speculative.train
     key = "speculative.train"
     off = f"{key}.enable_drafter_training=false"
-    if not speculative.enable or speculative.spec_strategy == "history":
+    if not speculative.drafts_with_head:
         yield (
             f"{key}.enable_drafter_training=true trains a draft model, but rollouts do not use it "
             f"with speculative.enable={show(speculative.enable)} "

@@ -7,6 +7,7 @@ loop over the same number of elements computes a row, whatever else is in the ba
 Files:
 
     product, product_amx      matrix products, over the tiles in tile, tile_bf16 and tile_amx
+    product_quantized         products with weights of 4 or 8 bits, over tile_quantized
     rows                      norm and gate
     attend, attend_bf16       rotation and attention
     attend_backward(_bf16)    gradients of attention

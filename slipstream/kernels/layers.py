@@ -17,6 +17,7 @@ from slipstream.kernels.compiling import kernel
 from slipstream.kernels.memory import floats_at, ints_at
 from slipstream.kernels.product import BF16, product_panels, product_part
 from slipstream.kernels.product_amx import USE_AMX, bf16_rows_product_part, gated_product_part
+from slipstream.kernels.product_quantized import quantized_product_part
 from slipstream.kernels.rows import add_norm_part, add_part, gate_part
 from slipstream.kernels.team import for_team, part_count, part_number, run, wait
 from slipstream.kernels.tile import PANEL
@@ -80,11 +81,21 @@ def _copy_aux_part(x, aux_layers, stride, M, D, part, parts):
 
 
 @kernel
-def _project(x, panels, start, qkv, M, Q, H, K, width, size, part, parts):
+def multiply_part(x, panels, start, out, M, N, K, size, bits, part, parts):
+    """Compute one of `parts` parts of a product, with quantized weights if `bits` is not 0."""
+    if bits:
+        quantized_product_part(x, panels, start, out, M, N, K, bits, part, parts)
+    else:
+        product_part(x, panels, start, out, M, N, K, size, part, parts)
+
+
+@kernel
+def _project(x, panels, start, qkv, M, Q, H, K, width, size, bits, part, parts):
     """Compute queries, keys and values of rows (M, width), as input for `place`."""
     heads = H // parts
-    if parts == 1 or not by_heads(H, parts) or heads * K % PANEL:
-        product_part(x, panels, start, qkv, M, (Q + 2 * H) * K, width, size, part, parts)
+    if parts == 1 or bits or not by_heads(H, parts) or heads * K % PANEL:
+        N = (Q + 2 * H) * K
+        multiply_part(x, panels, start, qkv, M, N, width, size, bits, part, parts)
         wait(parts)
         return
     # Each thread computes the projections of its own heads, so that it need not wait for others.
@@ -100,7 +111,7 @@ def layers_part(
     weights, layers, final_norm, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
     cos, sin, positions, own, first, seen, table, block, paths, path_step, head_stride, longest,
     keys, values, layer_step, aux_layers, columns, aux_count, qkv_input, E, own_rows,
-    M, D, Q, H, K, W, size, part, parts,
+    M, D, Q, H, K, W, size, bits, part, parts,
 ):  # fmt: skip
     """Compute one of `parts` parts of `layers`."""
     w = carray(ints_at(weights), (layers * WEIGHTS,))
@@ -127,9 +138,7 @@ def layers_part(
         if aux_layers and places[layer] >= 0:
             column = aux_layers + places[layer] * D * 4
             _copy_aux_part(now, column, aux_count * D * 4, M, D, part, parts)
-        _project(
-            rows, w[t + 1], w[t + 2], qkv, M, Q, H, K, width, size, part, parts
-        )  # fmt: skip
+        _project(rows, w[t + 1], w[t + 2], qkv, M, Q, H, K, width, size, bits, part, parts)
         k, v = keys + layer * layer_step, values + layer * layer_step
         place_arguments = (
             qkv, w[t + 3], eps, cos, sin, positions, q, k, v, own, head_stride, M, Q, H, K
@@ -143,21 +152,21 @@ def layers_part(
         )  # fmt: skip
         _attend_sized(size, attend_arguments, part, parts)
         wait(parts)
-        product_part(mixed, w[t + 4], w[t + 5], delta, M, D, Q * K, size, part, parts)
+        multiply_part(mixed, w[t + 4], w[t + 5], delta, M, D, Q * K, size, bits, part, parts)
         wait(parts)
         add_norm_part(now, delta, w[t + 6], eps, other, result, M, D, of, shares)
         now, other = other, now
         wait(1 if alone else parts)
-        if size == BF16 and USE_AMX and W % PANEL == 0:
+        if size == BF16 and USE_AMX and W % PANEL == 0 and not bits:
             gated_product_part(result, w[t + 7], w[t + 8], gated, M, W, D, part, parts)
             wait(parts)
             bf16_rows_product_part(gated, w[t + 9], w[t + 5], delta, M, D, W, part, parts)
         else:
-            product_part(result, w[t + 7], w[t + 8], gates, M, 2 * W, D, size, part, parts)
+            multiply_part(result, w[t + 7], w[t + 8], gates, M, 2 * W, D, size, bits, part, parts)
             wait(parts)
             gate_part(gates, gated, M, W, part, parts)
             wait(parts)
-            product_part(gated, w[t + 9], w[t + 5], delta, M, D, W, size, part, parts)
+            multiply_part(gated, w[t + 9], w[t + 5], delta, M, D, W, size, bits, part, parts)
         added = delta
         wait(parts)
     if final_norm:
@@ -213,7 +222,7 @@ def _layers(
     weights, layers, final_norm, eps, x, spare, delta, normed, qkv, q, mixed, gates, gated,
     cos, sin, positions, own, first, seen, table, block, paths, path_step, head_stride, longest,
     keys, values, layer_step, aux_layers, columns, aux_count, qkv_input, E, own_rows,
-    M, D, Q, H, K, W, size, part, parts,
+    M, D, Q, H, K, W, size, bits, part, parts,
 ):  # fmt: skip
     """Run `layers_part` over the outputs or over the sequences of this part."""
     m, rows = 0, M
@@ -233,7 +242,7 @@ def _layers(
         qkv, q, mixed, gates, gated, cos, sin, positions + 8 * m, own + 8 * m,
         first + 8 * m, seen + 8 * m, table, block, paths + 8 * path_step * m, path_step,
         head_stride, longest, keys, values, layer_step, aux_layers, columns, aux_count, qkv_input,
-        E, own_rows, rows, D, Q, H, K, W, size, part, parts,
+        E, own_rows, rows, D, Q, H, K, W, size, bits, part, parts,
     )  # fmt: skip
 
 
@@ -266,6 +275,7 @@ def layers(*arguments: int, work: int) -> None:
     input; the weights must be packed for E inputs (0: none); E;
     own_rows: buffer of `own_numbers` numbers for each thread but the first;
     M, D, Q, H, K, W; size: bytes of a packed weight, and of the numbers of keys and values (with 2
-    they have the layout of `attend_bf16`).
+    they have the layout of `attend_bf16`); bits: 4 or 8 if the weights of the products are packed
+    by `product_quantized` instead, else 0.
     """
     run(layers_part, _layers_shared, arguments, work)

@@ -21,6 +21,7 @@ from slipstream.models.config import ModelConfig
 from slipstream.models.cpu_attention import KeyPlaces, OwnKeys, supports_attention
 from slipstream.models.functional import rope_table
 from slipstream.models.linear import PackedLinear, present
+from slipstream.models.quantized_linear import QuantizedLinear
 
 if TYPE_CHECKING:
     from slipstream.models.decoder import PackedLayer
@@ -50,12 +51,24 @@ class CpuLayers:
         config: ModelConfig,
         eps: Tensor,
         final_norm: Tensor | None,
+        *,
+        quantized: Sequence[Sequence[QuantizedLinear]] | None = None,
     ) -> None:
-        """All weights must have the same dtype, which is the compute dtype."""
+        """All weights must have the same dtype, which is the compute dtype.
+
+        `quantized` replaces the products qkv, out, gate_up and down of each layer. All must have
+        the same number of bits.
+        """
         # Kept alive, because the table holds only addresses.
         self._layers, self._final_norm, self._eps = list(layers), final_norm, eps
-        self._config = config
-        self._table = torch.tensor([_addresses(layer) for layer in layers])
+        self._config, self._quantized = config, quantized
+        self._bits = 0 if quantized is None else quantized[0][0].bits
+        used: Sequence[Sequence[PackedLinear | QuantizedLinear]] = (
+            [_products(layer) for layer in layers] if quantized is None else quantized
+        )
+        self._table = torch.tensor(
+            [_addresses(layer, products) for layer, products in zip(layers, used, strict=True)]
+        )
         self.dtype = layers[0].qkv.weight.dtype
         self._aux_columns: dict[tuple[int, ...], Tensor] = {}
         self._weights = sum(w.weight.numel() for layer in layers for w in _products(layer))
@@ -151,6 +164,7 @@ class CpuLayers:
             K,
             W,
             self.dtype.itemsize,
+            self._bits,
             work=self._weights,
         )
         del memory  # The kernel used it until here.
@@ -170,11 +184,11 @@ def _products(layer: PackedLayer) -> tuple[PackedLinear, ...]:
     return layer.qkv, layer.out, layer.gate_up, layer.down
 
 
-def _addresses(layer: PackedLayer) -> list[int]:
+def _addresses(layer: PackedLayer, products: Sequence[PackedLinear | QuantizedLinear]) -> list[int]:
     """Return the addresses of a layer's weights in the order of `kernels.layers.WEIGHTS`."""
     qkv, out, gate_up, down = (
         (present(product.panels).data_ptr(), present(product.start).data_ptr())
-        for product in _products(layer)
+        for product in products
     )
     return [
         0 if layer.input_norm is None else layer.input_norm.data_ptr(),

@@ -40,7 +40,7 @@ from slipstream.metrics.tables import Page
 from slipstream.models.config import ModelConfig
 from slipstream.models.policy import PolicyConfig
 from slipstream.preflight.batch_table import Batches, batches_of, table_rows
-from slipstream.preflight.memory_estimate import POLICY, MemoryEstimate, estimate_memory
+from slipstream.preflight.memory_estimate import COPY, POLICY, MemoryEstimate, estimate_memory
 from slipstream.run.context import check_resumable, open_run
 from slipstream.run.folder import check_same_run
 from slipstream.run.train import check_phases, check_validation, trial
@@ -177,9 +177,17 @@ def _print_memory(page: Page, estimate: MemoryEstimate, config: Config) -> None:
 
 
 def _check_weights_fit(estimate: MemoryEstimate, config: Config) -> None:
-    """Raise ConfigError if the policy and its optimizer do not fit, as in the tiny step too."""
+    """Raise ConfigError if the policy and its optimizer do not fit, as in the tiny step too, or if
+    a quantized copy of the policy does not fit beside them."""
     need = max(phase.held[POLICY] for phase in estimate.phases.values())
     free = free_bytes(device_of(config))
+    copies = [phase.held.get(COPY, 0) for phase in estimate.phases.values()]
+    if max(copies) and (need + max(copies)) * memory_sharers(config) > free:
+        raise ConfigError(
+            f"speculative.spec_strategy={config.speculative.spec_strategy}: the quantized copy of "
+            f"the policy needs {_size(max(copies))} beside {_size(need)} for the policy and its "
+            f"optimizer, but {_size(free)} are free; set speculative.spec_strategy=history"
+        )
     if need * memory_sharers(config) > free:
         raise ConfigError(
             f"the policy and its optimizer need {_size(need)}, but {_size(free)} are free; choose "

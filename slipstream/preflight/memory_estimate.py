@@ -27,7 +27,7 @@ from slipstream.build.policy import (
     optim_settings,
     process_count,
 )
-from slipstream.build.speculation import head_to_be
+from slipstream.build.speculation import copy_bytes, head_to_be
 from slipstream.checkpoint.layout import lora_folder, policy_folder
 from slipstream.config.engines import engine_entry
 from slipstream.config.mode import Mode
@@ -59,6 +59,9 @@ from slipstream.training.protocol import TrainingBackend
 
 POLICY = "policy and optimizer"
 """The part of a phase with the policy's weights and its optimizer's state."""
+
+COPY = "quantized copy of the policy"
+"""The part of a phase with the quantized weights that draft."""
 
 ROW_BYTES = 240
 """Bytes of host memory per sampled token.
@@ -159,7 +162,7 @@ def _uncounted(config: Config) -> Iterator[str]:
         if train.mode == "opportunistic":
             yield "the process that trains the draft head"
         yield "training data of the draft head (at most speculative.train.buffer_bytes)"
-    if config.speculative.enable and config.speculative.spec_strategy != "eagle":
+    if config.speculative.drafts_from_history:
         yield "the text that history drafts come from"
     if process_count(config) > 1 and device_of(config).type == "cuda":
         yield "12 bytes per weight of main memory on the first machine during a checkpoint"
@@ -224,8 +227,10 @@ def _rl(config: Config, policy: ModelConfig, batches: Batches) -> PhaseBytes:
     if config.trainer.sync_every > 1:
         held["last published weights"] = 4 * _parameters(policy)
     held |= _engine(config, policy, max(rl.in_flight, batches.validation), held)
-    if config.speculative.enable and config.speculative.spec_strategy != "history":
+    if config.speculative.drafts_with_head:
         held["draft head"] = _head(config, policy, rl.in_flight)
+    if config.speculative.drafts_with_copy:
+        held[COPY] = copy_bytes(config, policy)
     if device_of(config).type == "cpu":
         held["sampled tokens"] = ROW_BYTES * rl.tokens
     return PhaseBytes(held=held, one_at_a_time=one_at_a_time)

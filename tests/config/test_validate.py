@@ -362,6 +362,24 @@ def load(overrides: str, hardware: Hardware = CPU, recipe: str | None = "tiny") 
             "speculative.eagle.spec_topk=1",
         ),
         (
+            "speculative.enable=true speculative.spec_strategy=quantized "
+            "speculative.eagle.spec_topk=2 speculative.eagle.spec_verify_tokens=8",
+            "strategy=quantized drafts only chains",
+            "speculative.eagle.spec_topk=1",
+        ),
+        (
+            "speculative.enable=true speculative.spec_strategy=history "
+            "speculative.quantized.bits=4",
+            "quantized.bits=4 has no effect with speculative.spec_strategy=history",
+            "speculative.spec_strategy=quantized",
+        ),
+        (
+            "speculative.enable=true speculative.train.enable_drafter_training=true "
+            "speculative.spec_strategy=quantized_union",
+            "rollouts do not use it",
+            "speculative.train.enable_drafter_training=false",
+        ),
+        (
             "speculative.enable=true speculative.eagle.spec_model_path=x "
             "speculative.eagle.spec_topk=4",
             "spec_verify_tokens is not set",

@@ -17,7 +17,7 @@ from slipstream.metrics.loggers import read_jsonl
 from slipstream.models.config import ModelConfig
 from slipstream.preflight import dry_run
 from slipstream.preflight.dry_run import looked_at
-from slipstream.preflight.memory_estimate import MemoryEstimate, PhaseBytes, estimate_memory
+from slipstream.preflight.memory_estimate import COPY, MemoryEstimate, PhaseBytes, estimate_memory
 from slipstream.run.train import trial
 from tests.docs.pages import ROOT
 from tests.run.helpers import ACTOR, ROLLOUT, rl_only, tiny
@@ -304,6 +304,30 @@ def test_the_estimate_grows_with_models_samples_and_micro_batches() -> None:
         for count in (1, 16)
     ]
     assert rows[1] > 1.5 * rows[0]
+
+
+def test_a_quantized_copy_of_the_policy_is_counted_and_must_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("speculative.enable=true", "speculative.spec_strategy=quantized")
+    plain, eight = estimated().held, estimated(*given).held
+    assert set(eight) - set(plain) == {COPY}
+    # 8.5 bits for each weight of a matrix, compared with two layouts in the engine and fp32.
+    assert eight[COPY] < 0.2 * plain["weights of the engine"]
+    four = estimated(
+        *given, "speculative.quantized.bits=4", "speculative.quantized.lm_head_bits=4"
+    ).held
+    assert four[COPY] * 17 == eight[COPY] * 9
+    line = rl_only(tmp_path / "run", *given)
+    assert main([*line, "--dry-run"]) == 0
+    assert re.search(r"^quantized copy of the policy +\d+ MB$", capsys.readouterr().out, re.M)
+    # Enough for this policy and its optimizer, but not for the copy, too.
+    free = plain["policy and optimizer"] + eight[COPY] // 2
+    monkeypatch.setattr(dry_run, "free_bytes", lambda _: free)
+    assert main([*line, "--dry-run"]) == 2
+    assert "spec_strategy=quantized: the quantized copy of the policy needs" in (
+        capsys.readouterr().err
+    )
 
 
 def test_an_adapter_of_one_layer_has_an_estimate() -> None:

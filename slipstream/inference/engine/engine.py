@@ -17,6 +17,7 @@ from torch import Tensor
 from slipstream.errors import ConfigError, EngineError, RequestError
 from slipstream.inference.engine.batch_sampling import BatchSampling, sampling_rows
 from slipstream.inference.engine.counters import Counters
+from slipstream.inference.engine.kv_blocks import BlockStore
 from slipstream.inference.engine.kv_rows import KVRows
 from slipstream.inference.engine.kv_store import make_store
 from slipstream.inference.engine.prefill import Prefill
@@ -512,6 +513,7 @@ class Engine:
         min_acceptance = 0.0
         if self._min_acceptance is not None and self._selector is not None:
             min_acceptance = self._min_acceptance.min_acceptance(len(running))
+        store = self._scheduler.store
         batch = DraftBatch(
             request_ids=self._sampling.names,
             last=last,
@@ -519,6 +521,7 @@ class Engine:
             rows=self._sampling.rows,
             policy=self._runner.packed,
             min_acceptance=min_acceptance,
+            kv=store.blocks if isinstance(store, BlockStore) else None,
         )
         return self._proposer.propose(batch, plan)
 

@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from slipstream.inference.speculation.plan import DraftPlan
+from slipstream.models.cpu_attention import KeyBlocks
 from slipstream.models.decoder import PackedDecoder, supports_varlen
 from slipstream.sampling.choose import SamplingRows
 from slipstream.types import WeightUpdate
@@ -83,6 +84,10 @@ class DraftBatch:
     policy: PackedDecoder
     min_acceptance: float = 0.0
     """Drafts of a tree with a lower estimated acceptance probability are not verified."""
+    kv: KeyBlocks | None = None
+    """The policy's KV cache if the compiled kernels compute, else None. Request i is in row i. From
+    the slot of its last known token on, a proposer may write to the slots of the plan's drafts: the
+    policy does so itself before it reads them."""
 
     @property
     def as_matrix(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.inference.engine.kv_blocks import BLOCK_SLOTS, BlockStore
 from slipstream.inference.engine.kv_rows import KVPrefix
 from slipstream.inference.speculation.eagle import EagleProposer
-from slipstream.inference.speculation.plan import DraftPlan
+from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.models.draft.eagle1 import DraftHead
 from tests.inference.helpers import (
     all_bits,
@@ -147,7 +147,7 @@ def test_engines_with_shuffled_blocks_have_the_bits_of_plain_ones(
         dtype=dtype,
         free_cache_engine=False,
         proposer=None if plan == "off" else proposer,
-        **({} if plan == "off" else {"plan": DraftPlan.parse(plan)}),
+        plan=OFF if plan == "off" else DraftPlan.parse(plan),
     )
     store = engine._scheduler.store
     assert isinstance(store, BlockStore)

@@ -13,6 +13,7 @@ import torch
 from slipstream.errors import EngineError
 from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.inference.engine import EngineSettings
+from slipstream.inference.engine.kv_blocks import BlockStore
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import OFF, DraftPlan
@@ -484,7 +485,9 @@ def test_drafting_stays_within_the_kv_cache_of_the_head(
 
     def checked(self: DraftPass, *given: Any) -> None:
         *_, kv, slots, num_keys = given
-        room = len(proposer._store._rows[0]) * kv.block if by_kernels else kv.shape[3]
+        store = proposer._store
+        assert isinstance(store, BlockStore) == by_kernels
+        room = len(store._rows[0]) * kv.block if isinstance(store, BlockStore) else kv.shape[3]
         reached.append(room - int(slots.max()) - 1)
         assert min(reached[-1], room - num_keys) >= 0
         columns(self, *given)
