@@ -248,7 +248,7 @@ def _layers(
 
 @for_team
 def _layers_shared(p):
-    _layers(*to_fixed_tuple(carray(p, (41,)), 41), part_number(), part_count())
+    _layers(*to_fixed_tuple(carray(p, (42,)), 42), part_number(), part_count())
 
 
 def own_numbers(rows: int, width: int) -> int:

@@ -73,7 +73,8 @@ def test_few_rows_draft_with_an_lm_head_of_8_bits(
     decoder = make_decoder(vocab_size=4096)
     with torch.no_grad():
         # So flat that rounding changes the best tokens of some rows.
-        decoder.lm_head_weight.sign_().mul_(torch.rand(4096, 1) * 0.01 + 1)
+        sizes = torch.rand(4096, 1, generator=torch.Generator().manual_seed(0)) * 0.004 + 1
+        decoder.lm_head_weight.sign_().mul_(sizes)
     config = decoder.config
     head = DraftHead(config, draft_tokens)
     head.init_weights(1)
