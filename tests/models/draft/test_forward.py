@@ -72,9 +72,12 @@ def test_few_rows_draft_with_an_lm_head_of_8_bits(
     monkeypatch.setattr(forward, "has_amx", lambda: False)
     decoder = make_decoder(vocab_size=4096)
     with torch.no_grad():
-        # So flat that rounding changes the best tokens of some rows.
-        sizes = torch.rand(4096, 1, generator=torch.Generator().manual_seed(0)) * 0.004 + 1
-        decoder.lm_head_weight.sign_().mul_(sizes)
+        # Four tokens in a row differ in one number only, and not at all in 8 bits.
+        generator = torch.Generator().manual_seed(0)
+        signs = torch.randint(0, 2, (1024, 32), generator=generator) * 2 - 1
+        sizes = torch.full((4, 32), 0.75)
+        sizes[:, 0], sizes[:, 5] = 1.0, torch.tensor([0.5, 0.5, 0.50390625, 0.50390625])
+        decoder.lm_head_weight.copy_((signs[:, None] * sizes).view(4096, 32))
     config = decoder.config
     head = DraftHead(config, draft_tokens)
     head.init_weights(1)
