@@ -13,7 +13,7 @@ from slipstream.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-SHAPES = ("quickstart", "d512x12", "d256x8", "smollm2-135m", "qwen2.5-0.5b", "tiny")
+SHAPES = ("quickstart", "d512x12", "d256x8", "smollm2-135m", "qwen2.5-0.5b", "wordy", "tiny")
 """The keys of `shapes.SHAPES`, repeated here because that module imports torch."""
 
 BENCH_MODEL = Path("runs/bench-model")

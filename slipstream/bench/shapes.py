@@ -68,6 +68,17 @@ SHAPES = {
         head_dim=64,
         rope_theta=1_000_000.0,
     ),
+    # A small model with a large vocabulary.
+    "wordy": ModelConfig(
+        family="llama",
+        vocab_size=49152,
+        hidden_size=64,
+        intermediate_size=192,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=32,
+    ),
     # For tests: shows that a benchmark runs; its numbers have no meaning.
     "tiny": ModelConfig(
         family="qwen3",

@@ -11,8 +11,9 @@ from __future__ import annotations
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from random import Random
 
 import torch
@@ -28,22 +29,31 @@ from slipstream.bench.lossless.driver import (
     run_with_updates,
     versions_of,
 )
-from slipstream.bench.lossless.targets import eagle3_head
-from slipstream.bench.lossless.workloads import LosslessBench, LosslessWorkload, workloads_for
+from slipstream.bench.lossless.targets import eagle3_head, with_vocabulary
+from slipstream.bench.lossless.workloads import (
+    COPY,
+    RENEWED,
+    LosslessBench,
+    LosslessWorkload,
+    workloads_for,
+)
 from slipstream.bench.record import ResultRow, Spread, this_machine
-from slipstream.bench.speculation.drafters import CountingProposer, LyingOracle, history_of
+from slipstream.bench.speculation.drafters import LyingOracle, counting, history_of
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.protocol import Proposer
+from slipstream.inference.speculation.quantized import QuantizedProposer
 from slipstream.inference.speculation.union import UnionProposer
+from slipstream.models.quantized import why_not_quantized
+from slipstream.types import WeightUpdate
 
 HISTORY_LIES, ORACLE_LIES = 1 / 16, 0.2
 
 EVENTS = (
     *("accepted", "siblings", "rejected", "switched", "preempted", "aborted", "resumed"),
-    "updated",
+    *("updated", "renewed"),
 )
 """Events that are counted. `siblings` are accepted drafts that were not the first draft at their
-position."""
+position. `renewed` counts updates of a draft vocabulary."""
 
 
 @dataclass(slots=True)
@@ -66,8 +76,15 @@ class Tally:
 
 
 def run(bench: LosslessBench, say: Callable[[str], None] = lambda line: None) -> list[ResultRow]:
-    """Check all workloads; one row per proposer. `say` gets a line per workload and proposer."""
+    """Check all workloads; one row per proposer. `say` gets a line per workload and proposer.
+
+    The quantized copy is left out, with a line, if the policy cannot have one.
+    """
     tallies = {name: Tally() for name in bench.proposers}
+    decoder = bench.target.decoder
+    reason = why_not_quantized(decoder.config, bench.dtype, decoder.device)
+    if reason is not None and tallies.pop(COPY, None) is not None:
+        say(f"{bench.target.name}, {COPY}: not checked, because {reason}")
     plain_seconds = 0.0
     for workload in workloads_for(bench):
         started = time.perf_counter()
@@ -112,16 +129,24 @@ def _check(
 ) -> None:
     """Generate a workload with drafts, compare it with `plain`, and add the counts to `tally`."""
     known = {name: written[0] for name, written in plain.items()}
-    proposer = CountingProposer(_proposer(name, bench, workload, known))
+    renewals: Iterator[WeightUpdate] | None = None
+    if name == RENEWED:
+        head, updates = with_vocabulary(bench.target)
+        renewals = cycle(updates)
+        proposer = counting(EagleProposer(head, dtype=bench.dtype, free_cache=False))
+    else:
+        proposer = counting(_proposer(name, bench, workload, known))
     selector = SwitchingSelector()
     engine = make_engine(bench, workload.limit, proposer, selector)
     rng = Random(f"{workload.name} {workload.requests[0].request_id} {name}")
     if workload.updates is None:
-        done = run_with_drafts(engine, selector, workload, rng, tally.events)
+        done = run_with_drafts(engine, selector, workload, rng, tally.events, renewals)
         expected = plain
     else:
         policies = versions_of(bench.target.decoder)
-        generations = run_with_updates(engine, selector, workload, policies, rng, tally.events)
+        generations = run_with_updates(
+            engine, selector, workload, policies, rng, tally.events, renewals
+        )
         done = {g.request_id: response_of(g) for g in generations}
         expected = replay(bench, workload, generations, policies)
     stats = engine.stats()
@@ -163,6 +188,8 @@ def _proposer(
     name: str, bench: LosslessBench, workload: LosslessWorkload, known: Mapping[str, Sequence[int]]
 ) -> Proposer:
     vocab_size = bench.target.decoder.config.vocab_size
+    if name == COPY:
+        return QuantizedProposer()
     if name == "eagle3 head":
         return EagleProposer(eagle3_head(bench.target), dtype=bench.dtype, free_cache=False)
     if name in ("eagle head", "union"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from random import Random
@@ -105,14 +105,19 @@ def run_with_drafts(
     workload: LosslessWorkload,
     rng: Random,
     events: Counter[str],
+    renewals: Iterator[WeightUpdate] | None = None,
 ) -> dict[str, Response]:
-    """Generate a workload while plans switch and requests are preempted, aborted and resumed."""
+    """Generate a workload while plans switch and requests are preempted, aborted and resumed.
+
+    `renewals` are updates of the draft head, which come now and then.
+    """
     done: dict[str, Response] = {r.request_id: ([], [], []) for r in workload.requests}
     open_requests = {r.request_id: r for r in workload.requests}
     for request in workload.requests:
         engine.add(request)
     while engine.has_work():
         _switch(selector, rng, events)
+        _renew(engine, renewals, rng, events)
         for generation in engine.step():
             _append(done, generation)
             del open_requests[generation.request_id]
@@ -149,6 +154,14 @@ def _switch(selector: SwitchingSelector, rng: Random, events: Counter[str]) -> N
         events["switched"] += 1
 
 
+def _renew(
+    engine: Engine, renewals: Iterator[WeightUpdate] | None, rng: Random, events: Counter[str]
+) -> None:
+    if renewals is not None and rng.random() < 0.2:
+        engine.update_drafter(next(renewals))
+        events["renewed"] += 1
+
+
 def run_with_updates(
     engine: Engine,
     selector: SwitchingSelector,
@@ -156,6 +169,7 @@ def run_with_updates(
     policies: Sequence[Decoder],
     rng: Random,
     events: Counter[str],
+    renewals: Iterator[WeightUpdate] | None = None,
 ) -> list[Generation]:
     """Generate a workload with drafts; the weights are updated twice, a few steps apart."""
     assert workload.updates is not None
@@ -170,6 +184,7 @@ def run_with_updates(
             if not engine.has_work():
                 break
             _switch(selector, rng, events)
+            _renew(engine, renewals, rng, events)
             done += engine.step()
             if rng.random() < 0.3:
                 engine.preempt([rng.choice(workload.requests).request_id])

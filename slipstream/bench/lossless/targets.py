@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -25,7 +26,13 @@ from slipstream.models.draft.eagle3 import Eagle3Head
 from slipstream.models.draft.files import load_draft_head
 from slipstream.models.draft.model import DraftModel
 from slipstream.models.hf_io import load_checkpoint
-from slipstream.types import GenerateRequest, NoiseKey, SamplingParams
+from slipstream.types import (
+    GenerateRequest,
+    NoiseKey,
+    SamplingParams,
+    UpdateKind,
+    WeightUpdate,
+)
 
 POSITIONS = 1280
 """Positions of policies with random weights: enough for contexts over 1,024 tokens."""
@@ -146,6 +153,30 @@ def embedding_head(decoder: Decoder) -> DraftHead:
     head.fc.weight.zero_()
     head.fc.weight[:, :width] = torch.eye(width) * gain
     return head
+
+
+def with_vocabulary(target: Target) -> tuple[DraftHead, list[WeightUpdate]]:
+    """An EAGLE head that drafts half of the tokens, and updates that renew its draft vocabulary.
+
+    The weights are those of the target's head, or of an untrained one if the target's head is of
+    another kind. Every vocabulary has half of the tokens of the target's texts and the end tokens.
+    The updates use the other half in turns.
+    """
+    config, own = target.decoder.config, target.head
+    weights: DraftModel = own if isinstance(own, DraftHead) else embedding_head(target.decoder)
+    texts = sorted({token for text in target.texts for token in text})
+    parts = [sorted({*texts[first::2], *config.eos_token_ids}) for first in (0, 1)]
+    size = max(map(len, parts), default=0)
+    updates = []
+    for version, tokens in enumerate((*parts, *parts)):
+        unused = (token for token in range(config.vocab_size) if token not in set(tokens))
+        head = DraftHead(config, sorted([*tokens, *islice(unused, size - len(tokens))]))
+        named = dict(weights.named_parameters())
+        for name, parameter in head.named_parameters():
+            parameter.data.copy_(named[name].data)
+        buckets = [[(name, tensor.detach()) for name, tensor in head.state_dict().items()]]
+        updates.append(WeightUpdate(version=version, kind=UpdateKind.DRAFT, buckets=buckets))
+    return head, updates
 
 
 def eagle3_head(target: Target) -> Eagle3Head:

@@ -13,8 +13,15 @@ from slipstream.bench.lossless.targets import Target
 from slipstream.errors import check_at_least_one
 from slipstream.types import GenerateRequest, KVPolicy, NoiseKey, SamplingParams
 
-PROPOSERS = ("eagle head", "eagle3 head", "seeded history", "union", "lying oracle")
-"""Draft proposers that are checked. `eagle3 head` is the policy's head if it is an EAGLE-3 head,
+RENEWED, COPY = "draft vocabulary", "quantized copy"
+
+PROPOSERS = (
+    *("eagle head", "eagle3 head", RENEWED, COPY, "seeded history", "union"),
+    "lying oracle",
+)
+"""Draft proposers that are checked. `draft vocabulary` is an EAGLE head that drafts half of the
+tokens, which are renewed during the run. `quantized copy` is a copy of the policy with 4-bit
+weights. `eagle3 head` is the policy's head if it is an EAGLE-3 head,
 else an untrained one. `seeded history` starts with the plain responses, of whose tokens a share of
 `check.HISTORY_LIES` is wrong. `union` combines head and history. `lying oracle` knows the plain
 responses (see `drafters.LyingOracle`)."""

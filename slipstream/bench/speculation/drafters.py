@@ -12,7 +12,13 @@ from torch import Tensor
 
 from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import DraftPlan
-from slipstream.inference.speculation.protocol import DraftBatch, DraftTree, Proposer, aux_layers_of
+from slipstream.inference.speculation.protocol import (
+    DraftBatch,
+    DraftTree,
+    LearningProposer,
+    Proposer,
+    aux_layers_of,
+)
 from slipstream.types import GenerateRequest
 
 
@@ -172,6 +178,22 @@ class CountingProposer:
         trees = self._proposer.propose(batch, plan)
         self.verifications += len(trees)
         return trees
+
+
+class CountingLearner(CountingProposer):
+    """A `CountingProposer` of a `LearningProposer`."""
+
+    def __init__(self, proposer: LearningProposer) -> None:
+        super().__init__(proposer)
+        self.policy_changed = proposer.policy_changed
+        self.update = proposer.update
+
+
+def counting(proposer: Proposer) -> CountingProposer:
+    """Count the verifications of a proposer."""
+    if isinstance(proposer, LearningProposer):
+        return CountingLearner(proposer)
+    return CountingProposer(proposer)
 
 
 def history_of(

@@ -29,7 +29,7 @@ from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.models import Decoder
-from slipstream.models.decoder import HiddenStates
+from slipstream.models.decoder import HiddenStates, supports_varlen
 from slipstream.sampling.choose import Choice, SamplingRows
 from tests.inference.helpers import make_decoder, make_engine, make_request
 
@@ -56,24 +56,50 @@ def value(row: ResultRow, name: str) -> float:
 def test_drafts_change_no_bit(dtype: torch.dtype) -> None:
     lines: list[str] = []
     rows = lossless_check.run(bench(800 if dtype == torch.float32 else 1, dtype), lines.append)
-    assert [row.contender for row in rows] == list(workloads.PROPOSERS)
+    expected = list(workloads.PROPOSERS)
+    if not supports_varlen(toy().decoder.config, dtype, torch.device("cpu")):
+        expected.remove(workloads.COPY)
+        assert "quantized copy: not checked, because" in lines[0]
+    assert [row.contender for row in rows] == expected
     assert different(rows) == 0
     for row in rows:
         assert value(row, "tokens") >= (800 if dtype == torch.float32 else 400)
         assert row.dtype == str(dtype).removeprefix("torch.")
         # Equality says little without these events.
         for event in lossless_check.EVENTS:
-            # History drafts only chains.
-            branches = row.contender != "seeded history"
-            assert (value(row, event) > 0) is (event != "siblings" or branches), event
+            # History and a quantized copy draft only chains.
+            chains = row.contender in ("seeded history", "quantized copy")
+            never = event == "siblings" if chains else False
+            never |= event == "renewed" and row.contender != workloads.RENEWED
+            assert (value(row, event) > 0) is not never, event
         assert value(row, "aborted") == value(row, "resumed")
         # The EAGLE-3 head is untrained.
         least = 1.0 if row.contender == "eagle3 head" else 1.5
         assert least < value(row, "accept_length") < 4
         assert value(row, "largest_batch") == 8
         assert value(row, "longest_context") > 200
-    assert len(lines) % len(workloads.PROPOSERS) == 0
+    assert sum("tokens identical" in line for line in lines) % len(expected) == 0
     assert "tokens identical" in lines[-1]
+
+
+@pytest.mark.parametrize("name", ["draft vocabulary", "quantized copy", "union"])
+def test_drafts_change_no_bit_with_a_vocabulary_of_49152(name: str) -> None:
+    target = random_target("wordy")
+    assert target.decoder.config.vocab_size == 49_152
+    (row,) = lossless_check.run(
+        LosslessBench(
+            target=target,
+            tokens=1,
+            dtype=torch.bfloat16,
+            batch=8,
+            mean_tokens=24,
+            long_context=200,
+            proposers=[name],
+        )
+    )
+    assert different([row]) == 0
+    assert value(row, "tokens") > 400
+    assert value(row, "accepted") > 50
 
 
 def one_proposer(name: str) -> list[ResultRow]:
