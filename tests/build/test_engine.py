@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 import torch
@@ -27,9 +28,7 @@ def test_only_trained_weights_are_copied() -> None:
             cast(
                 EmbeddedEngine,
                 compute.run(
-                    lambda trained=trained: make_engine(
-                        config, policy, tokenizer, compute, trained=trained
-                    )
+                    partial(make_engine, config, policy, tokenizer, compute, trained=trained)
                 ),
             )
             for trained in (True, False)
