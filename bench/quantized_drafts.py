@@ -89,7 +89,8 @@ def _print_speeds(
             raise SystemExit(f"{name} changed the tokens")
         counts[name] = sum(map(len, found)), engine.stats().decode_steps - before
 
-    times = alternate({n: partial(run, name, *plan) for name, plan in plans.items()}, rounds=rounds)
+    contenders = {name: partial(run, name, *plan) for name, plan in plans.items()}
+    times = alternate(contenders, rounds=rounds)
     plain = 0.0
     for name in plans:
         seconds, (tokens, steps) = min(times[name].wall), counts[name]
