@@ -21,9 +21,8 @@ import torch
 from bench.chat_requests import chat_prompts, flags_of, requests_for
 from slipstream.bench.timing import alternate
 from slipstream.inference.engine import Engine, EngineSettings
-from slipstream.inference.speculation.plan import DraftPlan
+from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.quantized import QuantizedProposer
-from slipstream.inference.speculation.selector import PredefinedSelector
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import load_checkpoint
 from slipstream.models.numerics import default_dtype
@@ -45,17 +44,17 @@ def main(policy: Path, batches: Sequence[int], rounds: int) -> None:
     settings = EngineSettings(
         dtype=default_dtype(decoder.device), max_num_seqs=64, max_model_len=512
     )
-    engines = {"no drafts": Engine(decoder, settings)}
-    for bits in get_args(Bits):
+    # One engine for each number of bits, because each has its own copy of the policy.
+    engines = {
+        bits: Engine(decoder, settings, proposer=QuantizedProposer(bits, bits))
+        for bits in get_args(Bits)
+    }
+    plans = {"no drafts": (engines[8], OFF)}
+    for bits, engine in engines.items():
         for depth in DEPTHS:
-            engines[f"{bits} bits, {depth} drafts"] = Engine(
-                decoder,
-                settings,
-                proposer=QuantizedProposer(bits, bits),
-                selector=PredefinedSelector(DraftPlan.chain(depth)),
-            )
+            plans[f"{bits} bits, {depth} drafts"] = engine, DraftPlan.chain(depth)
     for batch in batches:
-        _print_speeds(engines, asked, batch, rounds)
+        _print_speeds(plans, asked, batch, rounds)
 
 
 def _print_renewal(decoder: Decoder, bits: Bits) -> None:
@@ -72,12 +71,16 @@ def _print_renewal(decoder: Decoder, bits: Bits) -> None:
 
 
 def _print_speeds(
-    engines: dict[str, Engine], asked: Sequence[list[int]], batch: int, rounds: int
+    plans: dict[str, tuple[Engine, DraftPlan]],
+    asked: Sequence[list[int]],
+    batch: int,
+    rounds: int,
 ) -> None:
     expected: list[list[int]] = []
     counts: dict[str, tuple[int, int]] = {}
 
-    def run(name: str, engine: Engine) -> None:
+    def run(name: str, engine: Engine, plan: DraftPlan) -> None:
+        engine.plan = plan
         before = engine.stats().decode_steps
         params = SamplingParams(temperature=1.0, max_tokens=TOKENS)
         found = [list(g.token_ids) for g in engine.run(requests_for(asked, batch, params))]
@@ -86,9 +89,10 @@ def _print_speeds(
             raise SystemExit(f"{name} changed the tokens")
         counts[name] = sum(map(len, found)), engine.stats().decode_steps - before
 
-    times = alternate({n: partial(run, n, e) for n, e in engines.items()}, rounds=rounds)
+    contenders = {name: partial(run, name, *plan) for name, plan in plans.items()}
+    times = alternate(contenders, rounds=rounds)
     plain = 0.0
-    for name in engines:
+    for name in plans:
         seconds, (tokens, steps) = min(times[name].wall), counts[name]
         plain = plain or seconds
         print(

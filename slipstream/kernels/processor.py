@@ -44,12 +44,6 @@ def has_avx512_bf16() -> bool:
 
 
 @cache
-def has_vnni() -> bool:
-    """Return whether the CPU can multiply and add four 8-bit integers at once (AVX512_VNNI)."""
-    return bool(binding.get_host_cpu_features().get("avx512vnni", False))
-
-
-@cache
 def has_amx() -> bool:
     """Return whether kernels may use AMX with bf16.
 

@@ -18,7 +18,6 @@ from numba.extending import intrinsic
 from slipstream.kernels import avx512
 from slipstream.kernels.avx512 import REAL, WHOLE
 from slipstream.kernels.memory import prefetch
-from slipstream.kernels.processor import has_vnni
 from slipstream.kernels.tile import PANEL
 
 GROUP = 32
@@ -30,7 +29,7 @@ MOST_ROWS = 4
 SCALES = 2 * 2 * PANEL
 """Bytes of the scales of a group for two panels."""
 
-_IN_HARDWARE = has_vnni()
+_IN_HARDWARE = bool(binding.get_host_cpu_features().get("avx512vnni", False))
 _QUAD = 4
 _LINE = _QUAD * PANEL
 """Bytes of 16 outputs for four inputs of 8 bits, or for eight inputs of 4 bits."""

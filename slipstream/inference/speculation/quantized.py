@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 class QuantizedProposer:
     """A `LearningProposer` that drafts with a quantized copy of the policy."""
 
-    def __init__(self, bits: Bits = 4, lm_head_bits: Bits = 4) -> None:
+    def __init__(self, bits: Bits = 8, lm_head_bits: Bits = 8) -> None:
         self._copy = QuantizedPolicy(bits, lm_head_bits)
         self.version = 0
         """Number of times that the copy was made."""

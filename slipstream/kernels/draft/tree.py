@@ -26,9 +26,10 @@ from slipstream.kernels.attend import slot_offset
 from slipstream.kernels.compiling import kernel
 from slipstream.kernels.draft.prefill import draft_prefill, lay_out, layer_inputs, share
 from slipstream.kernels.draw_top import draw_top
-from slipstream.kernels.layers import layers_part, multiply_part, room_from
+from slipstream.kernels.layers import layers_part, room_from
 from slipstream.kernels.memory import doubles_at, floats_at, ints_at
 from slipstream.kernels.numeric import ZERO
+from slipstream.kernels.product import product_part
 from slipstream.kernels.rows import add_norm_part
 from slipstream.kernels.team import for_team, part_count, part_number, run, wait
 from slipstream.tree_size import candidate_count
@@ -46,15 +47,14 @@ followed nodes of its level, score."""
 
 @kernel
 def _predict(
-    states, spare, last_norm, eps, lm_head, lm_start, logits, M, padded, D, size, lm_bits, part,
-    parts,
+    states, spare, last_norm, eps, lm_head, lm_start, logits, M, padded, D, size, part, parts
 ):  # fmt: skip
     """Compute logits (M, padded) of states (M, D). `spare` is a buffer for normed states."""
     if last_norm:
         add_norm_part(states, 0, last_norm, eps, 0, spare, M, D, part, parts)
         wait(parts)
         states = spare
-    multiply_part(states, lm_head, lm_start, logits, M, padded, D, size, lm_bits, part, parts)
+    product_part(states, lm_head, lm_start, logits, M, padded, D, size, part, parts)
 
 
 @kernel
@@ -222,7 +222,7 @@ def _tree(
     last_norm, draft_tokens, Z, keys_N2, temperatures, tokens, parents, scores, steps, topk,
     thresholds, gaps, weights, eps, logits, wide, both, x, spare, delta, normed, qkv, q, mixed,
     gates, gated, own_rows, cos, sin, limit, table, entries, block, head_stride, longest, keys,
-    values, N, D, F, Q, H, K, W, size, lm_bits, part, parts,
+    values, N, D, F, Q, H, K, W, size, part, parts,
 ):  # fmt: skip
     """Compute one of `parts` parts of `tree`."""
     if part == 0:
@@ -283,8 +283,8 @@ def _tree(
         )  # fmt: skip
         wait(parts)
         _predict(
-            normed, spare, last_norm, eps, lm_head, lm_start, logits, M, padded, D, size, lm_bits,
-            part, parts,
+            normed, spare, last_norm, eps, lm_head, lm_start, logits, M, padded, D, size, part,
+            parts,
         )  # fmt: skip
         wait(parts)
         level_gaps = 0 if level else gaps + 8 * WIDTH * first
@@ -320,7 +320,7 @@ def _tree(
 
 @for_team
 def _tree_shared(p):
-    _tree(*to_fixed_tuple(carray(p, (57,)), 57), part_number(), part_count())
+    _tree(*to_fixed_tuple(carray(p, (56,)), 56), part_number(), part_count())
 
 
 def tree(*arguments: int, work: int) -> None:
@@ -348,8 +348,7 @@ def tree(*arguments: int, work: int) -> None:
     (N topk, D), with R = `most_rows(N topk, E)`;
     cos, sin: tables; limit: their last row; table: as in `attend`, with `entries` numbers for each
     sequence; entries; block, head_stride, longest, keys, values: as in `attend`;
-    N, D, F, Q, H, K, W; size: as in `layers`; lm_bits: 4 or 8 if the LM head is packed
-    by `product_quantized`, else 0.
+    N, D, F, Q, H, K, W; size: as in `layers`.
     Each level but the last needs `topk` slots of the cache, after the new tokens.
     """
     run(_tree, _tree_shared, arguments, work)

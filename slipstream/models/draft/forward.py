@@ -21,29 +21,15 @@ from torch import Tensor
 
 from slipstream.kernels.draft.prefill import most_rows
 from slipstream.kernels.draft.tree import WIDTH, tree, tree_numbers
-from slipstream.kernels.processor import has_amx, has_vnni
 from slipstream.models.cpu_attention import KeyBlocks, KeyPlaces
 from slipstream.models.decoder import PackedDecoder
 from slipstream.models.draft.model import PackedDraft
 from slipstream.models.functional import rms_norm, rope_at, rope_table, rotate
-from slipstream.models.linear import PackedLinear, present
-from slipstream.models.quantized_linear import QuantizedLinear, is_quantizable
+from slipstream.models.linear import present
 from slipstream.tree_size import candidate_count
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-
-
-QUANTIZED_ROWS = 16
-"""Up to this number of rows of a tree level, the LM head is quantized. It then takes as long as
-reading its weights, and 8 bits take half the time of bf16. More rows take as long as the
-arithmetic, which AMX does faster in bf16."""
-
-
-def _quantized(lm_head: PackedLinear, dtype: torch.dtype) -> QuantizedLinear | None:
-    """Return the LM head with 8-bit weights if products with it are faster on this CPU."""
-    faster = dtype == torch.bfloat16 and has_vnni() and not has_amx()
-    return QuantizedLinear.of(lm_head, 8) if faster and is_quantizable(lm_head) else None
 
 
 class TreeDrafter:
@@ -62,24 +48,18 @@ class TreeDrafter:
         self._fused = fused
         c, fc = head.config, head.fc
         lm_head = head.draft_lm_head(policy.lm_head)
-        quantized = _quantized(lm_head, fused.dtype)
         norm, last_norm = head.state_norms
         draft_tokens, like = head.tokens, policy.embedding
         cos, sin = rope_table(c, like.dtype, like.device)
-        self._held = lm_head, quantized, norm, last_norm, draft_tokens, cos, sin
+        self._held = lm_head, norm, last_norm, draft_tokens, cos, sin
         self._padded = len(present(lm_head.start))
         self._widths = c.hidden_size, fc.weight.shape[1]
         self._is_eagle3 = norm is not None
-        self._inputs = (
+        self._models = (
             like.data_ptr(),
             present(fc.panels).data_ptr(),
             present(fc.start).data_ptr(),
-        )
-        self._lm_head = present(lm_head.panels).data_ptr(), 0
-        self._few_rows_lm_head = (
-            self._lm_head if quantized is None else (quantized.panels.data_ptr(), quantized.bits)
-        )
-        self._outputs = (
+            present(lm_head.panels).data_ptr(),
             present(lm_head.start).data_ptr(),
             self._padded,
             0 if norm is None else norm.data_ptr(),
@@ -141,15 +121,12 @@ class TreeDrafter:
         positions_N = positions_N.contiguous()
         spots = np.empty(tree_numbers(n, early, steps, topk), np.int64)
         layer_memory, (spare, delta, *others) = self._fused.buffers(like, most)
-        lm_head, lm_bits = self._few_rows_lm_head if rows <= QUANTIZED_ROWS else self._lm_head
         tree(
             inputs.ctypes.data,
             positions_N.data_ptr(),
             spots.ctypes.data,
             early,
-            *self._inputs,
-            lm_head,
-            *self._outputs,
+            *self._models,
             keys_N2.data_ptr(),
             temperatures_N.data_ptr(),
             tokens.ctypes.data,
@@ -175,7 +152,6 @@ class TreeDrafter:
             kv.values,
             n,
             *self._shape,
-            lm_bits,
             work=self._fused.size,
         )
         del memory, layer_memory, spots, limits  # The kernel used them until here.
