@@ -96,7 +96,7 @@ $(LLAMA_INSTALLED): bench/peers/constraints-llama.txt
 		llama_cpp_python
 	@touch $@
 
-bench-peers: install peers ## compare with transformers, vLLM and TRL; POLICY=runs/quickstart
+bench-peers: install $(VLLM_INSTALLED) $(TRL_INSTALLED) ## compare with transformers, vLLM, TRL; POLICY=runs/quickstart
 	@mkdir -p $(BENCH_OUT)
 	$(BIN)/slipstream bench peers --policy $(POLICY) --json $(BENCH_OUT)/peers.json $(ARGS)
 

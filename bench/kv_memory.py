@@ -38,6 +38,8 @@ def main(folder: Path, count: int, longest: int, median: int) -> None:
         for request, length in zip(short, lengths, strict=True)
     ]
     prior = longest - len(prompt) - 2 * median
+    if prior < 0:
+        raise SystemExit(f"--longest must be at least {len(prompt) + 2 * median}")
     asked.append(replace(long, prior_ids=tuple(prompt[i % len(prompt)] for i in range(prior))))
     settings = EngineSettings(
         dtype=default_dtype(policy.device), max_model_len=longest, max_num_seqs=count

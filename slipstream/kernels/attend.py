@@ -287,9 +287,10 @@ def _mix(weights, step, values, n, K, G, start, start_step, out, ahead):
         i += PANEL
     for g in range(G):
         if K % PANEL:
-            last = carray(floats_at(out + g * K * 4), (K,))
-            for i in range(K - K % PANEL, 0 if continued else K):
-                last[i] = ZERO
+            if not continued:
+                last = carray(floats_at(out + g * K * 4), (K,))
+                for i in range(K - K % PANEL, K):
+                    last[i] = ZERO
             _mix_remainder(weights + g * step, values, n, K, out + g * K * 4)
 
 

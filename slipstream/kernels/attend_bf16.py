@@ -264,14 +264,6 @@ def _continue_mix(weights, step, rows, values, pairs, K, ahead, wide, sums, mixe
 
 
 @kernel
-def _copy_sums(sums, out, count):
-    """Copy `count` fp32 numbers."""
-    a, o = carray(floats_at(sums), (count,)), carray(floats_at(out), (count,))
-    for i in range(count):
-        o[i] = a[i]
-
-
-@kernel
 def _mix_blocks(
     weights, step, rows, values, table, first, block, n, K, after, wide, zeros, mixed, mixed_step,
     sums,
@@ -282,7 +274,8 @@ def _mix_blocks(
     is a buffer with the layout of `mixed`.
     """
     size = 4 if wide else 2
-    # Of an odd number of panels, one may be computed twice, so its sums must not change meanwhile.
+    # If the number of panels is odd, one panel is computed twice. Both times it must start from the
+    # same sums, so they are copied.
     if K // PANEL % 2 == 0 or K == PANEL:
         sums = mixed
     for begun in range(0, n, block):
@@ -295,11 +288,9 @@ def _mix_blocks(
         w = weights + begun * size
         if begun == 0:
             _mix(w, step, rows, v, pairs, K, ahead, wide, zeros, mixed, mixed_step)
-            if USE_AMX and K // 2 % PAIRS and few < n:
-                configure(BLOCK // 2)
         else:
             if sums != mixed:
-                _copy_sums(mixed, sums, rows * mixed_step // 4)
+                _copy(mixed, sums, rows * mixed_step // 2)
             _continue_mix(w, step, rows, v, pairs, K, ahead, wide, sums, mixed, mixed_step)
 
 
@@ -352,7 +343,7 @@ def _mix_paths(
         cleared[i] = 0
     if first:
         _mix_blocks(
-            weights, step, some * G, values, table, begin, block, first, K, values, wide, zeros,
+            weights, step, some * G, values, table, begin, block, first, K, tail, wide, zeros,
             mixed, mixed_step, result,
         )  # fmt: skip
     else:

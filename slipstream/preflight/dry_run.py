@@ -182,17 +182,17 @@ def _check_weights_fit(estimate: MemoryEstimate, config: Config) -> None:
     need = max(phase.held[POLICY] for phase in estimate.phases.values())
     free = free_bytes(device_of(config))
     copies = [phase.held.get(COPY, 0) for phase in estimate.phases.values()]
-    if max(copies) and (need + max(copies)) * memory_sharers(config) > free:
-        raise ConfigError(
-            f"speculative.spec_strategy={config.speculative.spec_strategy}: the quantized copy of "
-            f"the policy needs {_size(max(copies))} beside {_size(need)} for the policy and its "
-            f"optimizer, but {_size(free)} are free; set speculative.spec_strategy=history"
-        )
     if need * memory_sharers(config) > free:
         raise ConfigError(
             f"the policy and its optimizer need {_size(need)}, but {_size(free)} are free; choose "
             "a smaller model (actor_rollout_ref.model.path or .init), or trainer.nnodes or "
             "trainer.n_gpus_per_node with more memory"
+        )
+    if max(copies) and (need + max(copies)) * memory_sharers(config) > free:
+        raise ConfigError(
+            f"speculative.spec_strategy={config.speculative.spec_strategy}: the quantized copy of "
+            f"the policy needs {_size(max(copies))} beside {_size(need)} for the policy and its "
+            f"optimizer, but {_size(free)} are free; set speculative.spec_strategy=history"
         )
 
 

@@ -453,7 +453,9 @@ def _engine(
         free = free_bytes(device) - sum(held.values()) - weights
         share = rollout.gpu_memory_utilization / memory_sharers(config)
         budget = round(share * max(0, free))
-    return {"weights of the engine": weights, "KV cache": round(growth * min(size, budget))}
+    # Blocks never grow beyond the budget; a rectangle that grows exists twice.
+    kv = growth * min(size, budget) if device.type == "cuda" else min(growth * size, budget)
+    return {"weights of the engine": weights, "KV cache": round(kv)}
 
 
 def _head(config: Config, policy: ModelConfig, in_flight: int) -> int:

@@ -32,7 +32,7 @@ def in_blocks(kv: Tensor, block: int, generator: torch.Generator) -> tuple[Tenso
     count = S // block
     # More memory than blocks, so that blocks are not next to each other.
     order = torch.randperm(2 * count, generator=generator)[:count]
-    memory = torch.zeros(2 * count, 2, H, block, K, dtype=kv.dtype)
+    memory = torch.full((2 * count, 2, H, block, K), float("nan"), dtype=kv.dtype)
     memory[order] = kv.view(2, H, count, block, K).permute(2, 0, 1, 3, 4)
     return memory, order * memory[0].numel()
 
@@ -77,7 +77,7 @@ def make(
 def test_shuffled_blocks_have_the_bits_of_one_block(
     bf16: bool, block: int, group: int, head_dim: int
 ) -> None:
-    # Three rows before, at and after the end of each block; the middle one is alone, too.
+    # Rows before, at and after the end of each block; every fourth one is computed alone, too.
     edges = [end + step for end in range(block, SLOTS, block) for step in (-1, 0, 1)]
     seen = [1, 31, *edges, SLOTS]
     generator, q, kv = make(bf16, len(seen), group, head_dim)

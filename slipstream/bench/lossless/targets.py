@@ -168,8 +168,9 @@ def with_vocabulary(target: Target) -> tuple[DraftHead, list[WeightUpdate]]:
     parts = [sorted({*texts[first::2], *config.eos_token_ids}) for first in (0, 1)]
     size = max(map(len, parts), default=0)
     updates = []
-    for version, tokens in enumerate((*parts, *parts)):
-        unused = (token for token in range(config.vocab_size) if token not in set(tokens))
+    for version, tokens in enumerate(parts):
+        used = set(tokens)
+        unused = (token for token in range(config.vocab_size) if token not in used)
         head = DraftHead(config, sorted([*tokens, *islice(unused, size - len(tokens))]))
         named = dict(weights.named_parameters())
         for name, parameter in head.named_parameters():

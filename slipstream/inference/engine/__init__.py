@@ -6,7 +6,10 @@
     scheduler       which requests run, wait or are preempted
     prefill         prefill of new contexts, and chunked prefill of long ones
     prefix_cache    keys and values of ended requests, reused for contexts with the same prefix
-    kv_cache        the KV cache: contiguous rows, one per running request
+    kv_rows         what the engine needs of a KV cache
+    kv_blocks       the KV cache of the CPU kernels: blocks of slots for each request
+    kv_cache        the KV cache of torch's operations: one rectangle
+    kv_store        chooses between the two
     memory          the byte budget of keys and values
     counters        the counters of `EngineStats`
     verification    the input tensors of a decode step with drafts

@@ -28,7 +28,7 @@ BLOCK_SLOTS = 64
 of a row, larger ones take less time in the kernels."""
 
 SLAB_SHARE = 32
-"""A slab has at least one block per this number of blocks that are allocated."""
+"""A new slab has at least 1/32 of the blocks that are allocated so far, if the budget allows."""
 
 
 class BlockStore:
@@ -58,7 +58,7 @@ class BlockStore:
         self._slabs: list[Tensor]
         self._memory: dict[int, Tensor]
         self._free: list[int]
-        # How many rows use a block, and the blocks that may hold NaN.
+        # Number of rows that use each block; blocks that may hold NaN.
         self._uses: Counter[int]
         self._dirty: set[int]
         self.release()
@@ -85,34 +85,44 @@ class BlockStore:
         return -(-length // self._block)
 
     def fits(self, lengths: Sequence[int]) -> bool:
-        """Return whether the budget holds contexts of these lengths in rows 0, 1, and so on."""
-        room = len(self._free) + max(0, self.budget - self.nbytes) // self._block_bytes
-        return self._missing(lengths) <= room
+        """Return whether the budget holds contexts of these lengths in rows 0, 1, and so on.
 
-    def _missing(self, lengths: Sequence[int]) -> int:
-        """Return the number of blocks that rows of these lengths lack."""
-        known = len(self._rows)
-        have = [len(row) for row in self._rows[: len(lengths)]] + [0] * (len(lengths) - known)
-        block = self._block
-        return sum(
-            max(0, -(-length // block) - count) for length, count in zip(lengths, have, strict=True)
-        )
+        Blocks that a row had for rejected drafts, and needs no longer, count as free.
+        """
+        room = len(self._free) + max(0, self.budget - self.nbytes) // self._block_bytes
+        return sum(self._lacking(lengths)) <= room
+
+    def _lacking(self, lengths: Sequence[int]) -> list[int]:
+        """Return the number of blocks that each row lacks; below 0: that it has too many."""
+        have = [len(row) for row in self._rows[: len(lengths)]]
+        have += [0] * (len(lengths) - len(have))
+        return [self._count(length) - count for length, count in zip(lengths, have, strict=True)]
 
     def reserve(self, lengths: Sequence[int]) -> None:
         """Make room for contexts of these lengths in rows 0, 1, and so on; keep their contents."""
-        missing = self._missing(lengths)
+        lacking = self._lacking(lengths)
         self._rows.extend([] for _ in range(len(lengths) - len(self._rows)))
+        missing = sum(count for count in lacking if count > 0)
         if not missing:
             return
         if missing > len(self._free):
+            self._take_back(lacking)
+        if missing > len(self._free):
             self._allocate(missing - len(self._free))
-        for row, length in enumerate(lengths):
-            blocks = self._rows[row]
-            new = [self._free.pop() for _ in range(self._count(length) - len(blocks))]
-            self._uses.update(new)
-            blocks += new
-            if new:
+        for row, count in enumerate(lacking):
+            if count > 0:
+                new = [self._free.pop() for _ in range(count)]
+                self._uses.update(new)
+                self._rows[row] += new
                 self._write_row(row)
+
+    def _take_back(self, lacking: Sequence[int]) -> None:
+        """Free the blocks at the ends of rows that have too many: those of rejected drafts."""
+        for row, count in enumerate(lacking):
+            if count < 0:
+                blocks = self._rows[row]
+                self._drop(blocks[count:])
+                del blocks[count:]
 
     def _allocate(self, count: int) -> None:
         """Allocate a slab of at least `count` blocks, and more if the budget allows."""
@@ -178,7 +188,8 @@ class BlockStore:
     def share(self, source: int, target: int, length: int) -> None:
         """Give row `target` the first `length` slots of row `source`.
 
-        Both rows use the same whole blocks, which no row writes again. The rest is copied.
+        Both rows use the same memory for whole blocks, to which no row writes again. The slots
+        after them are copied.
         """
         whole = length // self._block
         before, after = self._rows[source], self._rows[target]
@@ -217,7 +228,10 @@ class BlockStore:
             self._memory[block][:, :, :, : part.shape[3]] = part
 
     def clear(self, row: int) -> None:
-        """Zero the blocks of a row once they are freed, because 0 * NaN is NaN."""
+        """Note that a row may hold NaN, because 0 * NaN is NaN.
+
+        Its blocks are zeroed when the last row that uses them ends.
+        """
         self._dirty.update(self._rows[row])
 
     def release(self) -> None:
@@ -245,8 +259,11 @@ class BlockStore:
     def prefill(
         self, rows: Sequence[int], sources: Sequence[int], lengths: Sequence[int], width: int
     ) -> tuple[KeyPlaces, Callable[[], None]]:
-        """Return the cache of a prefill, which fills one row of each context. The function that is
-        to be called after it shares these rows with the others."""
+        """Return the cache of a prefill, and a function to call after it.
+
+        The prefill fills one row of each context. The function shares that row with the other rows
+        of the context.
+        """
         row_of = dict(zip(reversed(sources), reversed(rows), strict=True))
         own = [row_of[context] for context in range(len(lengths))]
         cache = self.extend(own, [0] * len(own), lengths, width)

@@ -1,14 +1,15 @@
 """`KVRows` in one rectangle of memory, for torch's operations and CUDA graphs.
 
-Every row has the slots of the longest one (`kv_blocks` does without). When a request ends, the last
-row is copied to the freed row, so the rows of a shrinking batch stay contiguous.
+Every row has the slots of the longest one (in `kv_blocks` each row has its own length). When a
+request ends, the last row is copied to the freed row, so the rows of a shrinking batch stay
+contiguous.
 
 Rows and slots grow by doubling, up to a budget in bytes. They grow in place if they fit the
 allocated memory. Otherwise they are copied to new memory; both memories exist during the copy.
 With `EngineSettings.free_cache_engine`, an idle engine releases the memory.
 
-Shapes: L layers, N rows, H key-value heads, S slots, K head width, U contexts of a prefill,
-W tokens per request, P longest path of a draft tree.
+Shapes: L layers, N rows, H key-value heads, S slots, K head width, M moves, U contexts of a
+prefill, W tokens per request, P longest path of a draft tree.
 """
 
 from __future__ import annotations

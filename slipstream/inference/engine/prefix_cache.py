@@ -4,7 +4,7 @@ Each turn of a conversation repeats the turns before it, so its prefill only has
 tokens. A weight update clears the cache. In exact mode the keys and values of a token have the same
 bits from a prefill, a decode step or a verified draft, so a prefix of any length can be reused. The
 least recently used entries are dropped first. The idea is that of SGLang's radix cache (Zheng et
-al. 2024). Rows are contiguous here, so a prefix is copied, not shared.
+al. 2024). Here a prefix is copied, not shared.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ from torch import Tensor
 from slipstream.errors import ConfigError, EngineError
 from slipstream.inference.engine.kv_blocks import BlockStore
 from slipstream.inference.engine.kv_cache import KVStore
-from slipstream.inference.engine.kv_store import make_store
 from slipstream.inference.engine.recorder import Recorder
 from slipstream.inference.speculation.batched_trees import draft_chain_batched, draft_tree_batched
 from slipstream.inference.speculation.draft_graphs import (
@@ -97,7 +96,12 @@ class EagleProposer:
         self._width = head.config.hidden_size * max(1, len(head.aux_layers))
         with torch.no_grad():
             self._packed: PackedDraft = head.pack(dtype)
-        self._store = make_store(replace(head.config, num_layers=1), dtype, device, kv_budget_bytes)
+        one_layer = replace(head.config, num_layers=1)
+        self._store: BlockStore | KVStore
+        if self._packed.fused is None:
+            self._store = KVStore(one_layer, dtype, device, kv_budget_bytes)
+        else:
+            self._store = BlockStore(one_layer, dtype, kv_budget_bytes)
         self._rows: dict[str, PendingRequest] = {}
         self._order: list[str] = []
         # Cache of `_rows_of`: the rows in `_order`, and the engine's list of their ids. The list
@@ -278,10 +282,14 @@ class EagleProposer:
             return batch.chains([()] * len(rows))
         starts_N = np.array([row.cached for row in rows])
         ends_N = starts_N + pending.counts_N
-        width = int(pending.counts_N.max())
-        if self._graphs is not None:
-            width = max(width, most_new_tokens(plan))
-        lengths = (starts_N + width + max(plan.steps - 1, 1) * plan.topk).tolist()
+        width_N = pending.counts_N
+        if self._packed.fused is None or batch.rows.any_truncated:
+            # The new tokens are padded to a common width.
+            width = int(width_N.max())
+            if self._graphs is not None:
+                width = max(width, most_new_tokens(plan))
+            width_N = np.full_like(width_N, width)
+        lengths = (starts_N + width_N + max(plan.steps - 1, 1) * plan.topk).tolist()
         if not self._store.fits(lengths):
             self._warn_short_of_memory(len(rows), max(lengths))
             return batch.chains([()] * len(rows))

@@ -166,8 +166,8 @@ _REINVESTED = 0.25
 """Share of the time that drafts save which probes may lose."""
 
 _MOST_SAVED, _MOST_OWED = 64.0, 4.0
-"""Limits of the budget, in plain steps: the most that may be lost at once, and the most that
-earlier losses count."""
+"""Limits of the budget, in plain steps of the largest batch so far: the most that may be lost at
+once, and the most that earlier losses count."""
 
 _OPTIMISM = 0.5
 """To rank probes, the predicted rate of a plan is raised by 50 % over the square root of its number
@@ -181,6 +181,10 @@ _ELSEWHERE = 4.0
 
 _CATCH_UP = 0.5
 """Assumed seconds of the first draft catch-up at a batch size, in plain steps."""
+
+_LEAST_CATCH_UP = 0.05
+"""A catch-up counts as at least this number of plain steps. Drafts from history have none, so they
+would teach that a head has none."""
 
 _MOST_GROWTH = 3.0
 """Draft catch-up counts up to three times its estimate."""
@@ -290,10 +294,12 @@ class CostModelSelector:
         # Steps of each plan at all batch sizes, faded.
         self._tried: dict[DraftPlan, float] = defaultdict(float)
         # The last choice, for which batch sizes, and whether it is a probe.
-        self._plan, self._size, self._probing = OFF, 0, False
+        self._plan, self._size, self._probing, self._probe_steps = OFF, 0, False, 0
         self._plain_steps = _SETTLE
-        # Seconds that probes may lose now; negative if drafts have lost more.
+        # Seconds that drafts may lose now; negative if drafts have lost more.
         self._budget = 0.0
+        # The longest predicted plain step of the batch sizes so far, in seconds.
+        self._longest_plain = 0.0
         # Extra seconds of steps with draft catch-up, per request, in plain steps.
         self._catch_up = _CATCH_UP
         # Steps since the last search, and whether their seconds are typical of their plan.
@@ -348,6 +354,8 @@ class CostModelSelector:
         self._learn()
         if drafter:
             self._backoff.drafter_changed()
+            # Losses of the old head say little about the new one.
+            self._budget = max(self._budget, 0.0)
         for known in (self.curve, self._accepted, self._verified, self._proposed):
             known.forget(0.5)
 
@@ -372,7 +380,7 @@ class CostModelSelector:
         rates[OFF] *= 1 + _MARGIN
         if probed is not None:
             share = max(0.0, 1 - rates[probed] / rates[bucket.current])
-            bucket.lost += share * _steps_of_probe(probed) * self._seconds(running, probed)
+            bucket.lost += share * self._probe_steps * self._seconds(running, probed)
         # A plan that never ran at this batch size is probed before it is chosen. One that is not
         # proven to gain runs only as long as it may lose time.
         if not self._steps_until_loss(running, bucket.current):
@@ -393,7 +401,7 @@ class CostModelSelector:
         if bucket.lost <= self._exploration * bucket.seconds + early * plain:
             probe = self._probe(running, rates)
             if probe is not None:
-                self._probing = True
+                self._probing, self._probe_steps = True, probe[1]
                 return probe
         wait = min(_INTERVAL, _INTERVAL_SHARE * bucket.seconds)
         steps = int(wait / self._seconds(running, bucket.current))
@@ -545,11 +553,13 @@ class CostModelSelector:
             ]
             if caught_up:
                 extra = sum(caught_up) / len(caught_up) / plain
-                self._catch_up += 0.5 * (extra - self._catch_up)
+                self._catch_up += 0.5 * (max(extra, _LEAST_CATCH_UP) - self._catch_up)
             if self._probing:
                 # Draft catch-up counts as a loss of the probe.
                 bucket.lost += sum(caught_up)
-        self._budget = min(max(self._budget, -_MOST_OWED * plain), _MOST_SAVED * plain)
+        self._longest_plain = max(self._longest_plain, plain)
+        least, most = -_MOST_OWED * self._longest_plain, _MOST_SAVED * self._longest_plain
+        self._budget = min(max(self._budget, least), most)
         self._backoff.record(spent, gained, count)
 
     def _rates(self, running: int) -> dict[DraftPlan, float]:
@@ -589,10 +599,6 @@ class CostModelSelector:
         kept = sum(p >= self._buckets[size].min_acceptance for p in nodes)
         drafts = min(kept * self._verified.ratio(plan), len(nodes))
         return drafts, sum_of_best(nodes, drafts) * self._accepted.ratio(plan)
-
-
-def _steps_of_probe(plan: DraftPlan) -> int:
-    return _PLAIN_FIRST if plan == OFF else _PROBE
 
 
 def _total(counts: Iterable[Sequence[int]]) -> int:

@@ -72,8 +72,8 @@ class HeadTime:
         self._seconds: dict[int, _Seconds] = {}
         # Steps since the head was asked, and steps until it is asked again if it is too slow.
         self._skipped, self._wait = 0, _ASK_EVERY
-        # Whether the head was also asked in the step before.
-        self._typical = True
+        # Whether the head has missed tokens since it was asked; the same at the last call.
+        self._behind = self._catches_up = False
         # Drafts, requests, start and end of the head's drafting in this step.
         self._now: tuple[int, int, float, float] | None = None
 
@@ -88,20 +88,21 @@ class HeadTime:
         known = self._seconds.get(requests.bit_length())
         if compared >= _TRIED and known is not None:
             if both * known.rest >= alone * (known.rest + most * known.draft):
-                self._typical = self._skipped == 0
                 self._skipped, self._wait = 0, _ASK_EVERY
                 return most
             self._skipped += 1
             if self._skipped < self._wait:
+                self._behind = True
                 return 0
-            self._wait = min(2 * self._wait, _MOST_SKIPPED)
-        # After a pause, the head first processes the tokens that it missed.
-        self._typical = self._skipped == 0
-        self._skipped = 0
+            # It is asked in two steps: first it processes the tokens that it missed, and the second
+            # step is measured.
+            if self._skipped > self._wait or not self._behind:
+                self._skipped, self._wait = 0, min(2 * self._wait, _MOST_SKIPPED)
         return 1
 
     def measured(self, drafts: int, requests: int, draft: Callable[[], T]) -> T:
         """Return what `draft` returns, and measure its time."""
+        self._catches_up, self._behind = self._behind, False
         started = self._clock()
         result = draft()
         self._now = drafts, requests, started, self._clock()
@@ -113,16 +114,21 @@ class HeadTime:
             return
         drafts, requests, started, drafted = self._now
         self._now = None
+        if self._catches_up:
+            return
         draft, rest = (drafted - started) / drafts, self._clock() - drafted
         known = self._seconds.setdefault(requests.bit_length(), _Seconds(draft, rest))
-        if self._typical:
-            # First calls, such as those that load kernels, take much longer than later ones.
-            known.draft += (draft - known.draft) * (1 if draft < known.draft / 2 else _NEW_SHARE)
-            known.rest += (rest - known.rest) * (1 if rest < known.rest / 2 else _NEW_SHARE)
+        # First calls, such as those that load kernels, take much longer than later ones.
+        known.draft += (draft - known.draft) * (1 if draft < known.draft / 2 else _NEW_SHARE)
+        known.rest += (rest - known.rest) * (1 if rest < known.rest / 2 else _NEW_SHARE)
+
+    def plain_step(self) -> None:
+        """A step without drafts has ended, so the head has missed its tokens."""
+        self._behind = True
 
     def head_changed(self) -> None:
         """Ask the head soon, because it has changed."""
-        self._skipped = self._wait = _ASK_EVERY
+        self._skipped, self._wait = _ASK_EVERY - 1, _ASK_EVERY
 
 
 class UnionProposer:
@@ -186,12 +192,14 @@ class UnionProposer:
     ) -> list[DraftTree]:
         """The head's drafts; for a chain plan fewer than planned, or roots alone, if that is
         faster. `expected`: accepted tokens of each request's chain from history."""
+        if plan.topk > 1:
+            # Trees always ask the head, and take another time than chains.
+            return self._head.propose(batch, plan)
         count, most = len(expected), plan.steps
-        if plan.topk == 1:
-            by_head = self._head_curve.expected(most)
-            both = count + sum(max(by_head, accepted) for accepted in expected)
-            compared = self._head_curve.compared
-            most = self._head_time.drafts(most, count, compared, both, count + sum(expected))
+        by_head = self._head_curve.expected(most)
+        both = count + sum(max(by_head, accepted) for accepted in expected)
+        compared = self._head_curve.compared
+        most = self._head_time.drafts(most, count, compared, both, count + sum(expected))
         if not most:
             return batch.chains([()] * count)
         asked = plan if most == plan.steps else DraftPlan.chain(most)
@@ -209,6 +217,8 @@ class UnionProposer:
         if self._offers:
             self._head_time.step_ended()
             self._compare_offers(request_ids, tokens)
+        else:
+            self._head_time.plain_step()
         self._head.observe(request_ids, tokens, features_NWD)
         self._history.observe(request_ids, tokens, features_NWD)
 

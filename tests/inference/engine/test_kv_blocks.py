@@ -35,8 +35,9 @@ def contents(prefix: KVPrefix) -> Tensor:
 def fill(store: BlockStore, row: int, length: int) -> Tensor:
     """Write random keys and values to the first slots of a row, and return a copy of them."""
     parts = store.view_prefix(row, length).parts
+    generator = torch.Generator().manual_seed(row)
     for part in parts:
-        part.normal_(generator=torch.Generator().manual_seed(row))
+        part.normal_(generator=generator)
     return torch.cat(parts, 3)
 
 
@@ -98,8 +99,9 @@ def test_a_row_with_nan_is_zero_when_its_blocks_are_used_again() -> None:
     assert not contents(store.view_prefix(1, 40)).isnan().any()
     store.end(0, 1, 40)
     store.end(0, 0, 0)
-    store.reserve([96, 96])
-    assert not contents(store.view_prefix(0, 96)).isnan().any()
+    free = store.nbytes // (32 * store.slot_bytes)
+    store.reserve([32 * free])
+    assert not contents(store.view_prefix(0, 32 * free)).isnan().any()
 
 
 def test_the_budget_limits_blocks_and_not_rows_times_the_longest() -> None:
@@ -118,6 +120,68 @@ def test_the_budget_limits_blocks_and_not_rows_times_the_longest() -> None:
     assert store.fits([32, 11 * 32])
 
 
+def test_blocks_of_rejected_drafts_are_free_for_other_rows() -> None:
+    block_bytes = 32 * make_store().slot_bytes
+    store = make_store(budget=4 * block_bytes)
+    store.reserve([30, 31])
+    assert store.fits([34, 35])
+    store.reserve([34, 35])
+    # The drafts of both rows were rejected, and a third row starts.
+    assert store.fits([31, 32, 64])
+    stored = fill(store, 0, 32)
+    store.reserve([31, 32, 64])
+    assert store.nbytes == store.used_bytes == 4 * block_bytes
+    assert torch.equal(contents(store.view_prefix(0, 32)), stored)
+    assert not store.fits([33, 32, 64])
+
+
+def test_drafts_preempt_no_request() -> None:
+    # The budget holds both requests to their ends, and no drafts beyond.
+    block_bytes = BLOCK_SLOTS * make_store().slot_bytes
+    head = DraftHead(CONFIG)
+    head.init_weights(1)
+    engine = make_engine(
+        kv_budget_bytes=4 * block_bytes,
+        proposer=EagleProposer(head, dtype=torch.float32),
+        plan=DraftPlan.chain(6),
+        max_model_len=128,
+    )
+    requests = [
+        make_request(str(i), [3 + i] * (40 + 9 * i), max_tokens=80 - 9 * i, ignore_eos=True)
+        for i in range(2)
+    ]
+    assert all_bits(engine.run(requests)) == all_bits(make_engine().run(requests))
+    assert engine.stats().draft_tokens > 0
+    assert engine.stats().preempted == 0
+
+
+def test_a_prefix_of_several_blocks_is_cut_at_any_length() -> None:
+    store = make_store()
+    store.reserve([300])
+    stored = fill(store, 0, 300)
+    for length in (31, 32, 33, 96, 200):
+        cut = store.view_prefix(0, 300).first(length)
+        aligned = -(-length // 32) * 32
+        assert torch.equal(contents(cut), stored[:, :, :, :aligned])
+        assert cut.nbytes == aligned * store.slot_bytes
+    store.reserve([300, 200])
+    store.restore(1, store.view_prefix(0, 300).first(200).clone())
+    assert torch.equal(contents(store.view_prefix(1, 200)), stored[:, :, :, :224])
+
+
+def test_rows_that_have_nothing_yet_end_in_any_order() -> None:
+    store = make_store()
+    store.reserve([40, 70])
+    first, second = fill(store, 0, 40), fill(store, 1, 70)
+    # Rows 2 and 3 were never reserved.
+    store.end(3, 3, 0)
+    store.end(1, 2, 0)
+    assert torch.equal(contents(store.view_prefix(0, 40)), first)
+    assert store.used_bytes == 2 * 32 * store.slot_bytes
+    store.reserve([40, 70])
+    assert second.shape == fill(store, 1, 70).shape
+
+
 def shuffled(store: BlockStore, seed: int) -> None:
     """Allocate blocks, and put them into the list of free blocks in random order."""
     store.reserve([64 * BLOCK_SLOTS])
@@ -130,15 +194,12 @@ def shuffled(store: BlockStore, seed: int) -> None:
 def test_engines_with_shuffled_blocks_have_the_bits_of_plain_ones(
     dtype: torch.dtype, plan: str
 ) -> None:
-    # Responses end before, at and after the ends of blocks.
+    # Contexts end before, at and after the ends of blocks. Three prompts have three samples each.
+    prompts = [random_prompt(random.Random(i), length) for i, length in enumerate((50, 64, 100))]
+    ends = (127, 128, 129, 191, 192, 193, 255, 256, 257)
     requests = [
-        make_request(
-            str(i),
-            random_prompt(random.Random(i % 3), 50 + 7 * (i % 3)),
-            max_tokens=n,
-            ignore_eos=True,
-        )
-        for i, n in enumerate((13, 14, 15, 77, 78, 79, 140, 141, 142))
+        make_request(str(i), prompts[i % 3], max_tokens=end - len(prompts[i % 3]), ignore_eos=True)
+        for i, end in enumerate(ends)
     ]
     head = DraftHead(CONFIG)
     head.init_weights(1)
@@ -156,7 +217,16 @@ def test_engines_with_shuffled_blocks_have_the_bits_of_plain_ones(
         if plan != "off":
             assert isinstance(proposer._store, BlockStore)
             shuffled(proposer._store, 2)
-    assert all_bits(engine.run(requests)) == all_bits(make_engine(dtype=dtype).run(requests))
+    for request in requests:
+        engine.add(request)
+    done = engine.step()
+    # Two of the prompts have whole blocks: one each.
+    assert sorted(store._uses.values())[-2:] == [3, 3]
+    while engine.has_work():
+        done += engine.step()
+    by_name = {g.request_id: g for g in done}
+    found = [by_name[request.request_id] for request in requests]
+    assert all_bits(found) == all_bits(make_engine(dtype=dtype).run(requests))
     assert store.used_bytes == 0
 
 
