@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -80,11 +81,17 @@ def test_other_plans_preemption_and_history_do_not_change_tokens() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_copy_drafts_what_the_policy_samples(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"temperature": 0.0}, {"temperature": 0.4}, {"temperature": 1.3, "top_k": 4}],
+)
+def test_the_copy_drafts_what_the_policy_samples(
+    dtype: torch.dtype, settings: dict[str, Any]
+) -> None:
     """Also if it reads the policy's keys and values of a long context, and beyond its first token,
     where it reads its own."""
     request = make_request(
-        "a", [3 + (j * j) % 40 for j in range(150)], max_tokens=120, ignore_eos=True
+        "a", [3 + (j * j) % 40 for j in range(150)], max_tokens=120, ignore_eos=True, **settings
     )
     proposer = Recorder()
     (done,) = make_engine(proposer=proposer, plan=PLAN, dtype=dtype).run([request])
