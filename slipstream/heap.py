@@ -60,7 +60,7 @@ def without_garbage_collector() -> Iterator[None]:
     """Stop Python's cyclic garbage collector in the body, which imports modules.
 
     Imports create a million objects that stay. The collector would examine all of them again and
-    again and find nothing to free, which takes a sixth of the time of the imports.
+    again and find nothing to free, which takes time for nothing.
     """
     enabled = gc.isenabled()
     gc.disable()

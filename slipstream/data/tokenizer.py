@@ -161,7 +161,7 @@ def _class_hints(folder: Path) -> PreTrainedConfig | None:
     """What `AutoTokenizer` needs of a model's config.json, without the configuration class.
 
     The class of a model's configuration imports modules for training and generation, which takes
-    five times as long as the tokenizer. Returns None where the class matters: without a
+    longer than the tokenizer itself. Returns None where the class matters: without a
     config.json that is a JSON object, or if the folder has code of its own, or if
     tokenizer_config.json does not name the tokenizer's class.
     """
