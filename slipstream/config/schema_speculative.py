@@ -62,9 +62,7 @@ class EagleSection:
     those for the current batch size."""
     exploration: Fraction = 0.005
     """`COST`: share of the time that trying other draft plans may cost, in addition to the first
-    trials. The same share limits the time that drafts may lose against plain decoding; two plain
-    steps, and a quarter of the time that drafts saved, are added to it. It corresponds to a
-    bandit's epsilon."""
+    trials. It corresponds to a bandit's epsilon."""
     hysteresis: NonNegativeFloat = 0.02
     """`COST`: share by which another draft plan must be faster before decoding switches to it."""
     mab_configs: tuple[str, ...] = ("8_4_32", "8_4_16", "8_4_8")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from math import sqrt
 from typing import Protocol, runtime_checkable
@@ -127,9 +127,8 @@ _PLAIN_FIRST = 8
 """First steps of each batch size, without drafts, because all plans are compared with plain
 decoding. A probe of plain decoding has the same length."""
 
-_PROBE, _SHORT_PROBE = 4, 2
-"""Steps of a probe with drafts, and of one for which the budget is small. The first one may include
-draft catch-up."""
+_PROBE = 4
+"""Steps of a probe with drafts. The first one may include draft catch-up."""
 
 _CONFIRM, _CONFIRM_FROM = 8, 100
 """A switch to a probed plan is delayed by 8 steps of the current plan, once a batch size has had
@@ -155,19 +154,8 @@ _MARGIN = 0.03
 outside decode steps."""
 
 _EARLY, _ROOT = 1.0, 0.1
-"""Time that probes of a batch size may lose against its current plan in addition to the share
-`exploration`, in plain steps: 1, plus 0.1 per square root of the number of its steps."""
-
-_CREDIT = 2.0
-"""Time that drafts may lose against plain decoding in addition to the share `exploration`, once, in
-plain steps."""
-
-_REINVESTED = 0.25
-"""Share of the time that drafts save which probes may lose."""
-
-_MOST_SAVED, _MOST_OWED = 64.0, 4.0
-"""Limits of the budget, in plain steps of the largest batch so far: the most that may be lost at
-once, and the most that earlier losses count."""
+"""Time that probes may lose in addition to the share `exploration`, in plain steps: 1, plus 0.1 per
+square root of the number of steps of the batch size."""
 
 _OPTIMISM = 0.5
 """To rank probes, the predicted rate of a plan is raised by 50 % over the square root of its number
@@ -178,19 +166,6 @@ _ENOUGH, _ENOUGH_PLAIN = 24.0, 12.0
 
 _ELSEWHERE = 4.0
 """Steps of a plan at other batch sizes count like this many steps at most."""
-
-_CATCH_UP = 0.5
-"""Assumed seconds of the first draft catch-up at a batch size, in plain steps."""
-
-_LEAST_CATCH_UP = 0.05
-"""A catch-up counts as at least this number of plain steps. Drafts from history have none, so they
-would teach that a head has none."""
-
-_MOST_GROWTH = 3.0
-"""Draft catch-up counts up to three times its estimate."""
-
-_WARY = 0.3
-"""The seconds of a plan that never ran may be 30 % more than predicted."""
 
 _CHEAP = 0.1
 """Least share of its time that a probe is assumed to lose when probes are ranked."""
@@ -208,24 +183,8 @@ class _Bucket:
     steps: int = 0
     seconds: float = 0.0
     lost: float = 0.0
-    """Seconds lost by probes, against the plan that was current."""
-    ran: dict[DraftPlan, None] = field(default_factory=lambda: {OFF: None})
-    """Plans that ran at these batch sizes."""
+    """Seconds lost by probes."""
     min_acceptance: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Risk:
-    """Seconds that a plan may lose against plain decoding in each step, negative if it gains, and
-    once by draft catch-up."""
-
-    step: float
-    catch_up: float
-
-    def of(self, steps: int) -> float:
-        """Seconds that `steps` steps may lose."""
-        # A plan that gains is kept for some time, so the gain pays for the catch-up.
-        return max(self.catch_up + (steps if self.step > 0 else _LEAST_STEPS) * self.step, 0.0)
 
 
 class CostModelSelector:
@@ -243,19 +202,10 @@ class CostModelSelector:
     predicted gain of `hysteresis`. After rollouts in which drafts gained nothing, whole rollouts
     are decoded without drafts (`Backoff`).
 
-    A budget limits what drafts may lose against plain decoding, at all batch sizes together: two
-    plain steps, the share `exploration` of the time, and a share of the time that drafts saved. A
-    probe needs a budget for its possible loss: a depth at which no draft was accepted yet counts as
-    one where none will be. So a new selector decodes large batches plainly, and learns acceptance
-    from small ones, where a probe costs little. The current plan, too, runs only as long as the
-    budget covers its possible loss. It must have run at the batch size in a probe.
-
     Time lost against the best plans in hindsight (`slipstream bench selector`), mean of all
-    synthetic settings, in the first and second pass through a setting. The parts were switched off
-    before there was a budget:
+    synthetic settings, in the first and second pass through a setting:
 
-        default                                  2.6 %   0.7 %
-        no budget                                1.9 %   0.8 %
+        default                                  1.9 %   0.7 %
         no means per plan, the linear fit alone  2.9 %   1.9 %
         no lower bound for a token's cost        3.1 %   1.6 %
         one acceptance rate for all depths       2.2 %   0.9 %
@@ -284,8 +234,6 @@ class CostModelSelector:
             raise ConfigError("a selector needs at least one draft plan")
         self.curve = AcceptanceCurve()
         self._accepted, self._verified = TreeRatios(), TreeRatios()
-        # Drafts of chains over those of their plans: history has no draft for some requests.
-        self._proposed = TreeRatios()
         self._costs = StepCosts()
         self._backoff = Backoff(bucket_of)
         self._threshold = bs_threshold
@@ -294,14 +242,8 @@ class CostModelSelector:
         # Steps of each plan at all batch sizes, faded.
         self._tried: dict[DraftPlan, float] = defaultdict(float)
         # The last choice, for which batch sizes, and whether it is a probe.
-        self._plan, self._size, self._probing, self._probe_steps = OFF, 0, False, 0
+        self._plan, self._size, self._probing = OFF, 0, False
         self._plain_steps = _SETTLE
-        # Seconds that drafts may lose now; negative if drafts have lost more.
-        self._budget = 0.0
-        # The longest predicted plain step of the batch sizes so far, in seconds.
-        self._longest_plain = 0.0
-        # Extra seconds of steps with draft catch-up, per request, in plain steps.
-        self._catch_up = _CATCH_UP
         # Steps since the last search, and whether their seconds are typical of their plan.
         self._new: list[tuple[StepRecord, bool]] = []
 
@@ -354,9 +296,7 @@ class CostModelSelector:
         self._learn()
         if drafter:
             self._backoff.drafter_changed()
-            # Losses of the old head say little about the new one.
-            self._budget = max(self._budget, 0.0)
-        for known in (self.curve, self._accepted, self._verified, self._proposed):
+        for known in (self.curve, self._accepted, self._verified):
             known.forget(0.5)
 
     def best_speedup(self) -> float | None:
@@ -380,47 +320,31 @@ class CostModelSelector:
         rates[OFF] *= 1 + _MARGIN
         if probed is not None:
             share = max(0.0, 1 - rates[probed] / rates[bucket.current])
-            bucket.lost += share * self._probe_steps * self._seconds(running, probed)
-        # A plan that never ran at this batch size is probed before it is chosen. One that is not
-        # proven to gain runs only as long as it may lose time.
-        if not self._steps_until_loss(running, bucket.current):
-            bucket.current = OFF
-        ran = sorted(bucket.ran, key=rates.__getitem__, reverse=True)
-        best = next(plan for plan in ran if self._steps_until_loss(running, plan))
+            bucket.lost += share * _steps_of_probe(probed) * self._seconds(running, probed)
+        best = max(rates, key=rates.__getitem__)
         if rates[best] > (1 + self._hysteresis) * rates[bucket.current]:
             if probed is not None and bucket.steps > _CONFIRM_FROM:
                 return bucket.current, _CONFIRM
             bucket.current = best
         # A draft token pays if its acceptance probability exceeds the number of tokens that the
         # batch generates in the time that verifying the draft takes.
-        drafts = self._drafts(size, best)
+        drafts = self._tree_expectation(size, best)[0] if best.topk > 1 else None
         token = self._costs.token_at_least(running, best, drafts)
         bucket.min_acceptance = min(token * running * rates[best], _MAX_MIN_ACCEPTANCE)
         early = _EARLY + _ROOT * sqrt(bucket.steps)
-        plain = self._seconds(running, OFF)
-        if bucket.lost <= self._exploration * bucket.seconds + early * plain:
-            probe = self._probe(running, rates)
-            if probe is not None:
-                self._probing, self._probe_steps = True, probe[1]
-                return probe
+        allowed = self._exploration * bucket.seconds + early * self._seconds(running, OFF)
+        probe = self._probe(size, rates) if bucket.lost <= allowed else None
+        if probe is not None:
+            self._probing = True
+            return probe, _steps_of_probe(probe)
         wait = min(_INTERVAL, _INTERVAL_SHARE * bucket.seconds)
         steps = int(wait / self._seconds(running, bucket.current))
-        steps = min(max(steps, _LEAST_STEPS), _MOST_STEPS)
-        return bucket.current, min(steps, self._steps_until_loss(running, bucket.current))
+        return bucket.current, min(max(steps, _LEAST_STEPS), _MOST_STEPS)
 
-    def _allowed(self, running: int) -> float:
-        """The seconds that drafts may lose now; negative if they have lost more."""
-        return self._budget + _CREDIT * self._seconds(running, OFF)
-
-    def _probe(
-        self, running: int, rates: Mapping[DraftPlan, float]
-    ) -> tuple[DraftPlan, int] | None:
-        """The plan with the highest ratio of optimistic gain to predicted loss of its probe, and
-        the steps of the probe; None if no plan could be better than the current one, or if all
-        probes could lose too much."""
-        size = bucket_of(running)
+    def _probe(self, size: int, rates: Mapping[DraftPlan, float]) -> DraftPlan | None:
+        """The plan with the highest ratio of optimistic gain to predicted loss of its probe; None
+        if no plan could be better than the current one."""
         current = self._buckets[size].current
-        allowed, plain = self._allowed(running), self._seconds(running, OFF)
         found, most = None, 0.0
         for plan, rate in rates.items():
             known = self._costs.count(plan, size)
@@ -430,43 +354,10 @@ class CostModelSelector:
                 continue
             ratio = rate / rates[current]
             gain = ratio * (1 + _OPTIMISM / sqrt(1 + known)) - 1
-            if gain <= 0:
-                continue
-            risk = self._risk(running, plan, plain)
-            score = gain / max(risk.of(1) / plain, _CHEAP)
-            if score <= most:
-                continue
-            for steps in (_PLAIN_FIRST,) if plan == OFF else (_PROBE, _SHORT_PROBE):
-                if risk.of(steps) <= allowed:
-                    found, most = (plan, steps), score
-                    break
+            score = gain / max(1 - ratio, _CHEAP)
+            if score > most:
+                found, most = plan, score
         return found
-
-    def _steps_until_loss(self, running: int, plan: DraftPlan) -> int:
-        """Number of steps until `plan` may have lost the time that it may lose; 0 if these are too
-        few. Many if it is proven to gain, or well measured: then its predicted rate decides."""
-        if self._costs.count(plan, bucket_of(running)) >= _ENOUGH:
-            return _MOST_STEPS
-        loss = self._risk(running, plan, self._seconds(running, OFF)).of(1)
-        if not loss:
-            return _MOST_STEPS
-        steps = int(self._allowed(running) / loss)
-        return steps if steps >= _SHORT_PROBE else 0
-
-    def _risk(self, running: int, plan: DraftPlan, plain: float) -> _Risk:
-        """What `plan` may lose against plain decoding, whose steps take `plain` seconds."""
-        if plan == OFF:
-            return _Risk(0.0, 0.0)
-        size = bucket_of(running)
-        rates = self.curve.rates(plan.steps, guess=0.0)
-        if plan.topk > 1:
-            accepted = self._tree_expectation(size, plan, rates)[1]
-        else:
-            accepted = expected_accepted(rates)
-        known = self._costs.count(plan, size) + self._tried[plan]
-        seconds = (1 + _WARY / sqrt(1 + known)) * self._seconds(running, plan)
-        catch_up = self._catch_up * plain if self._buckets[size].current == OFF else 0.0
-        return _Risk(seconds - (1 + accepted) * plain, catch_up)
 
     def _learn(self) -> None:
         """Learn acceptance and costs from the steps since the last search."""
@@ -477,7 +368,7 @@ class CostModelSelector:
         for (size, plan), pairs in groups.items():
             steps = [step for step, _ in pairs]
             requests = sum(step.running for step in steps)
-            drafts = None if plan == OFF else _total(step.drafted for step in steps) / requests
+            drafts = _total(step.drafted for step in steps) / requests if plan.topk > 1 else None
             self._learn_acceptance(size, plan, steps)
             self._learn_costs(size, plan, pairs, drafts)
 
@@ -488,11 +379,9 @@ class CostModelSelector:
             if plan == OFF:
                 self.curve.forget(_FADE**count)
             else:
-                # A draft that is missing counts as a rejected one, because the plan gets no token.
+                drafted = [n for step in steps for n in step.drafted]
                 accepted = [n for step in steps for n in step.accepted]
-                self.curve.record([plan.steps] * len(accepted), accepted, count)
-                verified = _total(step.drafted for step in steps) / len(accepted)
-                self._proposed.record(plan, verified, plan.steps, len(accepted), count)
+                self.curve.record(drafted, accepted, count)
             for ratios in (self._accepted, self._verified):
                 ratios.forget(_FADE**count)
             return
@@ -516,12 +405,11 @@ class CostModelSelector:
         drafts: float | None,
     ) -> None:
         """Update costs, time lost by probes and the backoff with steps of one plan. `pairs`: steps,
-        and whether their seconds are typical. `drafts`: mean verified draft tokens per request."""
+        and whether their seconds are typical. `drafts`: mean verified draft tokens of a tree."""
         bucket, count = self._buckets[size], len(pairs)
         spent = sum(step.seconds for step, _ in pairs)
         bucket.steps += count
         bucket.seconds += spent
-        bucket.ran.update((step.plan, None) for step, _ in pairs)
         for other in self._tried:
             self._tried[other] *= _FADE**count
         self._tried[plan] += count
@@ -531,35 +419,20 @@ class CostModelSelector:
             self._costs.record(size, plan, measured, drafts)
         if not self._costs.known:
             return
-        running, gained = pairs[0][0].running, 0.0
-        plain = self._seconds(running, OFF)
-        self._budget += self._exploration * spent
+        gained = 0.0
         if plan != OFF:
             tokens = sum(1 + sum(step.accepted) / step.running for step, _ in pairs)
-            expected = self._seconds(running, plan)
-            # Another program disturbed steps that took much longer than predicted, or kernels were
-            # loaded at their first call.
-            most = OUTLIER * expected
-            most_late = expected + _MOST_GROWTH * self._catch_up * plain
+            expected = self._seconds(pairs[0][0].running, plan)
+            # Another program disturbed steps that took much longer than predicted.
             drafting = sum(
-                min(step.seconds, most if typical else most_late) for step, typical in pairs
+                min(step.seconds, OUTLIER * expected) if typical else step.seconds
+                for step, typical in pairs
             )
-            gained = tokens * plain - drafting
-            self._budget += gained if gained < 0 else _REINVESTED * gained
-            caught_up = [
-                max(min(step.seconds, most_late) - expected, 0.0)
-                for step, _ in pairs
-                if not step.steady
-            ]
-            if caught_up:
-                extra = sum(caught_up) / len(caught_up) / plain
-                self._catch_up += 0.5 * (max(extra, _LEAST_CATCH_UP) - self._catch_up)
+            gained = tokens * self._seconds(pairs[0][0].running, OFF) - drafting
             if self._probing:
                 # Draft catch-up counts as a loss of the probe.
-                bucket.lost += sum(caught_up)
-        self._longest_plain = max(self._longest_plain, plain)
-        least, most = -_MOST_OWED * self._longest_plain, _MOST_SAVED * self._longest_plain
-        self._budget = min(max(self._budget, least), most)
+                caught_up = [step for step, _ in pairs if not step.steady]
+                bucket.lost += sum(max(step.seconds - expected, 0.0) for step in caught_up)
         self._backoff.record(spent, gained, count)
 
     def _rates(self, running: int) -> dict[DraftPlan, float]:
@@ -567,12 +440,11 @@ class CostModelSelector:
         size = bucket_of(running)
         rates = self.curve.rates(max(plan.steps for plan in self.plans))
         found = {}
-        drafts: float | None
         for plan in self.plans:
+            drafts = None
             if plan.topk > 1:
                 drafts, accepted = self._tree_expectation(size, plan, rates)
             else:
-                drafts = self._drafts(size, plan)
                 accepted = expected_accepted(rates[: plan.steps])
             found[plan] = (1 + accepted) / self._costs.seconds(running, plan, size, drafts)
         return found
@@ -580,15 +452,8 @@ class CostModelSelector:
     def _seconds(self, running: int, plan: DraftPlan) -> float:
         """Predicted seconds of a step."""
         size = bucket_of(running)
-        return self._costs.seconds(running, plan, size, self._drafts(size, plan))
-
-    def _drafts(self, size: int, plan: DraftPlan) -> float | None:
-        """Expected draft tokens per request that a plan verifies; None for OFF."""
-        if plan == OFF:
-            return None
-        if plan.topk > 1:
-            return self._tree_expectation(size, plan)[0]
-        return plan.steps * min(self._proposed.ratio(plan), 1.0)
+        drafts = self._tree_expectation(size, plan)[0] if plan.topk > 1 else None
+        return self._costs.seconds(running, plan, size, drafts)
 
     def _tree_expectation(
         self, size: int, plan: DraftPlan, rates: Sequence[float] = ()
@@ -603,6 +468,10 @@ class CostModelSelector:
 
 def _total(counts: Iterable[Sequence[int]]) -> int:
     return sum(map(sum, counts))
+
+
+def _steps_of_probe(plan: DraftPlan) -> int:
+    return _PLAIN_FIRST if plan == OFF else _PROBE
 
 
 @cache

@@ -76,7 +76,9 @@ def test_drafts_change_no_bit(dtype: torch.dtype) -> None:
         assert value(row, "aborted") == value(row, "resumed")
         # The EAGLE-3 head is untrained.
         least = 1.0 if row.contender == "eagle3 head" else 1.5
-        assert least < value(row, "accept_length") < 4
+        # The copy is right more often than the heads.
+        most = 5.0 if row.contender == workloads.COPY else 4.0
+        assert least < value(row, "accept_length") < most
         assert value(row, "largest_batch") == 8
         assert value(row, "longest_context") > 200
     assert sum("tokens identical" in line for line in lines) % len(expected) == 0

@@ -82,8 +82,7 @@ def test_a_bad_head_is_reported_although_the_cost_model_rarely_drafts(running: i
     reported = ReportedSelector(
         CostModelSelector(plans), notify=messages.append, head="runs/x/draft"
     )
-    # Most rollouts are in backoff.
-    for _ in range(80):
+    for _ in range(20):
         plain_steps = reported.begin_rollout(running)
         for _ in range(plain_steps, 400):
             plan = reported.select(running)
