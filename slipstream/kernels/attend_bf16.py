@@ -244,7 +244,8 @@ def _continue_mix(weights, step, rows, values, pairs, K, ahead, wide, sums, mixe
     """Continue `_mix` from `sums`, which have the layout of `mixed`.
 
     With one panel or an even number of panels, `sums` may be `mixed`. The results equal those of a
-    single `_mix` over all slots. With AMX, `pairs` is a multiple of `PAIRS`.
+    single `_mix` over all slots. With AMX, `pairs` is a multiple of `PAIRS`, and nothing is
+    prefetched.
     """
     panels = K // PANEL
     if USE_AMX:

@@ -213,98 +213,38 @@ def tiles(
         # Eight rows are faster as four and four than as six and two.
         if left >= 6 and left != 8:
             tile_6(
-                xm,
-                x_step,
-                weights,
-                input_step,
-                0,
-                count,
-                sm,
-                start_step,
-                om,
-                out_step,
-                ahead,
+                xm, x_step, weights, input_step, 0, count, sm, start_step, om, out_step, ahead,
                 ahead_step,
-            )
+            )  # fmt: skip
             m += 6
         elif left == 8 or left == 4:
             tile_4(
-                xm,
-                x_step,
-                weights,
-                input_step,
-                0,
-                count,
-                sm,
-                start_step,
-                om,
-                out_step,
-                ahead,
+                xm, x_step, weights, input_step, 0, count, sm, start_step, om, out_step, ahead,
                 ahead_step,
-            )
+            )  # fmt: skip
             m += 4
         elif left == 5:
             tile_5(
-                xm,
-                x_step,
-                weights,
-                input_step,
-                0,
-                count,
-                sm,
-                start_step,
-                om,
-                out_step,
-                ahead,
+                xm, x_step, weights, input_step, 0, count, sm, start_step, om, out_step, ahead,
                 ahead_step,
-            )
+            )  # fmt: skip
             m += 5
         elif left == 3:
             tile_3(
-                xm,
-                x_step,
-                weights,
-                input_step,
-                0,
-                count,
-                sm,
-                start_step,
-                om,
-                out_step,
-                ahead,
+                xm, x_step, weights, input_step, 0, count, sm, start_step, om, out_step, ahead,
                 ahead_step,
-            )
+            )  # fmt: skip
             m += 3
         elif left == 2:
             tile_2(
-                xm,
-                x_step,
-                weights,
-                input_step,
-                0,
-                count,
-                sm,
-                start_step,
-                om,
-                out_step,
-                ahead,
+                xm, x_step, weights, input_step, 0, count, sm, start_step, om, out_step, ahead,
                 ahead_step,
-            )
+            )  # fmt: skip
             m += 2
         else:
             tile_1(
-                xm,
-                x_step,
-                weights,
-                input_step,
-                0,
-                count,
-                sm,
-                start_step,
-                om,
-                out_step,
-                ahead,
+                xm, x_step, weights, input_step, 0, count, sm, start_step, om, out_step, ahead,
                 ahead_step,
-            )
+            )  # fmt: skip
             m += 1
         ahead += ahead_step * count

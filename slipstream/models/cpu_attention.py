@@ -125,11 +125,6 @@ class KeyPlaces:
         )
 
     @classmethod
-    def of(cls, data: Tensor, rows_M: Tensor, slots_M: Tensor, longest: int) -> KeyPlaces:
-        """Return the locations of tokens in a contiguous cache, as `KeyBlocks.places` does."""
-        return KeyBlocks.contiguous(data).places(rows_M, slots_M, longest)
-
-    @classmethod
     def without_cache(cls, kv: Tensor, own: OwnKeys) -> KeyPlaces:
         """Return the locations in `kv`, the buffer of `own`, which every layer overwrites."""
         lengths = torch.tensor(own.lengths)

@@ -68,11 +68,11 @@ def load_policy(
     positions: int | None = None,
     trained: bool = True,
 ) -> Policy:
-    """Return the policy in `folder` with fp32 parameters.
+    """Return the policy in `folder`. Raises CheckpointError.
 
-    `implementation` and `positions` are as in `policy_config`. Unless `trained`, the parameters of
-    a decoder on the CPU are mapped from the files, in their dtype (`map_checkpoint`). Raises
-    CheckpointError.
+    Parameters are fp32 if the policy is `trained`. Otherwise those of a decoder on the CPU are
+    mapped from the files, in their dtype (`map_checkpoint`). `implementation` and `positions` are
+    as in `policy_config`.
     """
     if _needs_transformers(folder, implementation):
         return load_hf_policy(folder, device=device, positions=positions)

@@ -27,8 +27,8 @@ from slipstream.models.numerics import activation_dtype, has_kernels
 from slipstream.models.quantized_linear import Bits, QuantizedLinear, quantized_bytes
 
 LARGEST_WEIGHT = 4096.0
-"""Largest absolute value of a weight up to which the copy drafts. It keeps all numbers of the
-forward pass finite, for hidden sizes up to 8192 and MLP widths up to 32768."""
+"""Largest absolute value of a weight up to which the copy drafts. It keeps keys and values finite,
+for hidden sizes up to 8192 and MLP widths up to 32768."""
 
 
 def why_not_quantized(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -42,8 +42,11 @@ def why_not_quantized(config: ModelConfig, dtype: torch.dtype, device: torch.dev
     }
     wrong = [f"{name}={width}" for name, width in widths.items() if width % GROUP]
     if wrong or not supports_layers(config, dtype):
-        found = ", ".join(wrong) or f"head_dim={config.head_dim}"
-        return f"the widths of a quantized copy must be multiples of {GROUP}, but {found}"
+        if not wrong:
+            return f"the compiled kernels do not support head_dim={config.head_dim} in {dtype}"
+        return (
+            f"the widths of a quantized copy must be multiples of {GROUP}, but {', '.join(wrong)}"
+        )
     return None
 
 

@@ -162,11 +162,7 @@ def choose(logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choice
 
 def _choose(logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choice:
     greedy_N1 = (rows.temperature_N == 0)[:, None] if rows.any_greedy else None
-    if rows.any_tempered:
-        heat_N1 = rows.temperature_N[:, None]
-        if greedy_N1 is not None:
-            heat_N1 = torch.where(greedy_N1, 1.0, heat_N1)
-        logits_NV = logits_NV / heat_N1
+    logits_NV = tempered(logits_NV, rows)
     log_probs = torch.log_softmax(logits_NV, dim=-1)
     support = None
     if rows.any_truncated:
@@ -187,6 +183,16 @@ def _choose(logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choic
     if greedy_N1 is not None:
         sampling = torch.where(greedy_N1[:, 0], 0.0, sampling)
     return Choice(tokens, chosen, sampling)
+
+
+def tempered(logits_NV: Tensor, rows: SamplingRows) -> Tensor:
+    """Return logits (N, V) divided by the temperatures. Greedy rows are not changed."""
+    if not rows.any_tempered:
+        return logits_NV
+    heat_N = rows.temperature_N
+    if rows.any_greedy:
+        heat_N = torch.where(heat_N == 0, 1.0, heat_N)
+    return logits_NV / heat_N[:, None]
 
 
 def draw(

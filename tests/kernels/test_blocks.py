@@ -115,11 +115,13 @@ def test_slots_move_between_blocks(bf16: bool) -> None:
     memory, table = in_blocks(kv, 32, generator)
     # Two layers of one block each, in the memory of `BlockStore`: (blocks, L, 2, H, B, K).
     layers = torch.stack([memory, memory.flip(0)], 1).contiguous()
-    offsets = table * 2 + layers.data_ptr() // layers.itemsize
-    moves = torch.tensor([[0, 70, 63], [0, 300, 64], [0, 65, 66]])
+    # The cache is the second row of the table.
+    offsets = torch.stack([torch.full_like(table, -1), table * 2])
+    offsets[1] += layers.data_ptr() // layers.itemsize
+    moves = torch.tensor([[1, 70, 63], [1, 300, 64], [1, 65, 66]])
     before = layers.clone()
     move_slots(
-        *(offsets.data_ptr(), len(offsets), 32, 2, HEADS, 32, layers.itemsize),
+        *(offsets.data_ptr(), len(table), 32, 2, HEADS, 32, layers.itemsize),
         *(moves.data_ptr(), len(moves)),
     )
 

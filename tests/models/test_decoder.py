@@ -23,7 +23,7 @@ from slipstream.models.attention import (
     path_mask,
     unfold_queries,
 )
-from slipstream.models.cpu_attention import KeyPlaces
+from slipstream.models.cpu_attention import KeyBlocks
 from slipstream.models.decoder import without_init
 from slipstream.models.functional import add_norm
 from slipstream.models.heads import ValueHead
@@ -92,7 +92,7 @@ def test_key_places_raise_an_error_without_kernels() -> None:
     c = packed.config
     data = torch.zeros(c.num_layers, 2, 1, c.num_kv_heads, 64, c.head_dim)
     rows, slots = torch.zeros(4, dtype=torch.int64), torch.arange(4)
-    places = KeyPlaces.of(data, rows, slots, 4)
+    places = KeyBlocks.contiguous(data).places(rows, slots, 4)
     with pytest.raises(ValueError, match="compiled kernels"):
         packed.forward(random_ids(1, 4), slots[None], kv_cache=places)
 

@@ -69,3 +69,17 @@ def test_only_untrained_policies_are_mapped(tmp_path: Path) -> None:
     for trained, dtype in ((True, torch.float32), (False, torch.bfloat16)):
         policy = load_policy(tmp_path, trained=trained)
         assert {parameter.dtype for _, parameter in policy.named_parameters()} == {dtype}
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of mappings")
+def test_parameters_lie_in_the_mapped_file(tmp_path: Path) -> None:
+    save_checkpoint(make_decoder("llama"), tmp_path, dtype=torch.bfloat16)
+    decoder = map_checkpoint(tmp_path)
+    mapped = [
+        tuple(int(end, 16) for end in line.split()[0].split("-"))
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if line.endswith(str(tmp_path / WEIGHTS))
+    ]
+    for parameter in decoder.parameters():
+        at = parameter.data_ptr()
+        assert any(begin <= at < end for begin, end in mapped)

@@ -167,17 +167,26 @@ def with_vocabulary(target: Target) -> tuple[DraftHead, list[WeightUpdate]]:
     texts = sorted({token for text in target.texts for token in text})
     parts = [sorted({*texts[first::2], *config.eos_token_ids}) for first in (0, 1)]
     size = max(map(len, parts), default=0)
-    updates = []
-    for version, tokens in enumerate(parts):
+    heads = []
+    for tokens in parts:
         used = set(tokens)
         unused = (token for token in range(config.vocab_size) if token not in used)
         head = DraftHead(config, sorted([*tokens, *islice(unused, size - len(tokens))]))
         named = dict(weights.named_parameters())
         for name, parameter in head.named_parameters():
             parameter.data.copy_(named[name].data)
-        buckets = [[(name, tensor.detach()) for name, tensor in head.state_dict().items()]]
-        updates.append(WeightUpdate(version=version, kind=UpdateKind.DRAFT, buckets=buckets))
-    return head, updates
+        heads.append(head)
+    updates = [
+        WeightUpdate(
+            version=version,
+            kind=UpdateKind.DRAFT,
+            buckets=[
+                [(name, tensor.detach().clone()) for name, tensor in head.state_dict().items()]
+            ],
+        )
+        for version, head in enumerate(heads)
+    ]
+    return heads[-1], updates
 
 
 def eagle3_head(target: Target) -> Eagle3Head:

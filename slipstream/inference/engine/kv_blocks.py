@@ -68,11 +68,6 @@ class BlockStore:
         return len(self._memory) * self._block_bytes
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes of the blocks that rows use."""
-        return self.nbytes - len(self._free) * self._block_bytes
-
-    @property
     def slot_bytes(self) -> int:
         """Bytes of the keys and values of one token."""
         return self._block_bytes // self._block

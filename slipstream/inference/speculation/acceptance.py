@@ -66,13 +66,12 @@ class AcceptanceCurve:
             return guess
         return (self._accepted[depth] + weight * guess) / (self._tried[depth] + weight)
 
-    def rates(self, depths: int, guess: float | None = None) -> list[float]:
-        """Acceptance rates of the first depths. The guess for a depth is the rate before it; with
-        `guess`, it is this number at all depths."""
-        before, found = self._guess, []
+    def rates(self, depths: int) -> list[float]:
+        """Acceptance rates of the first depths; the guess for a depth is the rate before it."""
+        guess, found = self._guess, []
         for depth in range(depths):
-            before = self.rate(depth, before if guess is None else guess, self._weight)
-            found.append(before)
+            guess = self.rate(depth, guess, self._weight)
+            found.append(guess)
         return found
 
     def expected(self, drafts: int) -> float:

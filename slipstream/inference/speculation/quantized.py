@@ -21,7 +21,7 @@ from slipstream.inference.speculation.plan import DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.models.quantized import LARGEST_WEIGHT, QuantizedPolicy
 from slipstream.models.quantized_linear import Bits
-from slipstream.sampling.choose import choose, draw
+from slipstream.sampling.choose import choose, draw, tempered
 from slipstream.types import WeightUpdate
 
 _log = logging.getLogger(__name__)
@@ -111,10 +111,7 @@ class QuantizedProposer:
             if batch.rows.any_truncated:
                 ids_N = choose(scores_NV, slots_N, batch.rows).tokens
             else:
-                if batch.rows.any_tempered:
-                    heat_N = batch.rows.temperature_N
-                    scores_NV = scores_NV / heat_N.where(heat_N != 0, 1.0)[:, None]
-                ids_N = draw(scores_NV, slots_N, batch.rows)
+                ids_N = draw(tempered(scores_NV, batch.rows), slots_N, batch.rows)
             drafts.append(ids_N)
         chains = torch.stack(drafts, 1).tolist()
         pairs = zip(batch.last, chains, strict=True)

@@ -28,6 +28,11 @@ def make_store(budget: int = 1 << 30, block: int = 32) -> BlockStore:
     return BlockStore(CONFIG, torch.float32, budget, block=block)
 
 
+def used(store: BlockStore) -> int:
+    """Return the bytes of the blocks that rows use."""
+    return store.nbytes - len(store._free) * store._block_bytes
+
+
 def contents(prefix: KVPrefix) -> Tensor:
     return torch.cat(prefix.parts, 3)
 
@@ -45,10 +50,10 @@ def test_each_row_takes_the_blocks_of_its_own_length() -> None:
     store = make_store()
     store.reserve([33, 1, 300])
     block_bytes = 32 * store.slot_bytes
-    assert store.used_bytes == store.nbytes == (2 + 1 + 10) * block_bytes
+    assert used(store) == store.nbytes == (2 + 1 + 10) * block_bytes
     stored = [fill(store, row, length) for row, length in enumerate((33, 1, 300))]
     store.reserve([65, 1, 320])
-    assert store.used_bytes == (3 + 1 + 10) * block_bytes
+    assert used(store) == (3 + 1 + 10) * block_bytes
     for row, length in enumerate((33, 1, 300)):
         assert torch.equal(contents(store.view_prefix(row, length)), stored[row])
 
@@ -60,12 +65,12 @@ def test_the_last_row_takes_the_place_of_an_ended_one_and_blocks_are_reused() ->
     allocated = store.nbytes
     store.end(0, 2, 99)
     assert torch.equal(contents(store.view_prefix(0, 100)), last)
-    assert store.used_bytes == (3 + 4) * 32 * store.slot_bytes
+    assert used(store) == (3 + 4) * 32 * store.slot_bytes
     store.reserve([100, 70, 64])
     assert store.nbytes == allocated
     for row in (2, 1, 0):
         store.end(row, row, 0)
-    assert store.used_bytes == 0
+    assert used(store) == 0
     store.release()
     assert store.nbytes == 0
 
@@ -75,14 +80,14 @@ def test_rows_share_the_whole_blocks_of_a_prompt() -> None:
     store.reserve([80, 80])
     prompt = fill(store, 0, 80)
     store.share(0, 1, 80)
-    assert store.used_bytes == 4 * 32 * store.slot_bytes
+    assert used(store) == 4 * 32 * store.slot_bytes
     assert torch.equal(contents(store.view_prefix(1, 80)), prompt)
     # The last block is the row's own, and the others outlive the row that wrote them.
     store.view_prefix(0, 80).parts[2].zero_()
     store.end(0, 1, 80)
     assert torch.equal(contents(store.view_prefix(0, 80)), prompt)
     store.end(0, 0, 0)
-    assert store.used_bytes == 0
+    assert used(store) == 0
 
 
 def test_a_row_with_nan_is_zero_when_its_blocks_are_used_again() -> None:
@@ -130,7 +135,7 @@ def test_blocks_of_rejected_drafts_are_free_for_other_rows() -> None:
     assert store.fits([31, 32, 64])
     stored = fill(store, 0, 32)
     store.reserve([31, 32, 64])
-    assert store.nbytes == store.used_bytes == 4 * block_bytes
+    assert store.nbytes == used(store) == 4 * block_bytes
     assert torch.equal(contents(store.view_prefix(0, 32)), stored)
     assert not store.fits([33, 32, 64])
 
@@ -177,7 +182,7 @@ def test_rows_that_have_nothing_yet_end_in_any_order() -> None:
     store.end(3, 3, 0)
     store.end(1, 2, 0)
     assert torch.equal(contents(store.view_prefix(0, 40)), first)
-    assert store.used_bytes == 2 * 32 * store.slot_bytes
+    assert used(store) == 2 * 32 * store.slot_bytes
     store.reserve([40, 70])
     assert second.shape == fill(store, 1, 70).shape
 
@@ -227,7 +232,7 @@ def test_engines_with_shuffled_blocks_have_the_bits_of_plain_ones(
     by_name = {g.request_id: g for g in done}
     found = [by_name[request.request_id] for request in requests]
     assert all_bits(found) == all_bits(make_engine(dtype=dtype).run(requests))
-    assert store.used_bytes == 0
+    assert used(store) == 0
 
 
 def test_a_long_response_among_short_ones_takes_no_memory_for_them() -> None:

@@ -201,3 +201,16 @@ def test_updates_of_a_draft_head_are_refused() -> None:
     update = WeightUpdate(version=3, buckets=[[]], kind=UpdateKind.DRAFT)
     with pytest.raises(EngineError, match="version 3 refused: a quantized copy"):
         engine.update_drafter(update)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_samples_that_share_the_blocks_of_a_prompt_keep_their_tokens(dtype: torch.dtype) -> None:
+    # Prompts end before, at and after the end of a block, which the samples share.
+    requests = [
+        make_request(f"{length}/{i}", [3 + n % 40 for n in range(length)], max_tokens=70)
+        for length in (63, 64, 65, 130)
+        for i in range(3)
+    ]
+    engine = make_engine(proposer=QuantizedProposer(8, 8), plan=PLAN, dtype=dtype)
+    assert all_bits(engine.run(requests)) == all_bits(make_engine(dtype=dtype).run(requests))
+    assert engine.stats().accepted_tokens > 0
