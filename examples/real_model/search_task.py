@@ -2,13 +2,13 @@
 
     Using all the numbers 8, 15, 6, create an expression that equals 17.  (and format instructions)
 
-    15 + 6 - 8: 21, 13
+    8 + 15 + 6: 23, 29
     8 + 15 - 6: 23, 17
     <answer>8 + 15 - 6</answer>
 
-A demonstration tries signs in random order and writes the running totals. After each failed try it
-gives up with probability `give_up`, and answers with the failed try. So imitation has a limited
-accuracy, and RL can learn to search on. Prompts and grading are those of reasoning-gym.
+A demonstration tries the signs in a fixed order and writes the running totals. After each failed
+try it gives up with probability `give_up`, and answers with the failed try. So imitation has a
+limited accuracy, and RL can learn to search on. Prompts and grading are those of reasoning-gym.
 
 Use it with this folder in PYTHONPATH, `actor_rollout_ref.model.external_lib=search_task` and
 `data.task=gym_search`.
@@ -77,7 +77,7 @@ class GymSearchTask(ReasoningGymTask):
         numbers, target = entry["metadata"]["numbers"], entry["metadata"]["target"]
         draws = KeyedDraws("gym-search", self._seed, split, index, variant)
         lines = []
-        for terms in draws.shuffled(tries(numbers)):
+        for terms in tries(numbers):
             expression = written(terms)
             totals = list(accumulate(terms))[1:]
             lines.append(f"{expression}: {', '.join(map(str, totals))}")

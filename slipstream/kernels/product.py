@@ -21,7 +21,13 @@ from slipstream.kernels.numeric import ZERO, round_to_bf16, widen
 from slipstream.kernels.product_amx import USE_AMX, part_of, product_amx
 from slipstream.kernels.team import for_team, part_count, part_number, run
 from slipstream.kernels.tile import PANEL, tile_1x2, tile_2x2, tiles
-from slipstream.kernels.tile_bf16 import MOST_ROWS, WIDE_FROM, panels_bf16
+from slipstream.kernels.tile_bf16 import (
+    FEW_ROWS,
+    MOST_ROWS,
+    WIDE_FROM,
+    panels_bf16,
+    panels_of_few_rows,
+)
 
 _AHEAD = 16384
 """Bytes by which the weights of a single tile are prefetched in advance. The CPU's own prefetcher
@@ -122,6 +128,10 @@ def _bf16(x, panels, bias, out, M, N, K, begin, end):
         else:
             round_to_bf16(x + block * 4 * K, xs, rows * K)
         o = out + block * out_step
+        if M <= FEW_ROWS:
+            begin = panels_of_few_rows(
+                xs, x_step, panels, panel_step, begin, end, pairs, bias, out, out_step, M
+            )
         # If panels need several tiles, they prefetch the next two panels at an even pace. So do
         # wide tiles, because the CPUs that use them prefetch less themselves.
         next_panels = wide or rows > MOST_ROWS

@@ -33,6 +33,11 @@ On Intel CPUs two fused multiply-adds take less time than the pair instruction
 MOST_ROWS = 12 if _IN_HARDWARE else 3
 """Number of rows of the largest tile: with two panels, it fills the vector registers."""
 
+FEW_ROWS = 2 if _IN_HARDWARE and not is_intel() else 0
+"""Up to this number of rows, four panels are computed at a time, without prefetching. Four chains
+of sums hide the latency of the pair instruction, and the CPU's own reads ahead are faster
+(docs/log/kernels.md). Not measured on Intel CPUs."""
+
 _LINE = 4 * PANEL
 """Bytes of a panel's weights for one pair of inputs."""
 
@@ -142,14 +147,16 @@ _THREE = 3
 """Number of rows that share one address register: at the address, plus one step, plus two."""
 
 
-def _emit_tile(builder: Any, rows: int, panels: int, wide: bool, args: Any) -> None:
+def _emit_tile(
+    builder: Any, rows: int, panels: int, wide: bool, prefetches: bool, args: Any
+) -> None:
     """Emit the code of a tile of `rows` rows and `panels` panels of outputs.
 
     `args` are: the address of x and the bytes between its rows; the address of the weights, the
     bytes between pairs and the bytes between panels; the number of pairs of inputs (at least 1);
     the address of the initial sums and the bytes between those of two rows; the address of out and
     the bytes between its rows; the address to prefetch at the first pair and the bytes from there
-    to the next. The same offset is prefetched in every panel.
+    to the next. The same offset is prefetched in every panel, if the tile prefetches at all.
     """
     x, x_step, weights, pair_step, panel_step, count, start, start_step, *others = args
     out, out_step, ahead, ahead_step = others
@@ -176,7 +183,8 @@ def _emit_tile(builder: Any, rows: int, panels: int, wide: bool, args: Any) -> N
     for p in range(panels):
         if p:
             prefetched, line = builder.add(prefetched, panel_step), builder.add(line, panel_step)
-        prefetch(builder, prefetched)
+        if prefetches:
+            prefetch(builder, prefetched)
         loaded.append(emit.weights_at(line))
     done = []
     for m, row in enumerate(sums):
@@ -222,7 +230,7 @@ def _control(builder: Any, name: str, place: Any) -> None:
 _ARGUMENTS = types.void(*[types.int64] * 13)
 
 
-def _up_to(most: int, panels: int, wide: bool) -> Any:
+def _up_to(most: int, panels: int, *, wide: bool = False, prefetches: bool = True) -> Any:
     """Return an intrinsic for tiles of 1 to `most` rows.
 
     Its arguments are the number of rows and the arguments of `_emit_tile`.
@@ -238,7 +246,7 @@ def _up_to(most: int, panels: int, wide: bool) -> Any:
         for rows, block in enumerate(kinds, 1):
             choice.add_case(ir.Constant(_Emitter.i64, rows), block)
             builder.position_at_end(block)
-            _emit_tile(builder, rows, panels, wide, args[1:])
+            _emit_tile(builder, rows, panels, wide, prefetches, args[1:])
             builder.branch(end)
         builder.position_at_end(end)
         if before is not None:
@@ -266,8 +274,9 @@ def _up_to(most: int, panels: int, wide: bool) -> Any:
     return intrinsic(tile)
 
 
-_one_panel, _two_panels = _up_to(1, 1, False), _up_to(MOST_ROWS, 2, False)
-_two_panels_wide = _up_to(MOST_ROWS, 2, True)
+_one_panel, _two_panels = _up_to(1, 1), _up_to(MOST_ROWS, 2)
+_two_panels_wide = _up_to(MOST_ROWS, 2, wide=True)
+_four_panels = _up_to(max(FEW_ROWS, 1), 4, prefetches=False)
 
 
 @kernel
@@ -312,3 +321,20 @@ def panels_bf16(
                 )  # fmt: skip
             m += here
         p += 2
+
+
+@kernel
+def panels_of_few_rows(
+    x, x_step, weights, panel_step, begin, end, pairs, start, out, out_step, rows
+):
+    """Compute panels `begin` to `end` of up to `FEW_ROWS` rows, four at a time.
+
+    Returns the first of the last panels, which are not computed. The arguments are as for
+    `panels_bf16`, with the initial sums of the panels side by side.
+    """
+    p = begin
+    while p + 4 <= end:
+        w, b, o = weights + p * panel_step, start + _LINE * p, out + _LINE * p
+        _four_panels(rows, x, x_step, w, _LINE, panel_step, pairs, b, 0, o, out_step, w, 0)
+        p += 4
+    return p

@@ -127,8 +127,13 @@ _PLAIN_FIRST = 8
 """First steps of each batch size, without drafts, because all plans are compared with plain
 decoding. A probe of plain decoding has the same length."""
 
-_PROBE = 4
-"""Steps of a probe with drafts. The first one may include draft catch-up."""
+_PROBE, _PROBE_LARGE = 4, 2
+"""Steps of a probe with drafts, and of one at large batch sizes, where a step shows the acceptance
+of more drafts. The first step may include draft catch-up."""
+
+_SMALL = 4
+"""The largest batch size that counts as small. Drafts gain most in small batches. All larger batch
+sizes share one budget for probes, so that the first rollouts of a large batch lose little."""
 
 _CONFIRM, _CONFIRM_FROM = 8, 100
 """A switch to a probed plan is delayed by 8 steps of the current plan, once a batch size has had
@@ -154,8 +159,8 @@ _MARGIN = 0.03
 outside decode steps."""
 
 _EARLY, _ROOT = 1.0, 0.1
-"""Time that probes may lose in addition to the share `exploration`, in plain steps: 1, plus 0.1 per
-square root of the number of steps of the batch size."""
+"""Time that probes may lose in addition to the share `exploration`, in plain steps: 1 at each small
+batch size, plus 0.1 per square root of the number of steps."""
 
 _OPTIMISM = 0.5
 """To rank probes, the predicted rate of a plan is raised by 50 % over the square root of its number
@@ -174,17 +179,46 @@ _MAX_MIN_ACCEPTANCE = 0.9
 
 
 @dataclass(slots=True)
+class _Budget:
+    """Time that probes may lose, and have lost."""
+
+    early: float
+    """Time that probes may lose at first, in plain steps."""
+    steps: int = 0
+    seconds: float = 0.0
+    lost: float = 0.0
+    """Seconds lost by probes."""
+
+    def allows_probe(self, exploration: float, plain: float) -> bool:
+        """Whether probes have not lost more than they may. `plain`: seconds of a plain step."""
+        early = (self.early + _ROOT * sqrt(self.steps)) * plain
+        return self.lost <= exploration * self.seconds + early
+
+
+@dataclass(slots=True)
 class _Bucket:
     """State of batch sizes that are measured together (`bucket_of`)."""
+
+    budget: _Budget
 
     current: DraftPlan = OFF
     left: int = 0
     """Steps until the next search."""
     steps: int = 0
     seconds: float = 0.0
-    lost: float = 0.0
-    """Seconds lost by probes."""
     min_acceptance: float = 0.0
+
+
+class _Buckets(dict[int, _Bucket]):
+    """States by batch size (`bucket_of`), made at first use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._large = _Budget(early=0.0)
+
+    def __missing__(self, size: int) -> _Bucket:
+        budget = _Budget(early=_EARLY) if size <= _SMALL else self._large
+        return self.setdefault(size, _Bucket(budget))
 
 
 class CostModelSelector:
@@ -238,7 +272,7 @@ class CostModelSelector:
         self._backoff = Backoff(bucket_of)
         self._threshold = bs_threshold
         self._hysteresis, self._exploration = hysteresis, exploration
-        self._buckets: dict[int, _Bucket] = defaultdict(_Bucket)
+        self._buckets = _Buckets()
         # Steps of each plan at all batch sizes, faded.
         self._tried: dict[DraftPlan, float] = defaultdict(float)
         # The last choice, for which batch sizes, and whether it is a probe.
@@ -320,7 +354,7 @@ class CostModelSelector:
         rates[OFF] *= 1 + _MARGIN
         if probed is not None:
             share = max(0.0, 1 - rates[probed] / rates[bucket.current])
-            bucket.lost += share * _steps_of_probe(probed) * self._seconds(running, probed)
+            bucket.budget.lost += share * _steps_of_probe(probed, size) * self._seconds(running, probed)
         best = max(rates, key=rates.__getitem__)
         if rates[best] > (1 + self._hysteresis) * rates[bucket.current]:
             if probed is not None and bucket.steps > _CONFIRM_FROM:
@@ -331,12 +365,11 @@ class CostModelSelector:
         drafts = self._tree_expectation(size, best)[0] if best.topk > 1 else None
         token = self._costs.token_at_least(running, best, drafts)
         bucket.min_acceptance = min(token * running * rates[best], _MAX_MIN_ACCEPTANCE)
-        early = _EARLY + _ROOT * sqrt(bucket.steps)
-        allowed = self._exploration * bucket.seconds + early * self._seconds(running, OFF)
-        probe = self._probe(size, rates) if bucket.lost <= allowed else None
+        affordable = bucket.budget.allows_probe(self._exploration, self._seconds(running, OFF))
+        probe = self._probe(size, rates) if affordable else None
         if probe is not None:
             self._probing = True
-            return probe, _steps_of_probe(probe)
+            return probe, _steps_of_probe(probe, size)
         wait = min(_INTERVAL, _INTERVAL_SHARE * bucket.seconds)
         steps = int(wait / self._seconds(running, bucket.current))
         return bucket.current, min(max(steps, _LEAST_STEPS), _MOST_STEPS)
@@ -410,6 +443,8 @@ class CostModelSelector:
         spent = sum(step.seconds for step, _ in pairs)
         bucket.steps += count
         bucket.seconds += spent
+        bucket.budget.steps += count
+        bucket.budget.seconds += spent
         for other in self._tried:
             self._tried[other] *= _FADE**count
         self._tried[plan] += count
@@ -432,7 +467,7 @@ class CostModelSelector:
             if self._probing:
                 # Draft catch-up counts as a loss of the probe.
                 caught_up = [step for step, _ in pairs if not step.steady]
-                bucket.lost += sum(max(step.seconds - expected, 0.0) for step in caught_up)
+                bucket.budget.lost += sum(max(step.seconds - expected, 0.0) for step in caught_up)
         self._backoff.record(spent, gained, count)
 
     def _rates(self, running: int) -> dict[DraftPlan, float]:
@@ -470,8 +505,10 @@ def _total(counts: Iterable[Sequence[int]]) -> int:
     return sum(map(sum, counts))
 
 
-def _steps_of_probe(plan: DraftPlan) -> int:
-    return _PLAIN_FIRST if plan == OFF else _PROBE
+def _steps_of_probe(plan: DraftPlan, size: int) -> int:
+    if plan == OFF:
+        return _PLAIN_FIRST
+    return _PROBE if size <= _SMALL else _PROBE_LARGE
 
 
 @cache
