@@ -51,6 +51,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="with --policy: longest response over the median length (default: 16; at least 8)",
     )
     parser.add_argument(
+        "--samples",
+        metavar="N",
+        type=positive,
+        help="with --policy: take the responses to the first prompts as the policy writes them, N "
+        "per prompt, instead of choosing a long tail",
+    )
+    parser.add_argument(
+        "--copy-bits",
+        type=int,
+        choices=(4, 8),
+        help="with --policy: also draft with a quantized copy of the policy",
+    )
+    parser.add_argument(
         "--peer",
         metavar="NAME",
         nargs="*",
@@ -95,9 +108,10 @@ def _random_weights(args: argparse.Namespace) -> list[ResultRow]:
     from slipstream.bench import rollout
     from slipstream.bench.contenders import PEERS
 
-    for name in ("spread", "device"):
+    for name in ("spread", "samples", "copy_bits", "device"):
         if getattr(args, name) is not None:
-            raise ConfigError(f"--{name} needs a trained policy; add --policy DIR")
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} needs a trained policy; add --policy DIR")
     peers = ["hf"] if args.peer is None else args.peer
     if len(peers) != 1 or peers[0] not in PEERS:
         raise ConfigError(
@@ -141,7 +155,10 @@ def _trained_policy(args: argparse.Namespace) -> list[ResultRow]:
             "--case, --new-tokens, --no-memory, --shape and --model are for rollouts without a "
             "draft head; leave them out, or leave out --policy"
         )
-    given = {"batch": args.batch, "spread": args.spread}
+    if args.samples and args.spread:
+        raise ConfigError("--spread chooses responses, --samples takes all; leave out one of them")
+    names = ("batch", "spread", "samples", "copy_bits")
+    given = {name: getattr(args, name) for name in names}
     bench = SpeculationBench(
         policy=args.policy,
         temperature=temperature_of(args),
@@ -152,8 +169,20 @@ def _trained_policy(args: argparse.Namespace) -> list[ResultRow]:
         **{name: value for name, value in given.items() if value is not None},
     )
     rows = run_rollout(bench, progress)
-    print_rows("long-tailed rollout of a trained policy", rows)
+    print_rows("rollout of a trained policy", rows)
+    print(f"  plain decoding time by running requests: {_shares(rows[0])}")
     return rows
+
+
+def _shares(plain: ResultRow) -> str:
+    from slipstream.bench.speculation.rollout import BATCH_CLASSES
+
+    parts = [(name, plain.values[f"share_{name}"]) for name in BATCH_CLASSES]
+    return ", ".join(
+        f"{name.replace('_', ' ')}: {100 * share:.0f} %"
+        for name, share in parts
+        if isinstance(share, float)
+    )
 
 
 def summary(args: argparse.Namespace, rows: Sequence[ResultRow]) -> Mapping[str, object]:
@@ -166,18 +195,19 @@ def summary(args: argparse.Namespace, rows: Sequence[ResultRow]) -> Mapping[str,
 
 def say(args: argparse.Namespace, rows: Sequence[ResultRow]) -> int:
     if args.policy is not None:
-        _say_bounds(rows)
+        _say_bounds(rows, natural=args.samples is not None)
     return 0
 
 
-def _say_bounds(rows: Sequence[ResultRow]) -> None:
+def _say_bounds(rows: Sequence[ResultRow], *, natural: bool) -> None:
     from slipstream.bench.speculation import rollout as speculation
 
     most = speculation.upper_bounds(rows)
-    for part, floor in speculation.FLOORS.items():
+    floors = {"whole": speculation.natural_floor(rows)} if natural else speculation.FLOORS
+    for part, floor in floors.items():
         print(
-            f"  {part}: floor {floor} over plain; upper bound {most[part]:.2f}, with drafts that "
-            "are all accepted and cost no time"
+            f"  {part}: floor {floor:.2f} over plain; upper bound {most[part]:.2f}, with drafts "
+            "that are all accepted and cost no time"
         )
     print(
         "  upper bound with such drafts in the time that the head needs, whole: "

@@ -1,9 +1,10 @@
 """The speedup by drafts for a trained policy and its head, interleaved with plain decoding
 (`slipstream bench rollout --policy`).
 
-The rollout has 64 responses of log-normal lengths. The benchmark reports the whole rollout, and its
-tail with four or fewer running requests. Two contenders give upper bounds: an oracle drafts the
-correct tokens at no cost, so no proposer with the same depth can gain more on this engine and
+The rollout has 64 responses of log-normal lengths, chosen from many. With `samples` it has the
+responses to the first prompts as the policy wrote them. The benchmark reports the whole rollout,
+and its tail with four or fewer running requests. Two contenders give upper bounds: an oracle drafts
+the correct tokens at no cost, so no proposer with the same depth can gain more on this engine and
 machine; and an oracle in the head's time, which no training of the head can exceed. An untrained
 head gives a lower bound: with it the rollout should not be slower than plain decoding, up to the
 difference of a second plain engine. `grid` measures depth by batch size, with the same policy and
@@ -42,6 +43,7 @@ from slipstream.bench.speculation.trained import (
     LONG_TAIL,
     Responses,
     Trained,
+    as_written,
     load_trained,
     long_tailed,
     make_engine,
@@ -57,9 +59,12 @@ from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.protocol import Proposer
+from slipstream.inference.speculation.quantized import QuantizedProposer
 from slipstream.inference.speculation.selector import CostModelSelector
 from slipstream.inference.speculation.union import UnionProposer
 from slipstream.models.draft.eagle1 import DraftHead
+from slipstream.models.quantized import why_not_quantized
+from slipstream.models.quantized_linear import Bits
 from slipstream.types import GenerateRequest
 
 PLAIN = "plain"
@@ -78,11 +83,16 @@ TREES = ("4_2_6", "4_2_8", "6_2_8", "6_2_12", "6_4_16", "8_2_10", "8_4_16", "8_4
 TAIL_CLASSES = sum(limit <= 4 for limit in BATCH_LIMITS)
 """Number of batch-size classes of `EngineStats.batch_seconds` with four or fewer requests."""
 
+BATCH_CLASSES = ("1", "2_to_4", "5_to_16", "17_to_64", "65_and_more")
+"""Names of the batch-size classes, by running requests."""
+
 LEAST = "least_seconds"
 """Key of a row's values: the least time by the machine's rates, which each round measures."""
 
 FLOORS = {"whole": 1.7, "tail": 1.8}
-"""The promised speedup over our own plain decoding, at temperature 1."""
+"""The promised speedup over our own plain decoding, at temperature 1, for a chosen long tail."""
+
+_NATURAL_FLOOR, _SHARE_OF_GAIN = 1.5, 0.75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +100,9 @@ class SpeculationBench:
     """Settings of the rollout and of the grid. Raises ConfigError for impossible values.
 
     The policy first answers `candidates` prompts. The rollout takes `batch` of these responses, the
-    longest of which has `spread` times the median length. The grid measures `plans` (empty: those
+    longest of which has `spread` times the median length. With `samples` it takes the first
+    responses instead, `samples` per prompt. With `copy_bits` it also measures drafts by a quantized
+    copy of the policy with weights of 4 or 8 bits. The grid measures `plans` (empty: those
     of `plans()`) and no drafts, at the batch sizes `batches`, with responses of at least
     `new_tokens` tokens, at least two batches and `least_responses` responses per size; with
     `selectors` it also measures selectors.
@@ -105,6 +117,8 @@ class SpeculationBench:
     rounds: int = 5
     batch: int = 64
     spread: float = 16.0
+    samples: int | None = None
+    copy_bits: Bits | None = None
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     new_tokens: int = 64
     least_responses: int = 24
@@ -123,6 +137,10 @@ class SpeculationBench:
         if self.spread < LONG_TAIL:
             raise ConfigError(
                 f"--spread {self.spread:g} is no long tail; give at least {LONG_TAIL:g}"
+            )
+        if self.samples is not None and (self.samples < 1 or self.batch % self.samples):
+            raise ConfigError(
+                f"--samples {self.samples} must be at least 1 and divide --batch {self.batch}"
             )
         known = [name for name in (*VLLM, *SPECULATING, *LLAMA) if name not in UNSAMPLED]
         unknown = [name for name in self.peers if name not in known]
@@ -186,6 +204,14 @@ class Generator:
             sum(s.batch_tokens[tail]) / sum(s.batch_seconds[tail]) for s in self.stats[-rounds:]
         ]
 
+    def shares_of_time(self, rounds: int) -> dict[str, float]:
+        """Share of the decoding time by number of running requests (`BATCH_CLASSES`), over the last
+        rounds."""
+        sums = [
+            sum(of) for of in zip(*(s.batch_seconds for s in self.stats[-rounds:]), strict=True)
+        ]
+        return {name: part / sum(sums) for name, part in zip(BATCH_CLASSES, sums, strict=True)}
+
     def accept_length(self, rounds: int) -> float:
         """Mean accepted length: the median over the last rounds."""
         return median(s.accept_length for s in self.stats[-rounds:])
@@ -199,13 +225,19 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Res
     """Measure the long-tailed rollout; one row per contender.
 
     The contenders: plain decoding, twice; an untrained head; the head with chains only; the head
-    with chains and trees; history; head and history; the oracle in the head's time; the oracle at
-    no cost; and `bench.peers`.
+    with chains and trees; history; head and history; with `bench.copy_bits` a quantized copy, and
+    the copy and history; the oracle in the head's time; the oracle at no cost; and `bench.peers`.
     """
-    trained = load_trained(bench.policy, bench.device, bench.candidates)
-    say(f"{len(trained.prompts)} responses of {bench.policy} to choose from")
-    natural = natural_responses(trained, bench.temperature, bench.dtype)
-    chosen = long_tailed(natural, bench.batch, bench.spread)
+    if bench.samples is None:
+        trained = load_trained(bench.policy, bench.device, bench.candidates)
+        say(f"{len(trained.prompts)} responses of {bench.policy} to choose from")
+        natural = natural_responses(trained, bench.temperature, bench.dtype)
+        chosen = long_tailed(natural, bench.batch, bench.spread)
+    else:
+        trained = load_trained(bench.policy, bench.device, bench.batch // bench.samples)
+        say(f"{len(trained.prompts)} prompts of {bench.policy}, {bench.samples} responses each")
+        natural = natural_responses(trained, bench.temperature, bench.dtype, bench.samples)
+        chosen = as_written(natural)
     plain = make_engine(trained, bench.dtype)
     known = {g.request_id: g.token_ids for g in plain.run(chosen.requests)}
     rates: list[MachineRates] = []
@@ -227,6 +259,7 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Res
             UnionProposer(make_eagle(trained, bench.dtype), union_history),
             union_history.forget,
         ),
+        **_copies(bench, trained),
         RIGHT_HEAD: (OracleHead(make_eagle(trained, bench.dtype), oracle()), lambda: None),
         ORACLE: (oracle(), lambda: None),
     }
@@ -275,6 +308,26 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Res
     ]
 
 
+def _copies(
+    bench: SpeculationBench, trained: Trained
+) -> dict[str, tuple[Proposer, Callable[[], object]]]:
+    """A quantized copy of the policy, and the copy and history, with `bench.copy_bits`.
+
+    Raises ConfigError if the policy cannot have a quantized copy.
+    """
+    if bench.copy_bits is None:
+        return {}
+    reason = why_not_quantized(trained.decoder.config, bench.dtype, bench.device)
+    if reason is not None:
+        raise ConfigError(f"--copy-bits {bench.copy_bits}: {reason}; leave it out")
+    history = HistoryProposer()
+    both = UnionProposer(QuantizedProposer(bench.copy_bits, bench.copy_bits), history)
+    return {
+        "quantized": (QuantizedProposer(bench.copy_bits, bench.copy_bits), lambda: None),
+        "quantized_union": (both, history.forget),
+    }
+
+
 def _least(
     trained: Trained, rates: Sequence[MachineRates], chosen: Responses, drafts: int
 ) -> dict[str, Spread]:
@@ -304,6 +357,12 @@ def upper_bounds(rows: Sequence[ResultRow]) -> dict[str, float]:
         "right_head": _median(by_name[RIGHT_HEAD], "speculative_over_plain"),
         "roofline": _median(by_name[PLAIN], LEAST) / _median(oracle, LEAST),
     }
+
+
+def natural_floor(rows: Sequence[ResultRow]) -> float:
+    """The promised speedup for responses as written: 1.5, or 75 % of the gain of drafts that are
+    all accepted in the head's time, whichever is smaller."""
+    return min(_NATURAL_FLOOR, 1 + _SHARE_OF_GAIN * (upper_bounds(rows)["right_head"] - 1))
 
 
 def gains(rows: Sequence[ResultRow]) -> dict[str, object]:
@@ -339,6 +398,8 @@ def _rollout_row(
         rates = mine.tail_rates(bench.rounds)
         values["tail_tokens_per_second"] = Spread.of(rates)
         values["tail_speculative_over_plain"] = ratio(rates, plain.tail_rates(bench.rounds))
+        for name_of_class, share in mine.shares_of_time(bench.rounds).items():
+            values[f"share_{name_of_class}"] = share
         values["accept_length"] = mine.accept_length(bench.rounds)
         values["on_fraction"] = mine.on_fraction(bench.rounds)
         values["same_tokens"] = same_tokens(mine.tokens, plain.tokens)

@@ -47,12 +47,15 @@ class Trained:
 
 
 def load_trained(run: Path, device: torch.device = CPU, most: int = CANDIDATES) -> Trained:
-    """Load a run folder with a policy and, in `draft`, a head, such as `make bench-model` makes.
+    """Load a run folder with a policy and a draft head, such as `make bench-model` makes.
 
-    At `most` this number of prompts. Raises ConfigError if the folder is not such a run,
-    CheckpointError for files that cannot be used.
+    The head is in the folder `draft` of the run, which `slipstream draft` writes, or else in the
+    newest checkpoint of a run that co-trains. `most` is the largest number of prompts. Raises
+    ConfigError if the folder is not such a run, CheckpointError for files that cannot be used.
     """
-    if not (run / CONFIG_FILE).is_file() or not (run / "draft").is_dir():
+    separate = run / "draft"
+    head = head_folder(separate if separate.is_dir() else run)
+    if not (run / CONFIG_FILE).is_file() or head == run:
         raise ConfigError(
             f"{run} is not the folder of a run with a draft head; `make bench-model` makes "
             "runs/bench-model, and --policy DIR names another"
@@ -65,7 +68,7 @@ def load_trained(run: Path, device: torch.device = CPU, most: int = CANDIDATES) 
     prompts = validation_prompts(config, tokenizer, task, count=most)
     return Trained(
         decoder=decoder,
-        head=load_draft_head(head_folder(run / "draft"), decoder.config).to(device),
+        head=load_draft_head(head, decoder.config).to(device),
         prompts=[tuple(prompt.ids) for prompt in prompts],
         max_model_len=max_model_len(config),
     )
@@ -87,17 +90,19 @@ class Responses:
         return [len(tokens) for tokens in self.tokens]
 
 
-def natural_responses(trained: Trained, temperature: float, dtype: torch.dtype) -> Responses:
-    """A complete response to every prompt."""
+def natural_responses(
+    trained: Trained, temperature: float, dtype: torch.dtype, samples: int = 1
+) -> Responses:
+    """Complete responses to every prompt: `samples` of each."""
     longest = trained.max_model_len - max(map(len, trained.prompts))
     requests = [
         GenerateRequest(
-            request_id=str(i),
-            prompt_ids=tuple(prompt),
+            request_id=str(number),
+            prompt_ids=tuple(trained.prompts[number // samples]),
             params=SamplingParams(max_tokens=longest, temperature=temperature),
-            key=NoiseKey(seed=0, uid=str(i)),
+            key=NoiseKey(seed=0, uid=str(number // samples), index=number % samples),
         )
-        for i, prompt in enumerate(trained.prompts)
+        for number in range(samples * len(trained.prompts))
     ]
     engine = make_engine(trained, dtype)
     return Responses(requests, [g.token_ids for g in engine.run(requests)])
@@ -140,6 +145,12 @@ def long_tailed(responses: Responses, count: int, spread: float) -> Responses:
             f"is {median(picked.lengths):g}: no long tail; give another --policy"
         )
     return picked
+
+
+def as_written(responses: Responses) -> Responses:
+    """The same responses, with fixed lengths."""
+    pairs = zip(responses.requests, responses.lengths, strict=True)
+    return Responses([_of_length(*pair) for pair in pairs], responses.tokens)
 
 
 def cut_to(responses: Responses, count: int, length: int) -> Responses:

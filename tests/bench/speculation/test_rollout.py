@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream.bench.speculation import rollout as speculation_rollout
 from slipstream.bench.speculation import trained
@@ -22,18 +24,22 @@ from slipstream.bench.speculation.rollout import (
     UNTRAINED,
     SpeculationBench,
     gains,
+    natural_floor,
     run_rollout,
     upper_bounds,
 )
 from slipstream.bench.speculation.trained import (
     Responses,
     Trained,
+    as_written,
     cut_to,
     load_trained,
     long_tailed,
+    natural_responses,
 )
 from slipstream.errors import ConfigError
 from slipstream.inference.engine import Engine
+from slipstream.inference.protocol import BATCH_LIMITS
 from slipstream.models.draft.eagle1 import DraftHead
 from tests.inference.helpers import make_request, shared_decoder
 
@@ -85,7 +91,11 @@ def test_the_rollout_has_all_contenders_and_upper_bounds(monkeypatch: pytest.Mon
     head.init_weights(1)
     prompts = [(3, 4, 5 + i) for i in range(40)]
     toy = Trained(decoder=decoder, head=head, prompts=prompts, max_model_len=400)
-    monkeypatch.setattr(speculation_rollout, "load_trained", lambda folder, device, most: toy)
+    monkeypatch.setattr(
+        speculation_rollout,
+        "load_trained",
+        lambda folder, device, most: replace(toy, prompts=prompts[:most]),
+    )
     engines: list[Engine] = []
 
     def made(*args: object, **settings: object) -> Engine:
@@ -112,3 +122,30 @@ def test_the_rollout_has_all_contenders_and_upper_bounds(monkeypatch: pytest.Mon
     least = [rows[i].values["least_seconds"].median for i in (0, -1)]  # type: ignore[union-attr]
     assert most["roofline"] == least[0] / least[1] > 1
     assert most["whole"] == rows[-1].values["speculative_over_plain"].median  # type: ignore[union-attr]
+    shares = [value for name, value in rows[0].values.items() if name.startswith("share_")]
+    assert len(shares) == len(BATCH_LIMITS) + 1
+    assert sum(shares) == pytest.approx(1)  # type: ignore[arg-type]
+
+    # Three responses to each of the first two prompts, as they were written.
+    natural = SpeculationBench(policy=Path("toy"), rounds=1, batch=6, samples=3, copy_bits=8)
+    engines.clear()
+    rows = run_rollout(natural, print)
+    copies = ["quantized", "quantized_union"]
+    names = [*drafting[:-2], *copies, *drafting[-2:]]
+    assert [row.contender for row in rows] == [PLAIN, AGAIN, *names]
+    assert {row.settings["batch"] for row in rows} == {6}
+    right = rows[names.index(RIGHT_HEAD) + 2].values["speculative_over_plain"]
+    assert natural_floor(rows) == min(1.5, 1 + 0.75 * (right.median - 1))  # type: ignore[union-attr]
+
+
+def test_samples_of_a_prompt_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = shared_decoder(eos=5)
+    head = DraftHead(decoder.config)
+    toy = Trained(decoder=decoder, head=head, prompts=[(3, 4), (3, 6)], max_model_len=60)
+    written = natural_responses(toy, 1.0, torch.float32, samples=3)
+    assert [r.prompt_ids for r in written.requests] == [(3, 4)] * 3 + [(3, 6)] * 3
+    assert len(set(map(tuple, written.tokens))) == 6
+    fixed = as_written(written)
+    assert [r.params.max_tokens for r in fixed.requests] == written.lengths
+    with pytest.raises(ConfigError, match=r"--samples 4 .*--batch 6"):
+        SpeculationBench(policy=Path("run"), batch=6, samples=4)
