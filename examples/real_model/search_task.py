@@ -2,13 +2,14 @@
 
     Using all the numbers 8, 15, 6, create an expression that equals 17.  (and format instructions)
 
-    8 + 15 + 6: 23, 29
-    8 + 15 - 6: 23, 17
+    8 + 15 + 6: 23, 29. 17? no
+    8 + 15 - 6: 23, 17. 17? yes
     <answer>8 + 15 - 6</answer>
 
-A demonstration tries the signs in a fixed order and writes the running totals. After each failed
-try it gives up with probability `give_up`, and answers with the failed try. So imitation has a
-limited accuracy, and RL can learn to search on. Prompts and grading are those of reasoning-gym.
+A demonstration tries the signs in a fixed order. It writes the running totals of each try and
+compares the last one with the target. After a failed try it gives up with probability `give_up`,
+and answers with the failed try. So imitation has a limited accuracy, and RL can learn to search on.
+Prompts and grading are those of reasoning-gym.
 
 Use it with this folder in PYTHONPATH, `actor_rollout_ref.model.external_lib=search_task` and
 `data.task=gym_search`.
@@ -80,8 +81,10 @@ class GymSearchTask(ReasoningGymTask):
         for terms in tries(numbers):
             expression = written(terms)
             totals = list(accumulate(terms))[1:]
-            lines.append(f"{expression}: {', '.join(map(str, totals))}")
-            if totals[-1] == target or draws.unit() < self._give_up:
+            found = totals[-1] == target
+            shown = ", ".join(map(str, totals))
+            lines.append(f"{expression}: {shown}. {target}? {'yes' if found else 'no'}")
+            if found or draws.unit() < self._give_up:
                 break
         lines.append(f"<answer>{expression}</answer>")
         return [*messages, {"role": "assistant", "content": "\n".join(lines)}]

@@ -14,7 +14,12 @@ import torch
 from slipstream.checkpoint.layout import head_folder
 from slipstream.config.schema import Config
 from slipstream.config.schema_speculative import MOST_BRANCHES, EagleSection
-from slipstream.drafter.vocabulary import LARGE, TokenCounts, best_size
+from slipstream.drafter.vocabulary import (
+    LARGE,
+    SIZE_WITHOUT_RESPONSES,
+    TokenCounts,
+    best_size,
+)
 from slipstream.errors import ConfigError
 from slipstream.inference.engine.memory import free_bytes
 from slipstream.inference.engine.recorder import CudaRecorder
@@ -204,13 +209,15 @@ def _draft_tokens(
 ) -> list[int] | None:
     """The draft vocabulary of a new head; None: all tokens.
 
-    Without `answers` no token can be counted. Then `auto` means all tokens, and a number means the
-    lowest ids.
+    Without `answers` no token can be counted. Then the head has the lowest token ids, until
+    co-training replaces them. An EAGLE3 head cannot replace its tokens, and `auto` means all.
     """
     size, responses = eagle.draft_vocab_size, list[Sequence[int]]()
     if answers is not None and size is not None and (size != "auto" or policy.vocab_size > LARGE):
         responses.extend(answers())
-    if size == "auto":
+    if size == "auto" and answers is None and eagle.spec_algorithm == "EAGLE":
+        size = SIZE_WITHOUT_RESPONSES if policy.vocab_size > LARGE else None
+    elif size == "auto":
         size = best_size(responses, policy)
     if size is None:
         return None

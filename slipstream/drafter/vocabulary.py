@@ -22,6 +22,10 @@ LARGE = 16384
 SIZES = (1024, 2048, 4096, 8192, 16384, 32768)
 """Sizes of draft vocabularies that `best_size` compares, besides all tokens."""
 
+SIZE_WITHOUT_RESPONSES = 8192
+"""Size of the draft vocabulary of a new head of RL, which has no responses to choose a size by. For
+SmolLM2 it had the fastest drafts relative to its coverage (docs/log/draft_vocabulary.md)."""
+
 ACCEPTANCE = 0.75
 """Acceptance of a draft token that `best_size` assumes for a head that drafts all tokens."""
 
