@@ -459,6 +459,7 @@ def make_backend(
         gradient_checkpointing=recompute,
         max_nonfinite_steps=actor.max_nonfinite_steps,
         log_prob_chunk=actor.log_prob_chunk_tokens,
+        share_prompts=actor.use_prefix_grouper,
         log_prob_keep_bytes=actor.log_prob_keep_bytes,
         metrics_prefix="sft" if sft else "actor",
         compute=compute,

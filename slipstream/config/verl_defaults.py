@@ -425,7 +425,6 @@ _SINGLE: dict[str, _Values] = {
     f"{_ACTOR}.use_torch_compile": _ON,
     f"{_ACTOR}.use_fused_kernels": _OFF,
     f"{_ACTOR}.use_remove_padding": (False, True),
-    f"{_ACTOR}.use_prefix_grouper": _OFF,
     f"{_ACTOR}.freeze_vision_tower": _OFF,
     f"{_ACTOR}.data_loader_seed": (42, None),
     f"{_ACTOR}.strategy": ("fsdp", "fsdp2"),

@@ -130,7 +130,6 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
     "sequences are always packed without padding": (
         "*.use_remove_padding",
         "*.pad_to_length",
-        f"{_ACTOR}.use_prefix_grouper",
     ),
     "the built-in decoder has its own kernels": (
         f"{_MODEL}.use_liger",

@@ -36,6 +36,7 @@ from slipstream.models.cpu_layers import CpuLayers, supports_layers
 from slipstream.models.functional import add_norm, gated
 from slipstream.models.linear import PackedLinear
 from slipstream.models.numerics import activation_dtype, has_kernels, row_multiple
+from slipstream.models.shared_rows import SharedRows
 
 
 class Attention(Protocol):
@@ -92,6 +93,13 @@ class HiddenStates:
         aux_layers = self.aux_layers
         return HiddenStates(
             self.final.flatten(0, 1), None if aux_layers is None else aux_layers.flatten(0, 1)
+        )
+
+    def all_of(self, shared: SharedRows) -> HiddenStates:
+        """Return the states of all rows of `shared`, from those of the computed ones."""
+        aux_layers = self.aux_layers
+        return HiddenStates(
+            shared.all_of(self.final), None if aux_layers is None else shared.all_of(aux_layers)
         )
 
     def in_sequences(self, count: int) -> HiddenStates:
@@ -427,6 +435,7 @@ class PackedDecoder:
         *,
         kv_cache: KVCache | KeyPlaces | None = None,
         lengths: Sequence[int] | None = None,
+        shared: SharedRows | None = None,
         aux_layers: Sequence[int] = (),
         recompute: bool = False,
     ) -> HiddenStates:
@@ -436,6 +445,9 @@ class PackedDecoder:
         goes on the right, where the causal mask hides it. If `supports_varlen` is true, sequences
         may be concatenated without padding instead: B is 1, `lengths` add up to T, and positions
         start at 0 in each sequence.
+
+        With gradients, `shared` saves the time for tokens that sequences of `lengths` begin with in
+        common. It does not change the states.
 
         With a cache, the pass stores its keys and values in the cache and attends to earlier ones.
         The cache is a `KeyPlaces` if `supports_varlen` is true, else a `KVCache`.
@@ -466,10 +478,13 @@ class PackedDecoder:
             return HiddenStates(
                 *self.fused(x, positions_BT, places, lengths, aux_layers=aux_layers)
             ).in_sequences(B)
-        attention = start_pass(
+        attention: Attention = start_pass(
             positions_BT, self.config, self.compute_dtype, self.eps, kv_cache, lengths
         )
-        return run_layers(
+        if shared is not None:
+            attention = _SharedAttention(attention, shared)
+            ids_BT = shared.computed_of(ids_BT.T).T
+        states = run_layers(
             [partial(_run_packed, layer) for layer in self.layers],
             self.embedding,
             self.norm,
@@ -478,7 +493,21 @@ class PackedDecoder:
             attention,
             aux_layers=aux_layers,
             recompute=recompute,
-        ).in_sequences(B)
+        )
+        return (states if shared is None else states.all_of(shared)).in_sequences(B)
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedAttention:
+    """Attention over whole sequences for computed rows."""
+
+    attention: Attention
+    shared: SharedRows
+
+    def __call__(self, index: int, qkv: Tensor, norms: Tensor | None, bounded: bool) -> Tensor:
+        """As `Attention`, from computed rows to computed rows."""
+        mixed = self.attention(index, self.shared.all_of(qkv), norms, bounded)
+        return self.shared.computed_of(mixed)
 
 
 def check_pass(

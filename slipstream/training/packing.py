@@ -11,7 +11,7 @@ Shapes: B rows, T padded length, N target tokens, M = N padded for the LM head.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from slipstream.errors import DataError
 from slipstream.models.config import ContextLimit
 from slipstream.models.numerics import ROW_MULTIPLE, round_up
+from slipstream.models.shared_rows import SharedRows
 from slipstream.types import FLOAT_COLUMNS, TrainBatch
 
 LENGTH_MULTIPLE = 16
@@ -36,12 +37,12 @@ class MicroBatch:
     """Some rows of a batch as tensors.
 
     `ids` and `positions` are the inputs of a forward pass: (B, T), or with `lengths` one row of
-    concatenated sequences. `starts` are the flat indices of each row's first token in them. `mask`
-    (B, T) is the loss mask, and `target_slots` (N,) are the flat indices of target tokens in it.
-    `head_rows` (M,) are the flat indices of the tokens before the targets, whose hidden states
-    predict them, and `labels` (M,) are the target ids. Both are padded for the row rule; results
-    beyond N are dropped. A `filler` is computed only to match another process's forward pass, and
-    its results are ignored.
+    concatenated sequences, of which `shared` tells the common prompts. `starts` are the flat
+    indices of each row's first token in them. `mask` (B, T) is the loss mask, and `target_slots`
+    (N,) are the flat indices of target tokens in it. `head_rows` (M,) are the flat indices of the
+    tokens before the targets, whose hidden states predict them, and `labels` (M,) are the target
+    ids. Both are padded for the row rule; results beyond N are dropped. A `filler` is computed only
+    to match another process's forward pass, and its results are ignored.
     """
 
     indices: list[int]
@@ -53,6 +54,7 @@ class MicroBatch:
     head_rows: Tensor
     labels: Tensor
     target_slots: Tensor
+    shared: SharedRows | None = None
     filler: bool = False
 
     def scatter(self, flat: Tensor) -> Tensor:
@@ -67,28 +69,32 @@ def plan_micro_batches(
     max_tokens: int | None,
     max_rows: int | None = None,
     padded: bool = True,
+    groups: Mapping[int, int] | None = None,
 ) -> list[list[int]]:
     """Split rows, given as index -> length, into micro-batches, shortest rows first.
 
     `max_tokens` limits the size of a micro-batch, including padding, and `max_rows` its number of
     rows; None is no limit. Padded rows are split, in order of length, with the least padding, where
-    each further micro-batch counts as `OVERHEAD_TOKENS`. Rows without padding fill the budget.
+    each further micro-batch counts as `OVERHEAD_TOKENS`. Rows without padding fill the budget; with
+    `groups`, index -> group, rows of a group follow each other.
 
     Raises:
         DataError: a row does not fit into a micro-batch of its own.
     """
     order = sorted(lengths, key=lambda i: (lengths[i], i))
+    longest_row = order[-1] if order else 0
     size_of = padded_length if padded else int
-    if order and max_tokens is not None and size_of(lengths[order[-1]]) > max_tokens:
-        longest = order[-1]
+    if order and max_tokens is not None and size_of(lengths[longest_row]) > max_tokens:
         raise DataError(
-            f"row {longest} has {lengths[longest]} tokens"
-            + (f" ({padded_length(lengths[longest])} padded)" if padded else "")
+            f"row {longest_row} has {lengths[longest_row]} tokens"
+            + (f" ({padded_length(lengths[longest_row])} padded)" if padded else "")
             + f", which is more than the micro-batch budget of {max_tokens}; raise "
             "ppo_max_token_len_per_gpu or shorten data.max_prompt_length / "
             "data.max_response_length"
         )
     if not padded:
+        if groups is not None:
+            order = _by_groups(order, lengths, groups)
         return _filled(order, lengths, max_tokens, max_rows)
     # Dynamic programming over the ends of groups of equal width: best[end] is (cost, start, rows
     # per micro-batch) of the last group that ends there.
@@ -111,6 +117,16 @@ def plan_micro_batches(
         plan.extend(order[cut : min(cut + rows_at_once, end)] for cut in reversed(cuts))
         end = start
     return plan[::-1]
+
+
+def _by_groups(
+    order: Sequence[int], lengths: Mapping[int, int], groups: Mapping[int, int]
+) -> list[int]:
+    """`order`, with the rows of a group together; groups with short rows come first."""
+    longest: dict[int, int] = {}
+    for i in order:
+        longest[groups[i]] = max(longest.get(groups[i], 0), lengths[i])
+    return sorted(order, key=lambda i: (longest[groups[i]], groups[i], lengths[i], i))
 
 
 def _filled(
@@ -150,8 +166,12 @@ def build_micro_batch(
     max_positions: int,
     device: torch.device,
     padded: bool = True,
+    groups: Mapping[int, int] | None = None,
 ) -> MicroBatch:
-    """The rows `indices` of `batch` as one micro-batch."""
+    """The rows `indices` of `batch` as one micro-batch.
+
+    With `groups`, from `prompt_groups`, rows of a group share their prompt; `padded` must be false.
+    """
     places = [batch.slice_of(i) for i in indices]
     lengths = [place.stop - place.start for place in places]
     width = padded_length(max(lengths))
@@ -170,6 +190,11 @@ def build_micro_batch(
         starts = [0, *accumulate(lengths)][:-1]
         ids = torch.cat([batch.tokens[place] for place in places])[None]
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    shared = None
+    if groups is not None:
+        prefixes = [(groups[i], prompt_length(batch, i)) for i in indices]
+        shared = SharedRows.of(prefixes, lengths)
+        shared = shared if shared.copies else None
     slots = mask.flatten().nonzero().squeeze(-1)
     targets = torch.tensor(starts)[slots // width] + slots % width
     head_rows = max(round_up(len(slots), ROW_MULTIPLE), MIN_HEAD_ROWS)
@@ -184,7 +209,25 @@ def build_micro_batch(
         head_rows=torch.cat([targets - 1, spare]).to(device),
         labels=ids.flatten()[torch.cat([targets, spare])].to(device),
         target_slots=slots.to(device),
+        shared=shared,
     )
+
+
+def prompt_length(batch: TrainBatch, index: int) -> int:
+    """Number of tokens of a row before its first target token."""
+    targets = batch.loss_mask[batch.slice_of(index)][1:].nonzero()
+    return 1 + int(targets[0]) if len(targets) else int(batch.lengths[index])
+
+
+def prompt_groups(batch: TrainBatch, indices: Iterable[int]) -> dict[int, int]:
+    """Return index -> group of rows with the same prompt: the tokens before the first target."""
+    known: dict[bytes, int] = {}
+    found = {}
+    for index in indices:
+        start = batch.slice_of(index).start
+        prompt = batch.tokens[start : start + prompt_length(batch, index)]
+        found[index] = known.setdefault(prompt.numpy().tobytes(), len(known))
+    return found
 
 
 def column(

@@ -114,9 +114,15 @@ class SingleProcessBackend:
         log_prob_keep_bytes: int = DEFAULT_KEEP_BYTES,
         metrics_prefix: str = "actor",
         loss: LossFn | None = None,
+        share_prompts: bool = True,
         compute: ComputeThread | None = None,
     ) -> None:
-        """`loss` is the default loss of `forward_backward`; None is cross-entropy."""
+        """`loss` is the default loss of `forward_backward`; None is cross-entropy.
+
+        With `share_prompts`, `forward_backward` computes a prompt once for all rows of a
+        micro-batch that begin with it, if sequences need no padding. A prompt is what is before the
+        first target token.
+        """
         if dtype not in COMPUTE_DTYPES:
             raise ConfigError(f"compute dtype {dtype} is not one of float32 and bfloat16")
         self._settings = ForwardSettings(
@@ -138,7 +144,7 @@ class SingleProcessBackend:
             prefix=metrics_prefix,
             causes="advantages or recorded log-probs",
         )
-        self._dtype = dtype
+        self._dtype, self._share_prompts = dtype, share_prompts
         self._loss = loss or sft_loss()
         self._reference: tuple[Policy | None] | None = None
         self._full_kl: KLDirection | None = None
@@ -487,7 +493,8 @@ class SingleProcessBackend:
             pad_id=c.pad_token_id or 0,
             max_positions=c.context_limit.tokens,
             device=self.decoder.device,
-            padded=needs_padding(self.decoder, self._dtype),
+            padded=(padded := needs_padding(self.decoder, self._dtype)),
+            share_prompts=self._share_prompts and not padded and torch.is_grad_enabled(),
         )
 
     def _packed_reference(self) -> PackedPolicy:

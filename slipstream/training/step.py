@@ -34,7 +34,13 @@ from slipstream.models.policy import PackedPolicy
 from slipstream.sampling.truncate import truncate
 from slipstream.training.columns import any_of_rows, rows_of_column
 from slipstream.training.losses import LossInputs
-from slipstream.training.packing import MicroBatch, build_micro_batch, column, plan_micro_batches
+from slipstream.training.packing import (
+    MicroBatch,
+    build_micro_batch,
+    column,
+    plan_micro_batches,
+    prompt_groups,
+)
 from slipstream.types import Features, FeatureSink, SamplingParams, TrainBatch
 
 
@@ -113,9 +119,16 @@ def micro_batches(
     max_positions: int,
     device: torch.device,
     padded: bool,
+    share_prompts: bool = False,
 ) -> Iterator[MicroBatch]:
-    """Yield micro-batches of the rows with target tokens and of the rows `also`."""
-    for indices in plan_rows(wanted_rows(batch, also), settings, padded=padded):
+    """Yield micro-batches of the rows with target tokens and of the rows `also`.
+
+    With `share_prompts`, which needs `padded` to be false, rows of a micro-batch share their
+    prompts.
+    """
+    lengths = wanted_rows(batch, also)
+    groups = prompt_groups(batch, sorted(lengths)) if share_prompts else None
+    for indices in plan_rows(lengths, settings, padded=padded, groups=groups):
         yield build_micro_batch(
             batch,
             indices,
@@ -123,11 +136,16 @@ def micro_batches(
             max_positions=max_positions,
             device=device,
             padded=padded,
+            groups=groups,
         )
 
 
 def plan_rows(
-    lengths: Mapping[int, int], settings: ForwardSettings, *, padded: bool
+    lengths: Mapping[int, int],
+    settings: ForwardSettings,
+    *,
+    padded: bool,
+    groups: Mapping[int, int] | None = None,
 ) -> list[list[int]]:
     """Plan micro-batches for rows, given as index -> length, within the limits of `settings`."""
     return plan_micro_batches(
@@ -135,6 +153,7 @@ def plan_rows(
         max_tokens=settings.max_tokens_per_micro_batch,
         max_rows=settings.max_rows_per_micro_batch,
         padded=padded,
+        groups=groups,
     )
 
 
@@ -154,12 +173,14 @@ def forward(
     `micro.head_rows`, log-probs are renormalized over these ids; entropies and KL always cover the
     full vocabulary.
     """
+    sharing = {} if micro.shared is None else {"shared": micro.shared}
     hidden = packed.forward(
         micro.ids,
         micro.positions,
         lengths=micro.lengths,
         aux_layers=aux_layers,
         recompute=settings.gradient_checkpointing and torch.is_grad_enabled(),
+        **sharing,
     )
     rows = _head_rows(hidden, micro)
     weight, product = packed.head

@@ -79,7 +79,6 @@ WITHOUT_EFFECT: dict[str, object] = {
     f"{ACTOR}__checkpoint__strict": False,
     f"{ACTOR}__fsdp_config__turbo_config__distributed__tensor_parallel_size": 2,
     f"{ACTOR}__pad_to_length": True,
-    f"{ACTOR}__use_prefix_grouper": True,
     f"{MODEL}__tiled_mlp__enabled": True,
     "critic__strategy": "torchtitan",
     "global_profiler__relocate_results": True,

@@ -7,6 +7,7 @@ import torch
 
 from slipstream.errors import DataError
 from slipstream.models.config import ContextLimit
+from slipstream.models.shared_rows import SharedRows
 from slipstream.training.columns import train_batch
 from slipstream.training.packing import (
     build_micro_batch,
@@ -14,6 +15,8 @@ from slipstream.training.packing import (
     column,
     padded_length,
     plan_micro_batches,
+    prompt_groups,
+    prompt_length,
 )
 from slipstream.types import TrainRow
 from tests.training.helpers import make_batch
@@ -171,3 +174,38 @@ def test_check_batch_rejects_invalid_batches() -> None:
         TrainRow(tokens=[1, 2], loss_mask=[0, 1], old_log_probs=[-1.0]),
         "old_log_probs has 1 entries",
     )
+
+
+def test_rows_of_a_group_follow_each_other() -> None:
+    lengths, groups = {0: 5, 1: 9, 2: 4, 3: 2, 4: 6}, {0: 1, 1: 0, 2: 0, 3: 1, 4: 2}
+    plan = plan_micro_batches(lengths, max_tokens=13, padded=False, groups=groups)
+    assert plan == [[3, 0, 4], [2, 1]]
+    assert plan_micro_batches(lengths, max_tokens=13, padded=False) == [[3, 2, 0], [4], [1]]
+
+
+def test_rows_with_the_same_prompt_share_it() -> None:
+    rows = [
+        TrainRow(tokens=[7, 8, 1, 2], loss_mask=[0, 0, 1, 1]),
+        TrainRow(tokens=[7, 8, 9, 3], loss_mask=[0, 0, 0, 1]),
+        TrainRow(tokens=[7, 8, 4], loss_mask=[0, 0, 1]),
+        # A target in the first place does not count, so the prompt is a single token.
+        TrainRow(tokens=[7, 8], loss_mask=[1, 1]),
+    ]
+    batch = train_batch(rows)
+    assert [prompt_length(batch, i) for i in range(4)] == [2, 3, 2, 1]
+    groups = prompt_groups(batch, range(4))
+    assert groups == {0: 0, 1: 1, 2: 0, 3: 2}
+
+    def shared(indices: list[int]) -> SharedRows | None:
+        return build_micro_batch(
+            batch,
+            indices,
+            pad_id=0,
+            max_positions=64,
+            device=torch.device("cpu"),
+            padded=False,
+            groups=groups,
+        ).shared
+
+    assert shared([0, 1, 2]) == SharedRows([(0, 0, 4), (4, 4, 4), (8, 10, 1)], [(0, 8, 2)])
+    assert shared([1, 2, 3]) is None

@@ -19,8 +19,10 @@ from torch.nn import functional as F
 from slipstream.algorithms import Normalizers
 from slipstream.algorithms.full_kl import KLDirection
 from slipstream.errors import CheckpointError, ConfigError, DataError, TrainingError
+from slipstream.kernels.team import kernels_supported
 from slipstream.metrics.resident import resident_bytes
 from slipstream.models import Decoder
+from slipstream.models.decoder import PackedDecoder
 from slipstream.models.hf_io import load_checkpoint
 from slipstream.sampling.truncate import truncate
 from slipstream.training import (
@@ -626,3 +628,44 @@ def test_freed_memory_is_returned_with_gradient_checkpointing(by: str, checkpoin
     assert (resident_bytes() < before - 60e6) == checkpointing
     assert float(last.sum()) == 0
     backend.close()
+
+
+@pytest.mark.skipif(not kernels_supported(), reason="sequences need padding without kernels")
+def test_shared_prompts_change_the_gradient_by_rounding_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng = random.Random(4)
+    prompts = [[rng.randrange(64) for _ in range(n)] for n in (20, 3)]
+    batch = train_batch(
+        [
+            TrainRow(
+                tokens=[*prompts[i % 2], *(rng.randrange(64) for _ in range(2 + i))],
+                loss_mask=[0.0] * len(prompts[i % 2]) + [1.0] * (2 + i),
+            )
+            for i in range(8)
+        ]
+    )
+    computed: list[int] = []
+    run = PackedDecoder.forward
+
+    def forward(packed: PackedDecoder, ids: torch.Tensor, *given: Any, **more: Any) -> Any:
+        shared = more.get("shared")
+        copied = 0 if shared is None else sum(count for _, _, count in shared.copies)
+        computed.append(ids.shape[1] - copied)
+        return run(packed, ids, *given, **more)
+
+    monkeypatch.setattr(PackedDecoder, "forward", forward)
+    found = []
+    for share_prompts in (True, False):
+        backend = tiny_backend(share_prompts=share_prompts)
+        log_probs = backend.compute_log_probs(batch).wait()
+        metrics = backend.forward_backward(batch).wait()
+        found.append((log_probs, metrics, gradients(backend)))
+        backend.close()
+    tokens = batch.num_tokens
+    # Log-probs without gradients are computed as before.
+    assert computed == [tokens, tokens - 3 * 20 - 3 * 3, tokens, tokens]
+    (shared, with_sharing, ours), (alone, without, theirs) = found
+    assert torch.equal(shared, alone)
+    assert with_sharing == pytest.approx(without, rel=1e-6)
+    assert relative_difference(ours, theirs) < 1e-5

@@ -354,7 +354,9 @@ class CostModelSelector:
         rates[OFF] *= 1 + _MARGIN
         if probed is not None:
             share = max(0.0, 1 - rates[probed] / rates[bucket.current])
-            bucket.budget.lost += share * _steps_of_probe(probed, size) * self._seconds(running, probed)
+            bucket.budget.lost += (
+                share * _steps_of_probe(probed, size) * self._seconds(running, probed)
+            )
         best = max(rates, key=rates.__getitem__)
         if rates[best] > (1 + self._hysteresis) * rates[bucket.current]:
             if probed is not None and bucket.steps > _CONFIRM_FROM:
