@@ -27,6 +27,9 @@ from slipstream.types import FLOAT_COLUMNS, TrainBatch
 LENGTH_MULTIPLE = 16
 OVERHEAD_TOKENS = 64
 """The fixed cost of a micro-batch (packing weights, starting kernels), in tokens."""
+LEAST_SHARED = 0.2
+"""Least share of tokens for which prompts are shared. Below it, the copies for attention take as
+much time as is saved (docs/log/training_step.md)."""
 MIN_HEAD_ROWS = 12
 """Matrix products compute each row in the same way (exact mode) if there are at least 12 rows, in
 multiples of four."""
@@ -219,15 +222,20 @@ def prompt_length(batch: TrainBatch, index: int) -> int:
     return 1 + int(targets[0]) if len(targets) else int(batch.lengths[index])
 
 
-def prompt_groups(batch: TrainBatch, indices: Iterable[int]) -> dict[int, int]:
-    """Return index -> group of rows with the same prompt: the tokens before the first target."""
+def prompt_groups(batch: TrainBatch, indices: Iterable[int]) -> dict[int, int] | None:
+    """Return index -> group of rows with the same prompt: the tokens before the first target.
+
+    Returns None if sharing prompts would save less than `LEAST_SHARED` of the rows' tokens.
+    """
     known: dict[bytes, int] = {}
-    found = {}
+    found, tokens, saved = dict[int, int](), 0, 0
     for index in indices:
-        start = batch.slice_of(index).start
-        prompt = batch.tokens[start : start + prompt_length(batch, index)]
-        found[index] = known.setdefault(prompt.numpy().tobytes(), len(known))
-    return found
+        place, length = batch.slice_of(index), prompt_length(batch, index)
+        prompt = batch.tokens[place.start : place.start + length].numpy().tobytes()
+        saved += length if prompt in known else 0
+        tokens += place.stop - place.start
+        found[index] = known.setdefault(prompt, len(known))
+    return found if saved >= LEAST_SHARED * tokens else None
 
 
 def column(
