@@ -117,11 +117,23 @@ def make_speculation(
         head_record = lambda: union.head_record  # noqa: E731
         what += " and history"
     selector = make_selector(config)
+    # The first drafts of an untrained head are wrong, and co-training replaces it soon.
+    waits_for_head = (
+        isinstance(proposer, EagleProposer)
+        and folder is None
+        and speculative.train.enable_drafter_training
+        and isinstance(selector, CostModelSelector)
+    )
     notify(
         f"Speculative decoding enabled: {what}; {plan_table(selector, speculative.bs_threshold)}"
     )
     reported = ReportedSelector(
-        selector, notify=notify, head=folder, head_record=head_record, trace=_trace(config)
+        selector,
+        notify=notify,
+        head=folder,
+        head_record=head_record,
+        trace=_trace(config),
+        waits_for_head=waits_for_head,
     )
     return Speculation(proposer=proposer, selector=reported)
 

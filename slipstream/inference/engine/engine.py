@@ -37,6 +37,7 @@ from slipstream.inference.speculation.protocol import (
     aux_layers_of,
 )
 from slipstream.inference.speculation.selector import (
+    UNTIL_HEAD,
     HasMinAcceptance,
     ListsChoices,
     StepRecord,
@@ -325,6 +326,8 @@ class Engine:
         self._own_proposer.update(update)
         if self._own_selector is not None:
             self._own_selector.changed(drafter=True)
+        if self._backoff_steps > UNTIL_HEAD // 2:
+            self._backoff_steps = 1
 
     def stats(self) -> EngineStats:
         """Return the counters so far."""

@@ -16,6 +16,7 @@ from typing import Any
 from slipstream.inference.speculation.bandits import BanditSelector
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.selector import (
+    UNTIL_HEAD,
     CostModelSelector,
     HasMinAcceptance,
     ListsChoices,
@@ -52,11 +53,13 @@ class ReportedSelector:
         head: str | None = None,
         head_record: Callable[[], tuple[int, int]] | None = None,
         trace: Callable[[str], object] | None = None,
+        waits_for_head: bool = False,
     ) -> None:
         """`notify` receives messages. `head` is the name of the draft head, None without one.
         `head_record` returns the number of chains and trees of the head that were compared with
         sampled tokens, and the total number of their correct draft tokens. By default all verified
-        drafts count as the head's. `trace` receives the lines of the trace."""
+        drafts count as the head's. `trace` receives the lines of the trace. `waits_for_head`: the
+        head is untrained, and nothing is drafted before it is updated."""
         self._selector = selector
         # Stored, because `min_acceptance` is called in every step.
         self._threshold = selector if isinstance(selector, HasMinAcceptance) else None
@@ -65,14 +68,16 @@ class ReportedSelector:
         self._head_record = head_record or self._record_of_all
         # Counts of the head at the start of the current window.
         self._window_start = (0, 0)
-        self._trace = trace
+        self._trace, self._waits_for_head = trace, waits_for_head
         self._steps = self._verifications = self._accepted = self._skipped = 0
         self._drafted_steps = 0
         self._reported_useless = False
         self._write({"selector": "new"})
 
     def begin_rollout(self, requests: int) -> int:
-        """Pass on and record the start of a rollout."""
+        """Pass on and record the start of a rollout, unless drafts wait for a trained head."""
+        if self._waits_for_head:
+            return UNTIL_HEAD
         plain_steps = self._selector.begin_rollout(requests)
         self._skipped += plain_steps > 0
         if self._skipped == _USELESS_ROLLOUTS:
@@ -118,6 +123,8 @@ class ReportedSelector:
 
     def changed(self, *, drafter: bool = False) -> None:
         """Pass on and trace an update of the policy or the drafter."""
+        if drafter:
+            self._waits_for_head = False
         self._selector.changed(drafter=drafter)
         self._write({"changed": "drafter" if drafter else "policy"})
 

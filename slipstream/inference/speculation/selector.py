@@ -55,12 +55,17 @@ class StepRecord:
         return DraftPlan.chain(max(self.drafted)) if self.drafted else OFF
 
 
+UNTIL_HEAD = 1 << 40
+"""A result of `begin_rollout`: decode without drafts until the drafter is updated."""
+
+
 class StrategySelector(Protocol):
     """Chooses a plan for each decode step."""
 
     def begin_rollout(self, requests: int) -> int:
         """`requests` requests arrive at an idle engine. Returns the number of steps to decode
-        without drafts; they end early if the engine is idle again. In these steps the drafter gets
+        without drafts (`UNTIL_HEAD`: until the drafter is updated); they end early if the engine is
+        idle again. In these steps the drafter gets
         no features, and the engine calls neither `select` nor `record`."""
         ...
 

@@ -18,6 +18,8 @@ from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
+from slipstream.inference.speculation.report import ReportedSelector
+from slipstream.inference.speculation.selector import PredefinedSelector
 from slipstream.kernels import team
 from slipstream.models import Decoder
 from slipstream.models.draft.eagle1 import DraftHead
@@ -532,6 +534,29 @@ def test_a_draft_vocabulary_is_renewed_while_requests_run(
     assert all_bits(done) == reference
     assert 0 < len(drafted_tokens(proposer, at)) <= len(odd)
     assert drafted_tokens(proposer, at) <= set(odd)
+
+
+def test_requests_draft_as_soon_as_an_untrained_head_is_updated() -> None:
+    requests = mixed_requests(6, tokens=30, seed=4)
+    reference = all_bits(make_engine().run(requests))
+    head = new_head(shared_decoder())
+    proposer = Recorder(head, dtype=torch.float32)
+    proposer.drafted, proposer.pending = [], {}
+    selector = ReportedSelector(
+        PredefinedSelector(DraftPlan.chain(3)), notify=print, waits_for_head=True
+    )
+    engine = make_engine(proposer=proposer, selector=selector)
+    for each in requests:
+        engine.add(each)
+    done = [one for _ in range(6) for one in engine.step()]
+    assert not proposer.drafted
+    assert engine.stats().recess_steps == 6
+    engine.update_drafter(head_update(head))
+    done += drain(engine)
+    assert len(proposer.drafted) > 0
+    assert all_bits(done) == reference
+    # One more step passes before drafts begin.
+    assert engine.stats().recess_steps == 7
 
 
 @pytest.mark.parametrize(

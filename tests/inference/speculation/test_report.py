@@ -12,6 +12,7 @@ from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.report import ReportedSelector, plan_table, replay
 from slipstream.inference.speculation.selector import (
+    UNTIL_HEAD,
     CostModelSelector,
     PredefinedSelector,
     StepRecord,
@@ -47,6 +48,25 @@ def test_a_head_without_accepted_drafts_is_reported_once() -> None:
     (message,) = messages
     assert "draft head runs/x/draft is accepted: 1.00 tokens per" in message
     assert "`slipstream draft`" in message
+
+
+def test_nothing_is_drafted_before_an_untrained_head_is_updated() -> None:
+    lines: list[str] = []
+    reported = ReportedSelector(
+        CostModelSelector(PLANS), notify=print, trace=lines.append, waits_for_head=True
+    )
+    assert reported.begin_rollout(4) == UNTIL_HEAD
+    reported.changed()
+    assert reported.begin_rollout(4) == UNTIL_HEAD
+    reported.changed(drafter=True)
+    assert reported.begin_rollout(4) == 0
+    # A trace has the rollouts in which the selector had a choice.
+    assert [json.loads(line) for line in lines] == [
+        {"selector": "new"},
+        {"changed": "policy"},
+        {"changed": "drafter"},
+        {"begins": 4},
+    ]
 
 
 def test_a_head_with_some_accepted_drafts_is_not_reported() -> None:
