@@ -75,7 +75,7 @@ class _Computed(torch.autograd.Function):
         return _gathered(rows_FW, shared)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_UW: Tensor) -> tuple[Tensor, None]:
         shared: SharedRows = ctx.shared
         grad_FW = grad_UW.new_zeros(shared.total, grad_UW.shape[1])
@@ -94,7 +94,7 @@ class _All(torch.autograd.Function):
         return rows_FW
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_FW: Tensor) -> tuple[Tensor, None]:
         shared: SharedRows = ctx.shared
         grad_UW = _gathered(grad_FW, shared)

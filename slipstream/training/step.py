@@ -13,6 +13,7 @@ import itertools
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -173,7 +174,8 @@ def forward(
     `micro.head_rows`, log-probs are renormalized over these ids; entropies and KL always cover the
     full vocabulary.
     """
-    sharing = {} if micro.shared is None else {"shared": micro.shared}
+    # Only `PackedDecoder` has this argument.
+    sharing: dict[str, Any] = {} if micro.shared is None else {"shared": micro.shared}
     hidden = packed.forward(
         micro.ids,
         micro.positions,

@@ -63,7 +63,7 @@ def test_states_are_equal_and_gradients_close(
         found = packed.forward(
             ids, positions, lengths=lengths, shared=given, aux_layers=(1,), recompute=recompute
         )
-        (found.final * weights).sum().backward()
+        (found.final * weights).sum().backward()  # type: ignore[no-untyped-call]
         return found.side_by_side().detach(), [
             p.grad.clone() for p in decoder.parameters() if p.grad is not None
         ]

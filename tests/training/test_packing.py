@@ -58,8 +58,8 @@ def test_plan_covers_every_row_once_within_the_budget() -> None:
 def test_plan_fills_the_budget_without_padding() -> None:
     lengths = {0: 100, 1: 10, 2: 16, 3: 17, 4: 73}
 
-    def plan(**limits: int | None) -> list[list[int]]:
-        return plan_micro_batches(lengths, **{"max_tokens": None, **limits}, padded=False)
+    def plan(max_tokens: int | None = None, max_rows: int | None = None) -> list[list[int]]:
+        return plan_micro_batches(lengths, max_tokens=max_tokens, max_rows=max_rows, padded=False)
 
     assert plan() == [[1, 2, 3, 4, 0]]
     assert plan(max_tokens=116) == [[1, 2, 3, 4], [0]]

@@ -134,8 +134,15 @@ def test_the_rollout_has_all_contenders_and_upper_bounds(monkeypatch: pytest.Mon
     names = [*drafting[:-2], *copies, *drafting[-2:]]
     assert [row.contender for row in rows] == [PLAIN, AGAIN, *names]
     assert {row.settings["batch"] for row in rows} == {6}
-    right = rows[names.index(RIGHT_HEAD) + 2].values["speculative_over_plain"]
-    assert natural_floor(rows) == min(1.5, 1 + 0.75 * (right.median - 1))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("right_head", "floor"), [(1.4, 1.3), (2.5, 1.5)])
+def test_floor_of_responses_as_written(
+    right_head: float, floor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds = {"right_head": right_head}
+    monkeypatch.setattr(speculation_rollout, "upper_bounds", lambda rows: bounds)
+    assert natural_floor([]) == pytest.approx(floor)
 
 
 def test_samples_of_a_prompt_differ(monkeypatch: pytest.MonkeyPatch) -> None:
