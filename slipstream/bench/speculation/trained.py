@@ -16,6 +16,7 @@ import torch
 
 from slipstream.build.data import make_task, make_tokenizer, validation_prompts
 from slipstream.build.policy import max_model_len
+from slipstream.build.process import import_external
 from slipstream.checkpoint.layout import head_folder, policy_folder
 from slipstream.config.load import CONFIG_FILE, load_config
 from slipstream.config.schema import Config
@@ -61,6 +62,7 @@ def load_trained(run: Path, device: torch.device = CPU, most: int = CANDIDATES) 
             "runs/bench-model, and --policy DIR names another"
         )
     config: Config = load_config(file=run / CONFIG_FILE, notify=lambda _: None)
+    import_external(config)
     policy = policy_folder(run)
     decoder = load_checkpoint(policy, device=device)
     tokenizer = make_tokenizer(config, policy)
