@@ -282,4 +282,7 @@ def test_search_demonstrations_are_right_unless_they_give_up(
             graded = compute_score(prompt.data_source, answer, None, prompt.extra_info)
             scores.append(graded["acc"] == 1.0)
             assert answer.count("\n") == 1 or not give_up
+            *failed, last, _ = answer.split("\n")
+            assert all(line.endswith("? no") for line in failed)
+            assert last.endswith("? yes") == scores[-1]
         assert scores == right if right else not all(scores)

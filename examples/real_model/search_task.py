@@ -73,7 +73,7 @@ class GymSearchTask(ReasoningGymTask):
     def demonstration(
         self, split: Literal["train", "held_out"], index: int, *, variant: int = 0
     ) -> list[Message]:
-        """Return the problem and a search; another `variant` is another search."""
+        """Return the problem and a search; another `variant` gives up at another try."""
         entry, messages, _ = self._problem(split, index)
         numbers, target = entry["metadata"]["numbers"], entry["metadata"]["target"]
         draws = KeyedDraws("gym-search", self._seed, split, index, variant)

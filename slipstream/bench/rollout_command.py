@@ -41,8 +41,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         type=Path,
         help="run folder of a trained policy and its draft head, such as the one that `make "
-        f"bench-model` writes to {BENCH_MODEL}: measure a long-tailed rollout of that policy, with "
-        "drafts and without, instead of models with random weights",
+        f"bench-model` writes to {BENCH_MODEL}: measure a rollout of that policy, long-tailed or "
+        "with --samples, with drafts and without, instead of models with random weights",
     )
     parser.add_argument(
         "--spread",

@@ -121,9 +121,10 @@ def make_speculation(
     waits_for_head = (
         isinstance(proposer, EagleProposer)
         and folder is None
-        and speculative.train.enable_drafter_training
         and isinstance(selector, CostModelSelector)
     )
+    if waits_for_head:
+        what += ", and no drafts before its first training"
     notify(
         f"Speculative decoding enabled: {what}; {plan_table(selector, speculative.bs_threshold)}"
     )

@@ -219,9 +219,9 @@ class ActorSection:
     ppo_max_token_len_per_gpu: PositiveInt = 16384
     """Tokens per forward pass, if `use_dynamic_bsz` is on."""
     use_prefix_grouper: bool = True
-    """Compute a prompt once for all of its responses in a forward pass of an update. It changes the
-    gradient by rounding only. It has an effect on a CPU, in a single process, with the built-in
-    decoder."""
+    """Compute a prompt once for all of its responses in a forward pass of an update, if that saves
+    a fifth of the tokens or more. It changes the gradient by rounding only. It has an effect on a
+    CPU, in a single process, with the built-in decoder."""
     ppo_epochs: PositiveInt = 1
     """Passes over each rollout batch."""
     shuffle: bool = False

@@ -23,8 +23,8 @@ SIZES = (1024, 2048, 4096, 8192, 16384, 32768)
 """Sizes of draft vocabularies that `best_size` compares, besides all tokens."""
 
 SIZE_WITHOUT_RESPONSES = 8192
-"""Size of the draft vocabulary of a new head of RL, which has no responses to choose a size by. For
-SmolLM2 it had the fastest drafts relative to its coverage (docs/log/draft_vocabulary.md)."""
+"""Size of the draft vocabulary of a new head of RL, which has no responses to choose a size by.
+`best_size` chose it for the untouched SmolLM2-135M (docs/log/draft_vocabulary.md)."""
 
 ACCEPTANCE = 0.75
 """Acceptance of a draft token that `best_size` assumes for a head that drafts all tokens."""

@@ -87,7 +87,8 @@ class EngineStats:
     propose_seconds: float = 0.0
     """Part of `draft_seconds` that the draft proposer took."""
     recess_steps: int = 0
-    """Decode steps without drafts because of speculation backoff."""
+    """Decode steps without drafts because of speculation backoff, or because the draft head is
+    untrained."""
     max_batch: int = 0
     """The largest number of requests in one decode step."""
     prefill_seconds: float = 0.0

@@ -128,9 +128,9 @@ def _bf16(x, panels, bias, out, M, N, K, begin, end):
         else:
             round_to_bf16(x + block * 4 * K, xs, rows * K)
         o = out + block * out_step
-        if M <= FEW_ROWS:
+        if M <= FEW_ROWS:  # Then this block is the only one.
             begin = panels_of_few_rows(
-                xs, x_step, panels, panel_step, begin, end, pairs, bias, out, out_step, M
+                xs, x_step, panels, panel_step, begin, end, pairs, bias, o, out_step, M
             )
         # If panels need several tiles, they prefetch the next two panels at an even pace. So do
         # wide tiles, because the CPUs that use them prefetch less themselves.

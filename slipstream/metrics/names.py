@@ -449,8 +449,8 @@ SECTIONS: tuple[Section, ...] = (
             Metric(
                 "spec/recess_fraction",
                 "share",
-                "decode steps in speculation backoff: in rollouts decoded without drafts, "
-                "because drafts gained nothing before",
+                "decode steps in rollouts without drafts: in speculation backoff, because drafts "
+                "gained nothing before, or before the first training of a new draft head",
                 wall_time=True,
             ),
             Metric(

@@ -459,7 +459,8 @@ class PackedDecoder:
         Raises:
             IndexError: there is no cache, and a position is beyond `ModelConfig.context_limit`.
             ValueError: `lengths` do not match the tokens or are not supported here; `kv_cache` is
-                of the wrong kind; or `aux_layers` are not layers in ascending order.
+                of the wrong kind; `shared` does not match the sequences; or `aux_layers` are not
+                layers in ascending order.
         """
         check_pass(
             self.config,
@@ -482,6 +483,8 @@ class PackedDecoder:
             positions_BT, self.config, self.compute_dtype, self.eps, kv_cache, lengths
         )
         if shared is not None:
+            if lengths is None or shared.total != ids_BT.shape[1]:
+                raise ValueError(f"shared rows of {shared.total} tokens do not match the sequences")
             attention = _SharedAttention(attention, shared)
             ids_BT = shared.computed_of(ids_BT.T).T
         states = run_layers(

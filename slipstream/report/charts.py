@@ -97,7 +97,7 @@ SPECS = (
         {
             "spec/on_fraction": "decode steps with drafts",
             "spec/head_fraction": "drafts of the draft head",
-            "spec/recess_fraction": "decode steps in speculation backoff",
+            "spec/recess_fraction": "decode steps in backoff, or before a head is trained",
         },
         "speculation", share=True,
     ),

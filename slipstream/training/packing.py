@@ -1,6 +1,7 @@
 """Packs rows of any length into micro-batches within a token budget.
 
-The plan is deterministic: rows are sorted by length (ties by index). If the policy can compute
+The plan is deterministic: rows are sorted by length (ties by index), or by the longest row of their
+group if they share prompts. If the policy can compute
 concatenated sequences (`models.decoder`), nothing is padded and micro-batches fill the budget.
 Otherwise rows are padded on the right, and the plan minimizes padding. A padded length is a
 multiple of 16, so that few shapes occur and matrix products satisfy the row rules of exact mode.
@@ -28,8 +29,8 @@ LENGTH_MULTIPLE = 16
 OVERHEAD_TOKENS = 64
 """The fixed cost of a micro-batch (packing weights, starting kernels), in tokens."""
 LEAST_SHARED = 0.2
-"""Least share of tokens for which prompts are shared. Below it, the copies for attention take as
-much time as is saved (docs/log/training_step.md)."""
+"""Prompts of a micro-batch are shared if that saves at least this share of its tokens. Below it,
+the copies for attention take as much time as is saved (docs/log/training_step.md)."""
 MIN_HEAD_ROWS = 12
 """Matrix products compute each row in the same way (exact mode) if there are at least 12 rows, in
 multiples of four."""
@@ -74,7 +75,7 @@ def plan_micro_batches(
     padded: bool = True,
     groups: Mapping[int, int] | None = None,
 ) -> list[list[int]]:
-    """Split rows, given as index -> length, into micro-batches, shortest rows first.
+    """Split rows, given as index -> length, into micro-batches, short rows first.
 
     `max_tokens` limits the size of a micro-batch, including padding, and `max_rows` its number of
     rows; None is no limit. Padded rows are split, in order of length, with the least padding, where
@@ -197,7 +198,8 @@ def build_micro_batch(
     if groups is not None:
         prefixes = [(groups[i], prompt_length(batch, i)) for i in indices]
         shared = SharedRows.of(prefixes, lengths)
-        shared = shared if shared.copies else None
+        copied = sum(count for _, _, count in shared.copies)
+        shared = shared if copied >= LEAST_SHARED * sum(lengths) else None
     slots = mask.flatten().nonzero().squeeze(-1)
     targets = torch.tensor(starts)[slots // width] + slots % width
     head_rows = max(round_up(len(slots), ROW_MULTIPLE), MIN_HEAD_ROWS)
@@ -225,7 +227,7 @@ def prompt_length(batch: TrainBatch, index: int) -> int:
 def prompt_groups(batch: TrainBatch, indices: Iterable[int]) -> dict[int, int] | None:
     """Return index -> group of rows with the same prompt: the tokens before the first target.
 
-    Returns None if sharing prompts would save less than `LEAST_SHARED` of the rows' tokens.
+    Returns None if sharing could save less than `LEAST_SHARED` of the rows' tokens.
     """
     known: dict[bytes, int] = {}
     found, tokens, saved = dict[int, int](), 0, 0

@@ -114,14 +114,14 @@ class SingleProcessBackend:
         log_prob_keep_bytes: int = DEFAULT_KEEP_BYTES,
         metrics_prefix: str = "actor",
         loss: LossFn | None = None,
-        share_prompts: bool = True,
+        share_prompts: bool = False,
         compute: ComputeThread | None = None,
     ) -> None:
         """`loss` is the default loss of `forward_backward`; None is cross-entropy.
 
-        With `share_prompts`, `forward_backward` computes a prompt once for all rows of a
-        micro-batch that begin with it, if sequences need no padding. A prompt is what is before the
-        first target token.
+        With `share_prompts`, `forward_backward` computes a prompt, the tokens before the first
+        target token, once for all rows of a micro-batch that begin with it. It does so if that
+        saves enough (`packing.LEAST_SHARED`) and sequences need no padding.
         """
         if dtype not in COMPUTE_DTYPES:
             raise ConfigError(f"compute dtype {dtype} is not one of float32 and bfloat16")
@@ -485,7 +485,7 @@ class SingleProcessBackend:
             self._freed_of_micro_batches.give_back()
 
     def _micro_batches(self, batch: TrainBatch, also: set[int]) -> Iterator[MicroBatch]:
-        c = self.decoder.config
+        c, padded = self.decoder.config, needs_padding(self.decoder, self._dtype)
         return micro_batches(
             batch,
             also=also,
@@ -493,7 +493,7 @@ class SingleProcessBackend:
             pad_id=c.pad_token_id or 0,
             max_positions=c.context_limit.tokens,
             device=self.decoder.device,
-            padded=(padded := needs_padding(self.decoder, self._dtype)),
+            padded=padded,
             share_prompts=self._share_prompts and not padded and torch.is_grad_enabled(),
         )
 

@@ -38,6 +38,7 @@ from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import OFF, DraftPlan
 from slipstream.inference.speculation.selector import (
+    UNTIL_HEAD,
     CostModelSelector,
     PredefinedSelector,
     StrategySelector,
@@ -385,6 +386,24 @@ def test_batches_above_bs_threshold_are_decoded_without_drafts() -> None:
 def test_history_drafts_need_no_head() -> None:
     made = parts("spec_strategy=history train.enable_drafter_training=false")
     assert _proposer(made) is HistoryProposer
+
+
+@pytest.mark.parametrize(
+    ("overrides", "waits"),
+    [
+        ("", True),
+        ("spec_strategy=union", False),
+        ("eagle.tune_algorithm=PREDEFINED", False),
+        ("eagle.spec_model_path={head}", False),
+    ],
+)
+def test_only_a_new_head_alone_waits_for_its_first_training(
+    overrides: str, waits: bool, tmp_path: Path
+) -> None:
+    save_draft_head(new_head(shared_decoder()), tmp_path / "head")
+    made = parts(overrides.format(head=tmp_path / "head"))
+    assert made.speculation is not None
+    assert (made.speculation.selector.begin_rollout(8) == UNTIL_HEAD) == waits
 
 
 @pytest.mark.parametrize("key", REFUSED)

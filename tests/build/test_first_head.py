@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.build.speculation import head_to_be
+from slipstream.build.speculation import first_head, head_to_be
 from slipstream.config.load import load_config
+from slipstream.models.decoder import Decoder
 from tests.models.helpers import config
 
 
@@ -30,3 +31,10 @@ def test_size_without_responses(
     policy = config("llama", vocab_size=vocab_size, num_layers=8)
     head = head_to_be(settings, policy)
     assert (None if head.draft_tokens is None else head.draft_vocab_size) == tokens
+
+
+def test_tokens_are_the_lowest_ids_and_the_end_tokens() -> None:
+    policy = Decoder(config("llama", vocab_size=20_000, eos_token_id=(5, 19_000)))
+    head, folder = first_head(load_config(recipe="tiny"), policy)
+    assert folder is None
+    assert head.tokens == (*range(8_191), 19_000)

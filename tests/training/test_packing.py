@@ -209,5 +209,6 @@ def test_rows_with_the_same_prompt_share_it() -> None:
             groups=groups,
         ).shared
 
-    assert shared([0, 1, 2]) == SharedRows([(0, 0, 4), (4, 4, 4), (8, 10, 1)], [(0, 8, 2)])
+    assert shared([0, 2]) == SharedRows([(0, 0, 4), (4, 6, 1)], [(0, 4, 2)])
+    assert shared([0, 1, 2]) is None
     assert shared([1, 2, 3]) is None

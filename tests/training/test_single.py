@@ -655,11 +655,11 @@ def test_shared_prompts_change_the_gradient_by_rounding_only(
         return run(packed, ids, *given, **more)
 
     monkeypatch.setattr(PackedDecoder, "forward", forward)
-    found = []
-    for share_prompts in (True, False):
+    found, sinks = [], [RecordingSink({0, 3, 5}, (1,)) for _ in range(2)]
+    for share_prompts, sink in zip((True, False), sinks, strict=True):
         backend = tiny_backend(share_prompts=share_prompts)
         log_probs = backend.compute_log_probs(batch).wait()
-        metrics = backend.forward_backward(batch).wait()
+        metrics = backend.forward_backward(batch, sink=sink).wait()
         found.append((log_probs, metrics, gradients(backend)))
         backend.close()
     tokens = batch.num_tokens
@@ -669,3 +669,17 @@ def test_shared_prompts_change_the_gradient_by_rounding_only(
     assert torch.equal(shared, alone)
     assert with_sharing == pytest.approx(without, rel=1e-6)
     assert relative_difference(ours, theirs) < 1e-5
+    pairs = zip(*(sorted(s.received, key=lambda f: f.tokens) for s in sinks), strict=True)
+    for features, others in pairs:
+        assert features.tokens == others.tokens
+        assert torch.equal(features.hidden, others.hidden)
+        assert features.aux_layers is not None
+        assert others.aux_layers is not None
+        assert torch.equal(features.aux_layers, others.aux_layers)
+
+    # Two rows of the long prompt fit into a micro-batch. Those of the short one save too little.
+    computed.clear()
+    backend = tiny_backend(share_prompts=True, max_tokens_per_micro_batch=64)
+    backend.forward_backward(batch).wait()
+    assert sum(computed) < tokens
+    assert relative_difference(gradients(backend), theirs) < 1e-5

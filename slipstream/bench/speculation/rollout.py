@@ -222,7 +222,7 @@ class Generator:
 
 
 def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[ResultRow]:
-    """Measure the long-tailed rollout; one row per contender.
+    """Measure the rollout; one row per contender.
 
     The contenders: plain decoding, twice; an untrained head; the head with chains only; the head
     with chains and trees; history; head and history; with `bench.copy_bits` a quantized copy, and
@@ -235,6 +235,11 @@ def run_rollout(bench: SpeculationBench, say: Callable[[str], None]) -> list[Res
         chosen = long_tailed(natural, bench.batch, bench.spread)
     else:
         trained = load_trained(bench.policy, bench.device, bench.batch // bench.samples)
+        if len(trained.prompts) * bench.samples < bench.batch:
+            raise ConfigError(
+                f"--batch {bench.batch} with --samples {bench.samples}: {bench.policy} has "
+                f"{len(trained.prompts)} prompts; lower --batch"
+            )
         say(f"{len(trained.prompts)} prompts of {bench.policy}, {bench.samples} responses each")
         natural = natural_responses(trained, bench.temperature, bench.dtype, bench.samples)
         chosen = as_written(natural)
@@ -410,6 +415,7 @@ def _rollout_row(
         )
         values["slipstream_speedup"] = ratio(times[name].wall, times[best].wall)
         values["slipstream_plain_speedup"] = ratio(times[name].wall, times[PLAIN].wall)
+    more = {"samples": bench.samples, "copy_bits": bench.copy_bits}
     return row_of(
         bench,
         "trained policy",
@@ -420,6 +426,7 @@ def _rollout_row(
         median_length=median(chosen.lengths),
         longest=max(chosen.lengths),
         batch=bench.batch,
+        **{name: n for name, n in more.items() if n is not None},
         benchmark="rollout",
     )
 

@@ -18,6 +18,7 @@ from slipstream.build.data import make_task, make_tokenizer, validation_prompts
 from slipstream.build.policy import max_model_len
 from slipstream.build.process import import_external
 from slipstream.checkpoint.layout import head_folder, policy_folder
+from slipstream.checkpoint.state import draft_folder
 from slipstream.config.load import CONFIG_FILE, load_config
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError
@@ -50,13 +51,15 @@ class Trained:
 def load_trained(run: Path, device: torch.device = CPU, most: int = CANDIDATES) -> Trained:
     """Load a run folder with a policy and a draft head, such as `make bench-model` makes.
 
-    The head is in the folder `draft` of the run, which `slipstream draft` writes, or else in the
-    newest checkpoint of a run that co-trains. `most` is the largest number of prompts. Raises
-    ConfigError if the folder is not such a run, CheckpointError for files that cannot be used.
+    The head is that of the run's newest RL checkpoint, if it co-trains, or else that of the folder
+    `draft` of the run, which `slipstream draft` writes. `most` is the largest number of prompts.
+
+    Raises ConfigError if the folder is not such a run, CheckpointError for files that cannot be
+    used.
     """
-    separate = run / "draft"
-    head = head_folder(separate if separate.is_dir() else run)
-    if not (run / CONFIG_FILE).is_file() or head == run:
+    heads = [head_folder(place) for place in (run, run / "draft")]
+    head = next((folder for folder in heads if _holds_head(folder)), None)
+    if not (run / CONFIG_FILE).is_file() or head is None:
         raise ConfigError(
             f"{run} is not the folder of a run with a draft head; `make bench-model` makes "
             "runs/bench-model, and --policy DIR names another"
@@ -74,6 +77,10 @@ def load_trained(run: Path, device: torch.device = CPU, most: int = CANDIDATES) 
         prompts=[tuple(prompt.ids) for prompt in prompts],
         max_model_len=max_model_len(config),
     )
+
+
+def _holds_head(folder: Path) -> bool:
+    return folder.name == draft_folder(folder).name and (folder / "config.json").is_file()
 
 
 @dataclass(frozen=True, slots=True)

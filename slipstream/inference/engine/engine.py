@@ -127,9 +127,10 @@ class Engine:
         self._min_acceptance: HasMinAcceptance | None = (
             selector if isinstance(selector, HasMinAcceptance) else None
         )
-        # Both are None while speculation is off. The proposer is also None during backoff.
+        # Both are None while speculation is off. The proposer is also None during backoff,
+        # and before the first training of an untrained head.
         self._proposer, self._selector = proposer, selector
-        # Remaining steps of speculation backoff, and whether the engine has no requests.
+        # Remaining steps without a proposer, and whether the engine has no requests.
         self._backoff_steps, self._idle = 0, True
         if selector is not None and proposer is None:
             raise ConfigError("engine: a selector of draft plans needs a proposer")
@@ -324,9 +325,12 @@ class Engine:
         if not isinstance(self._own_proposer, LearningProposer):
             raise EngineError(f"this engine has no draft head to update to {update.version}")
         self._own_proposer.update(update)
+        if not update.version:
+            # Version 0 is the head from before its first training: that of a resumed run.
+            return
         if self._own_selector is not None:
             self._own_selector.changed(drafter=True)
-        if self._backoff_steps > UNTIL_HEAD // 2:
+        if self._backoff_steps > UNTIL_HEAD // 2:  # `UNTIL_HEAD` less the steps since then.
             self._backoff_steps = 1
 
     def stats(self) -> EngineStats:

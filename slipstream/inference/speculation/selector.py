@@ -64,9 +64,9 @@ class StrategySelector(Protocol):
 
     def begin_rollout(self, requests: int) -> int:
         """`requests` requests arrive at an idle engine. Returns the number of steps to decode
-        without drafts (`UNTIL_HEAD`: until the drafter is updated); they end early if the engine is
-        idle again. In these steps the drafter gets
-        no features, and the engine calls neither `select` nor `record`."""
+        without drafts (`UNTIL_HEAD`: until the drafter is updated). They end early if the engine is
+        idle again. In these steps the drafter gets no features, and the engine calls neither
+        `select` nor `record`."""
         ...
 
     def select(self, running: int) -> DraftPlan:
@@ -195,7 +195,7 @@ class _Budget:
     """Seconds lost by probes."""
 
     def allows_probe(self, exploration: float, plain: float) -> bool:
-        """Whether probes have not lost more than they may. `plain`: seconds of a plain step."""
+        """Whether probes may lose more time. `plain`: seconds of a plain step."""
         early = (self.early + _ROOT * sqrt(self.steps)) * plain
         return self.lost <= exploration * self.seconds + early
 
@@ -237,9 +237,10 @@ class CostModelSelector:
 
     The selector searches for the best plan every 16 to 64 steps of a batch size. A search may start
     a probe: a few steps of a plan with few measurements that could be better than the current one.
-    Probes stop when they have lost more than the share `exploration` of the time. A switch needs a
-    predicted gain of `hysteresis`. After rollouts in which drafts gained nothing, whole rollouts
-    are decoded without drafts (`Backoff`).
+    Probes stop when they have lost more than the share `exploration` of the time, at each small
+    batch size, or at all larger ones together. A switch needs a predicted gain of `hysteresis`.
+    After rollouts in which drafts gained nothing, whole rollouts are decoded without drafts
+    (`Backoff`).
 
     Time lost against the best plans in hindsight (`slipstream bench selector`), mean of all
     synthetic settings, in the first and second pass through a setting:

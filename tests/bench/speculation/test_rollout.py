@@ -31,6 +31,7 @@ from slipstream.bench.speculation.rollout import (
 from slipstream.bench.speculation.trained import (
     Responses,
     Trained,
+    _holds_head,
     as_written,
     cut_to,
     load_trained,
@@ -83,6 +84,18 @@ def test_responses_are_cut_to_the_same_length() -> None:
 def test_a_folder_without_a_head_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="`make bench-model` makes runs/bench-model"):
         load_trained(tmp_path)
+
+
+def test_folders_that_hold_a_head(tmp_path: Path) -> None:
+    for name in ("global_step_3/draft", "draft"):
+        assert not _holds_head(tmp_path / name)
+        (tmp_path / name).mkdir(parents=True)
+        assert not _holds_head(tmp_path / name)
+        (tmp_path / name / "config.json").write_text("{}")
+        assert _holds_head(tmp_path / name)
+    # A checkpoint without a head has another name.
+    (tmp_path / "global_step_3" / "config.json").write_text("{}")
+    assert not _holds_head(tmp_path / "global_step_3")
 
 
 def test_the_rollout_has_all_contenders_and_upper_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

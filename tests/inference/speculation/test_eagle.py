@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -551,12 +552,16 @@ def test_requests_draft_as_soon_as_an_untrained_head_is_updated() -> None:
     done = [one for _ in range(6) for one in engine.step()]
     assert not proposer.drafted
     assert engine.stats().recess_steps == 6
+    # A resumed run publishes the head of its checkpoint. Version 0 is untrained.
+    engine.update_drafter(replace(head_update(head), version=0))
+    done += engine.step()
+    assert not proposer.drafted
     engine.update_drafter(head_update(head))
     done += drain(engine)
     assert len(proposer.drafted) > 0
     assert all_bits(done) == reference
     # One more step passes before drafts begin.
-    assert engine.stats().recess_steps == 7
+    assert engine.stats().recess_steps == 8
 
 
 @pytest.mark.parametrize(
