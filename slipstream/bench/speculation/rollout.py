@@ -86,6 +86,8 @@ TAIL_CLASSES = sum(limit <= 4 for limit in BATCH_LIMITS)
 BATCH_CLASSES = ("1", "2_to_4", "5_to_16", "17_to_64", "65_and_more")
 """Names of the batch-size classes, by running requests."""
 
+_TAIL = "tail_speculative_over_plain"
+
 LEAST = "least_seconds"
 """Key of a row's values: the least time by the machine's rates, which each round measures."""
 
@@ -198,11 +200,12 @@ class Generator:
         self.stats.append(self.engine.stats().since(before))
 
     def tail_rates(self, rounds: int) -> list[float]:
-        """Tokens per second in decode steps with four or fewer requests, round by round."""
-        tail = slice(0, TAIL_CLASSES)
-        return [
-            sum(s.batch_tokens[tail]) / sum(s.batch_seconds[tail]) for s in self.stats[-rounds:]
-        ]
+        """Tokens per second in decode steps with four or fewer requests, round by round; empty if a
+        round had none, because more requests ended together."""
+        tail, stats = slice(0, TAIL_CLASSES), self.stats[-rounds:]
+        if not all(sum(s.batch_seconds[tail]) for s in stats):
+            return []
+        return [sum(s.batch_tokens[tail]) / sum(s.batch_seconds[tail]) for s in stats]
 
     def shares_of_time(self, rounds: int) -> dict[str, float]:
         """Share of the decoding time by number of running requests (`BATCH_CLASSES`), over the last
@@ -357,8 +360,7 @@ def upper_bounds(rows: Sequence[ResultRow]) -> dict[str, float]:
     by_name = {row.contender: row for row in rows}
     oracle = by_name[ORACLE]
     return {
-        "whole": _median(oracle, "speculative_over_plain"),
-        "tail": _median(oracle, "tail_speculative_over_plain"),
+        **_by_part(oracle),
         "right_head": _median(by_name[RIGHT_HEAD], "speculative_over_plain"),
         "roofline": _median(by_name[PLAIN], LEAST) / _median(oracle, LEAST),
     }
@@ -370,17 +372,17 @@ def natural_floor(rows: Sequence[ResultRow]) -> float:
     return min(_NATURAL_FLOOR, 1 + _SHARE_OF_GAIN * (upper_bounds(rows)["right_head"] - 1))
 
 
+def _by_part(row: ResultRow) -> dict[str, float]:
+    """Speed over plain decoding for the whole rollout and, if it has one, for its tail."""
+    parts = {"whole": "speculative_over_plain", "tail": _TAIL}
+    return {part: _median(row, name) for part, name in parts.items() if name in row.values}
+
+
 def gains(rows: Sequence[ResultRow]) -> dict[str, object]:
     """By contender: speed over plain decoding for the whole rollout and for its tail, and mean
     accepted length."""
-    ours = [row for row in rows if "tail_speculative_over_plain" in row.values]
-    over = {
-        row.contender: {
-            "whole": _median(row, "speculative_over_plain"),
-            "tail": _median(row, "tail_speculative_over_plain"),
-        }
-        for row in ours
-    }
+    ours = [row for row in rows if "accept_length" in row.values]
+    over = {row.contender: _by_part(row) for row in ours}
     lengths = {row.contender: _median(row, "accept_length") for row in ours}
     return {"speculative_over_plain": over, "accept_length": lengths}
 
@@ -400,9 +402,10 @@ def _rollout_row(
     }
     if name in generators:
         mine, plain = generators[name], generators[PLAIN]
-        rates = mine.tail_rates(bench.rounds)
-        values["tail_tokens_per_second"] = Spread.of(rates)
-        values["tail_speculative_over_plain"] = ratio(rates, plain.tail_rates(bench.rounds))
+        rates, plain_rates = mine.tail_rates(bench.rounds), plain.tail_rates(bench.rounds)
+        if rates and plain_rates:
+            values["tail_tokens_per_second"] = Spread.of(rates)
+            values[_TAIL] = ratio(rates, plain_rates)
         for name_of_class, share in mine.shares_of_time(bench.rounds).items():
             values[f"share_{name_of_class}"] = share
         values["accept_length"] = mine.accept_length(bench.rounds)

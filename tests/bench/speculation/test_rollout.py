@@ -147,6 +147,7 @@ def test_the_rollout_has_all_contenders_and_upper_bounds(monkeypatch: pytest.Mon
     names = [*drafting[:-2], *copies, *drafting[-2:]]
     assert [row.contender for row in rows] == [PLAIN, AGAIN, *names]
     assert {row.settings["batch"] for row in rows} == {6}
+    assert {row.settings["samples"] for row in rows} == {3}
 
 
 @pytest.mark.parametrize(("right_head", "floor"), [(1.4, 1.3), (2.5, 1.5)])
@@ -156,6 +157,20 @@ def test_floor_of_responses_as_written(
     bounds = {"right_head": right_head}
     monkeypatch.setattr(speculation_rollout, "upper_bounds", lambda rows: bounds)
     assert natural_floor([]) == pytest.approx(floor)
+
+
+def test_a_rollout_may_have_no_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    # No token ends a response, so all end together.
+    decoder = shared_decoder()
+    head = DraftHead(decoder.config)
+    head.init_weights(1)
+    toy = Trained(decoder=decoder, head=head, prompts=[(3, 4), (3, 6)], max_model_len=40)
+    monkeypatch.setattr(speculation_rollout, "load_trained", lambda folder, device, most: toy)
+    bench = SpeculationBench(policy=Path("toy"), rounds=1, batch=12, samples=6)
+    rows = run_rollout(bench, print)
+    assert upper_bounds(rows).keys() == {"whole", "right_head", "roofline"}
+    over: Any = gains(rows)["speculative_over_plain"]
+    assert over[PLAIN] == {"whole": 1.0}
 
 
 def test_samples_of_a_prompt_differ(monkeypatch: pytest.MonkeyPatch) -> None:
