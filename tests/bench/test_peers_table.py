@@ -169,7 +169,7 @@ def test_peers_that_are_not_installed_are_left_out(
 
     monkeypatch.setattr(trl_compare, "run", run)
     flags = ["--shape", "tiny", "--batch", "2", "--decode-rounds", "1", "--dtype", "float32"]
-    flags += ["--new-tokens", "48", "--steps", "7", "--precision", "float32"]
+    flags += ["--new-tokens", "96", "--steps", "7", "--precision", "float32"]
     assert main(["bench", "peers", "--policy", str(tmp_path), "--threads", "1", *flags]) == 0
     shown = capsys.readouterr()
     assert "without vLLM: .venv-vllm does not exist; run `make peers`" in shown.err

@@ -109,6 +109,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for checkpoint in ("checkpoints/slipstream/run/global_step_50", "global_step_50"):
         (folder / checkpoint).mkdir(parents=True)
     (folder / "checkpoints/slipstream/run" / CONFIG_FILE).write_text(text)
+    (folder / "examples").mkdir()
+    shutil.copytree(ROOT / "examples" / "real_model", folder / "examples" / "real_model")
     (folder / "conf").mkdir()
     for name in ("conf/mine.yaml", "my.yaml"):
         (folder / name).write_text("defaults: [tiny]\n")

@@ -18,6 +18,7 @@ from slipstream.build.data import make_task, make_tokenizer, validation_prompts
 from slipstream.build.policy import max_model_len
 from slipstream.build.process import import_external
 from slipstream.checkpoint.layout import head_folder, policy_folder
+from slipstream.checkpoint.manager import CheckpointManager
 from slipstream.checkpoint.state import draft_folder
 from slipstream.config.load import CONFIG_FILE, load_config
 from slipstream.config.schema import Config
@@ -57,8 +58,9 @@ def load_trained(run: Path, device: torch.device = CPU, most: int = CANDIDATES) 
     Raises ConfigError if the folder is not such a run, CheckpointError for files that cannot be
     used.
     """
-    heads = [head_folder(place) for place in (run, run / "draft")]
-    head = next((folder for folder in heads if _holds_head(folder)), None)
+    newest = CheckpointManager(run, keep=None).latest() if run.is_dir() else None
+    places = [run / "draft"] if newest is None else [newest, run / "draft"]
+    head = next((h for h in map(head_folder, places) if _holds_head(h)), None)
     if not (run / CONFIG_FILE).is_file() or head is None:
         raise ConfigError(
             f"{run} is not the folder of a run with a draft head; `make bench-model` makes "
