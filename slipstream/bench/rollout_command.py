@@ -27,7 +27,7 @@ from slipstream.bench.flags import (
     temperature_of,
 )
 from slipstream.bench.printing import print_rows, progress, shown
-from slipstream.bench.record import ResultRow
+from slipstream.bench.record import ResultRow, median_of
 from slipstream.config.launch import positive
 from slipstream.errors import ConfigError
 
@@ -170,18 +170,15 @@ def _trained_policy(args: argparse.Namespace) -> list[ResultRow]:
     )
     rows = run_rollout(bench, progress)
     print_rows("rollout of a trained policy", rows)
-    print(f"  plain decoding time by running requests: {_shares(rows[0])}")
+    print(f"  time of plain decoding by batch size, up to: {_shares(rows[0])}")
     return rows
 
 
 def _shares(plain: ResultRow) -> str:
-    from slipstream.bench.speculation.rollout import BATCH_CLASSES
+    from slipstream.run.engine_metrics import BATCH_NAMES
 
-    parts = [(name, plain.values[f"share_{name}"]) for name in BATCH_CLASSES]
     return ", ".join(
-        f"{name.replace('_', ' ')}: {100 * share:.0f} %"
-        for name, share in parts
-        if isinstance(share, float)
+        f"{name} {median_of(plain.values[f'share_{name}']):.0%}" for name in BATCH_NAMES
     )
 
 

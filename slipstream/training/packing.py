@@ -86,12 +86,12 @@ def plan_micro_batches(
         DataError: a row does not fit into a micro-batch of its own.
     """
     order = sorted(lengths, key=lambda i: (lengths[i], i))
-    longest_row = order[-1] if order else 0
     size_of = padded_length if padded else int
-    if order and max_tokens is not None and size_of(lengths[longest_row]) > max_tokens:
+    if order and max_tokens is not None and size_of(lengths[order[-1]]) > max_tokens:
+        longest = order[-1]
         raise DataError(
-            f"row {longest_row} has {lengths[longest_row]} tokens"
-            + (f" ({padded_length(lengths[longest_row])} padded)" if padded else "")
+            f"row {longest} has {lengths[longest]} tokens"
+            + (f" ({padded_length(lengths[longest])} padded)" if padded else "")
             + f", which is more than the micro-batch budget of {max_tokens}; raise "
             "ppo_max_token_len_per_gpu or shorten data.max_prompt_length / "
             "data.max_response_length"

@@ -65,6 +65,7 @@ from slipstream.inference.speculation.union import UnionProposer
 from slipstream.models.draft.eagle1 import DraftHead
 from slipstream.models.quantized import why_not_quantized
 from slipstream.models.quantized_linear import Bits
+from slipstream.run.engine_metrics import BATCH_NAMES
 from slipstream.types import GenerateRequest
 
 PLAIN = "plain"
@@ -83,9 +84,6 @@ TREES = ("4_2_6", "4_2_8", "6_2_8", "6_2_12", "6_4_16", "8_2_10", "8_4_16", "8_4
 TAIL_CLASSES = sum(limit <= 4 for limit in BATCH_LIMITS)
 """Number of batch-size classes of `EngineStats.batch_seconds` with four or fewer requests."""
 
-BATCH_CLASSES = ("1", "2_to_4", "5_to_16", "17_to_64", "65_and_more")
-"""Names of the batch-size classes, by running requests."""
-
 _TAIL = "tail_speculative_over_plain"
 
 LEAST = "least_seconds"
@@ -95,6 +93,7 @@ FLOORS = {"whole": 1.7, "tail": 1.8}
 """The promised speedup over our own plain decoding, at temperature 1, for a chosen long tail."""
 
 _NATURAL_FLOOR, _SHARE_OF_GAIN = 1.5, 0.75
+"""The parts of `natural_floor`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,12 +207,11 @@ class Generator:
         return [sum(s.batch_tokens[tail]) / sum(s.batch_seconds[tail]) for s in stats]
 
     def shares_of_time(self, rounds: int) -> dict[str, float]:
-        """Share of the decoding time by number of running requests (`BATCH_CLASSES`), over the last
-        rounds."""
+        """Share of the decoding time by batch-size class (`BATCH_NAMES`), over the last rounds."""
         sums = [
             sum(of) for of in zip(*(s.batch_seconds for s in self.stats[-rounds:]), strict=True)
         ]
-        return {name: part / sum(sums) for name, part in zip(BATCH_CLASSES, sums, strict=True)}
+        return {name: part / sum(sums) for name, part in zip(BATCH_NAMES, sums, strict=True)}
 
     def accept_length(self, rounds: int) -> float:
         """Mean accepted length: the median over the last rounds."""

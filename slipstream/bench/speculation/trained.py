@@ -58,10 +58,8 @@ def load_trained(run: Path, device: torch.device = CPU, most: int = CANDIDATES) 
     Raises ConfigError if the folder is not such a run, CheckpointError for files that cannot be
     used.
     """
-    newest = CheckpointManager(run, keep=None).latest() if run.is_dir() else None
-    places = [run / "draft"] if newest is None else [newest, run / "draft"]
-    head = next((h for h in map(head_folder, places) if _holds_head(h)), None)
-    if not (run / CONFIG_FILE).is_file() or head is None:
+    place = _place_of_head(run)
+    if not (run / CONFIG_FILE).is_file() or not place.is_dir():
         raise ConfigError(
             f"{run} is not the folder of a run with a draft head; `make bench-model` makes "
             "runs/bench-model, and --policy DIR names another"
@@ -75,14 +73,17 @@ def load_trained(run: Path, device: torch.device = CPU, most: int = CANDIDATES) 
     prompts = validation_prompts(config, tokenizer, task, count=most)
     return Trained(
         decoder=decoder,
-        head=load_draft_head(head, decoder.config).to(device),
+        head=load_draft_head(head_folder(place), decoder.config).to(device),
         prompts=[tuple(prompt.ids) for prompt in prompts],
         max_model_len=max_model_len(config),
     )
 
 
-def _holds_head(folder: Path) -> bool:
-    return folder.name == draft_folder(folder).name and (folder / "config.json").is_file()
+def _place_of_head(run: Path) -> Path:
+    """The newest RL checkpoint if it has a head, else the folder of a run of `slipstream draft`."""
+    newest = CheckpointManager(run, keep=None).latest() if run.is_dir() else None
+    co_trained = newest is not None and draft_folder(newest).is_dir()
+    return newest if newest is not None and co_trained else run / "draft"
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,13 +31,14 @@ from slipstream.bench.speculation.rollout import (
 from slipstream.bench.speculation.trained import (
     Responses,
     Trained,
-    _holds_head,
+    _place_of_head,
     as_written,
     cut_to,
     load_trained,
     long_tailed,
     natural_responses,
 )
+from slipstream.checkpoint.manager import MANIFEST, TRACKER
 from slipstream.errors import ConfigError
 from slipstream.inference.engine import Engine
 from slipstream.inference.protocol import BATCH_LIMITS
@@ -86,16 +87,15 @@ def test_a_folder_without_a_head_is_refused_with_the_remedy(tmp_path: Path) -> N
         load_trained(tmp_path)
 
 
-def test_folders_that_hold_a_head(tmp_path: Path) -> None:
-    for name in ("global_step_3/draft", "draft"):
-        assert not _holds_head(tmp_path / name)
-        (tmp_path / name).mkdir(parents=True)
-        assert not _holds_head(tmp_path / name)
-        (tmp_path / name / "config.json").write_text("{}")
-        assert _holds_head(tmp_path / name)
-    # A checkpoint without a head has another name.
-    (tmp_path / "global_step_3" / "config.json").write_text("{}")
-    assert not _holds_head(tmp_path / "global_step_3")
+def test_the_newest_checkpoint_with_a_head_comes_first(tmp_path: Path) -> None:
+    assert _place_of_head(tmp_path) == tmp_path / "draft"
+    checkpoint = tmp_path / "global_step_3"
+    checkpoint.mkdir()
+    (checkpoint / MANIFEST).write_text("{}")
+    (tmp_path / TRACKER).write_text("3")
+    assert _place_of_head(tmp_path) == tmp_path / "draft"
+    (checkpoint / "draft").mkdir()
+    assert _place_of_head(tmp_path) == checkpoint
 
 
 def test_the_rollout_has_all_contenders_and_upper_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
