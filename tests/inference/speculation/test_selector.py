@@ -550,3 +550,14 @@ def test_first_children_of_trees_show_the_acceptance_of_chains() -> None:
     assert selector.curve.rates(3) == pytest.approx([0.5, 1.0, 0.0], abs=0.1)
     # Siblings were accepted in place of the first children.
     assert selector._tree_expectation(2, plan)[1] == pytest.approx(3.5, abs=0.3)
+
+
+def test_large_batch_sizes_share_the_budget_for_probes() -> None:
+    sizes = [size for size in (64, 48, 32, 24, 16, 12, 8, 6) for _ in range(40)]
+    probed = 0
+    for seed in range(5):
+        selector = CostModelSelector(PLANS)
+        _, _, plans = simulate(selector, sizes, acceptance=lambda _: 0.3, seed=seed)
+        probed += sum(plan != OFF for plan in plans)
+    # With a budget for each batch size it would be 162.
+    assert 0 < probed < 60
