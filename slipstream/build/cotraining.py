@@ -126,13 +126,15 @@ def make_cotraining(
         held_out_every=train.held_out_every,
         aux_layers=head.aux_layers,
     )
+    is_new = config.speculative.eagle.spec_model_path is None
     settings = CoTrainSettings(
         train=train_settings(config, head, train.optim, training_steps(config, total_steps)),
         updates=train.updates_per_training,
         batch_size=train.batch_size_per_gpu,
         accept_depth=train.accept_depth,
         ema_decay=train.ema_decay,
-        is_new=config.speculative.eagle.spec_model_path is None,
+        is_new=is_new,
+        sizes_vocabulary=is_new and config.speculative.eagle.draft_vocab_size == "auto",
     )
     decoded = None
     if train.collect_hidden_states_from_engine:

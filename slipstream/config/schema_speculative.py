@@ -38,9 +38,10 @@ class EagleSection:
     responses of `slipstream draft`, or in `rollout_files`. `auto`: all tokens of a policy with up
     to 16,384 tokens; else the number with the highest estimated speed. null: all tokens. A new
     head of RL has no responses to count in: an EAGLE head starts with the end tokens and the lowest
-    token ids, with `auto` 8,192 if the policy has more than 16,384 tokens. With `auto`, a new
-    EAGLE3 head of RL drafts all tokens. Co-training renews the tokens of an EAGLE head if the
-    policy writes others."""
+    token ids, with `auto` 8,192 if the policy has more than 16,384 tokens. Its first training
+    chooses the most frequent tokens and, with `auto`, lowers their number to the one with the
+    highest estimated speed. Later trainings renew the tokens if the policy writes others. With
+    `auto`, a new EAGLE3 head of RL drafts all tokens."""
     aux_hidden_state_layer_ids: tuple[NonNegativeInt, ...] | None = None
     """Auxiliary layers of a new EAGLE3 draft head: three layers of the policy, counted from 0,
     whose inputs the draft head takes; null: layer 2, the middle layer (number of layers divided by

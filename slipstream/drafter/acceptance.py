@@ -14,13 +14,15 @@ from collections.abc import Hashable, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
+from torch import Tensor
 
 from slipstream.drafter.sequences import DraftSequence, VocabLayers, collate
 from slipstream.models.decoder import supports_varlen
 from slipstream.models.draft.model import DraftModel
 from slipstream.models.numerics import pad_rows
-from slipstream.sampling.choose import SamplingRows, choose
+from slipstream.sampling.choose import SamplingRows, draw, tempered
 from slipstream.sampling.noise import key_words
+from slipstream.sampling.truncate import truncate
 from slipstream.types import NoiseKey, SamplingParams
 
 _LARGE_REGRESSION = 0.1
@@ -178,9 +180,9 @@ def measure_acceptance(
             states, slots = predicted.flatten(0, 1), batch.slots(2 + k)
             # Continue only the chains that are correct so far.
             for some in torch.split(slots[correct[slots] == k], ROWS_AT_ONCE):
-                logits = packed.logits(pad_rows(states[some]), lm_head)[: len(some)]
+                logits = packed.draft_logits(pad_rows(states[some]), lm_head)[: len(some)].float()
                 positions = position_M[some] + (2 + k)
-                drafts = choose(logits, positions, rows.part(sequence_M[some])).tokens
+                drafts = _drafts(logits, positions, rows.part(sequence_M[some]), packed.tokens)
                 correct[some] += drafts == ids[some + (2 + k)]
         for row, index in enumerate(part):
             sequence = held_out[index].sequence
@@ -189,6 +191,18 @@ def measure_acceptance(
             lengths[index] = own[prompt - 1 : len(sequence.tokens) - 2].tolist()
     prompts = [(h.key.seed, h.key.namespace, h.key.epoch, h.key.uid) for h in held_out]
     return Acceptance(depth=depth, lengths=lengths, prompts=prompts)
+
+
+def _drafts(
+    logits_NZ: Tensor, positions_N: Tensor, rows: SamplingRows, tokens_Z: Tensor | None
+) -> Tensor:
+    """The draft tokens (N,) of a head with the draft vocabulary `tokens_Z`; None: all tokens."""
+    scores, support = tempered(logits_NZ, rows), None
+    if rows.any_truncated:
+        support = truncate(torch.log_softmax(scores, -1), rows.top_k_N, rows.top_p_N, rows.min_p_N)
+        support |= (rows.temperature_N == 0)[:, None]
+    columns = draw(scores, positions_N, rows, support, tokens_Z)
+    return columns if tokens_Z is None else tokens_Z[columns]
 
 
 def _rows(held_out: Sequence[HeldOut], device: torch.device) -> SamplingRows:

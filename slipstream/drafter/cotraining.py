@@ -24,7 +24,7 @@ from slipstream.drafter.collector import FeatureCollector
 from slipstream.drafter.linear_start import start_linear
 from slipstream.drafter.sequences import DraftSequence, VocabLayers, written
 from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings, Metrics
-from slipstream.drafter.vocabulary import TokenCounts
+from slipstream.drafter.vocabulary import TokenCounts, best_size
 from slipstream.errors import CheckpointError, ConfigError, TrainingError, check_at_least_one
 from slipstream.models.config import ModelConfig
 from slipstream.models.draft.model import (
@@ -42,8 +42,9 @@ class CoTrainSettings:
 
     A slice has `updates` optimizer steps on `batch_size` responses each. Acceptance is measured
     for chains of `accept_depth` draft tokens. `ema_decay`, in [0, 1), is the decay of the averaged
-    weights. `is_new`: the head is untrained, and its first slice begins with `start_linear`. Raises
-    ConfigError for counts below 1 and for other decays.
+    weights. `is_new`: the head is untrained, and its first slice begins with `start_linear`.
+    `sizes_vocabulary`: that slice also lowers the size of the draft vocabulary to `best_size`.
+    Raises ConfigError for counts below 1 and for other decays.
     """
 
     train: DraftTrainSettings
@@ -52,6 +53,7 @@ class CoTrainSettings:
     accept_depth: int
     ema_decay: float
     is_new: bool = False
+    sizes_vocabulary: bool = False
 
     def __post_init__(self) -> None:
         check_at_least_one(self, "updates", "batch_size", "accept_depth", where="co-training: ")
@@ -186,7 +188,7 @@ class CoTraining:
             if adopted:
                 self.regression = regression if regression.share > 0 else Regression()
         if adopted:
-            self.used.load_state_dict(trained.state_dict())
+            _copy_head(trained, self.used)
             self.version += 1
             self.trained_to = self.collector.buffer.newest_used
         held_back = bool(history) and not adopted
@@ -199,9 +201,10 @@ class CoTraining:
     def _renew_vocabulary(self) -> Metrics:
         """Replace the draft vocabulary of the head in training if the policy writes other tokens.
 
-        The new vocabulary is used when the trained head is adopted. Only a head without an LM head
-        of its own can change its tokens. Returns the coverage of the vocabulary before and after,
-        as metrics; none for a head that drafts all tokens.
+        Before the first step of a new head, also lower its size to the best one. The new vocabulary
+        is used when the trained head is adopted. Only a head without an LM head of its own can
+        change its tokens. Returns the coverage of the vocabulary before and after and its size, as
+        metrics; none for a head that drafts all tokens.
         """
         head, counts = self.trainer.head, self.token_counts
         if counts is None or head.tokens is None:
@@ -212,17 +215,23 @@ class CoTraining:
                 counts.add(written(entry.sequence))
         steps = [entry.step for entry in self.collector.entries]
         self._counted_to = max(steps, default=self._counted_to)
-        best = counts.most_frequent(
-            len(head.tokens), always=head.config.eos_token_ids, before=head.tokens
-        )
+        size = len(head.tokens)
+        if self.settings.sizes_vocabulary and self.trainer.step == self.version == 0:
+            responses = [written(entry.sequence) for entry in self.collector.entries]
+            # Not more: the memory estimate assumes the first size.
+            size = min(size, best_size(responses, head.config) or size)
+        best = counts.most_frequent(size, always=head.config.eos_token_ids, before=head.tokens)
         before, after = counts.coverage(head.tokens), counts.coverage(best)
-        if after > before + _RENEW_ABOVE:
+        if size != len(head.tokens) or after > before + _RENEW_ABOVE:
             for each in (head, self._averaged):
-                assert each.draft_tokens is not None
-                each.draft_tokens.copy_(torch.tensor(best))
+                each.set_tokens(torch.tensor(best))
         else:
             after = before
-        return {"drafter/vocabulary_coverage/before": before, "drafter/vocabulary_coverage": after}
+        return {
+            "drafter/vocabulary_coverage/before": before,
+            "drafter/vocabulary_coverage": after,
+            "drafter/vocabulary_tokens": float(head.draft_vocab_size),
+        }
 
     def counts(self) -> Metrics:
         """Counters since the start, as metrics."""
@@ -279,7 +288,7 @@ class CoTraining:
         parts: dict[str, nn.Module] = {
             "head": self.trainer.head, "average": self.average, "used": self.used,
         }  # fmt: skip
-        weights = {name: saved[name].tensors(part.state_dict()) for name, part in parts.items()}
+        weights = {name: self._saved_weights(saved[name], part) for name, part in parts.items()}
         for name, tensors in weights.items():
             with restoring(name):
                 check_saved_tokens(tensors, self.used.config)
@@ -292,6 +301,12 @@ class CoTraining:
         with restoring("collector"):
             self.collector.load_state_dict(saved["collector"].value)
         self._check_sequences()
+        for head, name in (
+            (self.trainer.head, "head"),
+            (self._averaged, "average"),
+            (self.used, "used"),
+        ):
+            match_vocabulary(head, weights[name])
         for name, part in parts.items():
             part.load_state_dict(weights[name])
         for name, count in counts.items():
@@ -350,10 +365,17 @@ class CoTraining:
         self, weights: Mapping[str, Tensor], version: int, trained_to: PolicyVersion | None
     ) -> None:
         """Start from the weights of a head in use, without optimizer state or buffer."""
-        self.used.load_state_dict(Saved(weights, "used").tensors(self.used.state_dict()))
+        checked = self._saved_weights(Saved(weights, "used"), self.used)
+        match_vocabulary(self.used, checked)
+        self.used.load_state_dict(checked)
         self._restart()
         self.version, self.trained_to, self.regression = version, trained_to, Regression()
         self._has_started = version > 0
+
+    def _saved_weights(self, saved: Saved, part: nn.Module) -> dict[str, Tensor]:
+        """The saved weights of a part. Its draft vocabulary may have another size if co-training
+        may lower the size."""
+        return weights_like(saved, part.state_dict(), any_vocabulary=self.settings.sizes_vocabulary)
 
     @property
     def _averaged(self) -> DraftModel:
@@ -363,7 +385,7 @@ class CoTraining:
 
     def _restart(self) -> None:
         """Train from the head in use, with a new optimizer and a new average."""
-        self.trainer.head.load_state_dict(self.used.state_dict())
+        _copy_head(self.used, self.trainer.head)
         self.trainer.reset_optimizer()
         self.average = _average(self.trainer.head, self.settings.ema_decay)
 
@@ -392,6 +414,35 @@ def _average(head: DraftModel, decay: float) -> AveragedModel:
         torch._foreach_lerp_(averages, weights, 1 - keep)
 
     return AveragedModel(head, multi_avg_fn=update)
+
+
+def weights_like(
+    saved: Saved, like: Mapping[str, Tensor], *, any_vocabulary: bool
+) -> dict[str, Tensor]:
+    """Return saved weights of a head with the names, shapes and dtypes of `like`.
+
+    With `any_vocabulary`, the draft vocabulary may have another number of tokens; they are not
+    checked here (`check_saved_tokens`). Raises CheckpointError for other weights.
+    """
+    expected = dict(like)
+    for name, value in dict(saved.items()).items() if any_vocabulary else ():
+        if name.endswith(DRAFT_TOKENS) and name in like and isinstance(value.value, Tensor):
+            expected[name] = like[name].new_empty(value.value.numel())
+    return saved.tensors(expected)
+
+
+def match_vocabulary(head: DraftModel, weights: Mapping[str, Tensor]) -> None:
+    """Give the head a draft vocabulary of the size among its new `weights`."""
+    for name, tensor in weights.items():
+        if name.endswith(DRAFT_TOKENS) and len(tensor) != head.draft_vocab_size:
+            head.set_tokens(tensor)
+
+
+def _copy_head(source: DraftModel, target: DraftModel) -> None:
+    """Copy weights and draft vocabulary."""
+    weights = source.state_dict()
+    match_vocabulary(target, weights)
+    target.load_state_dict(weights)
 
 
 def _tensors(head: DraftModel) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from slipstream.checkpoint.saved import MOST_PER_STEP, Saved, restoring
 from slipstream.checkpoint.state import RunState, cotraining_file, draft_folder
 from slipstream.checkpoint.tree import load_tree, tree_writer
 from slipstream.deadlines import Deadlines
-from slipstream.drafter.cotraining import CoTraining, Slice, version_of
+from slipstream.drafter.cotraining import CoTraining, Slice, match_vocabulary, version_of
 from slipstream.drafter.decoded import DecodedFeatures
 from slipstream.drafter.sequences import VocabLayers
 from slipstream.models.draft.files import save_draft_head
@@ -180,6 +180,7 @@ def head_writer(like: DraftModel, state: Mapping[str, Any]) -> Callable[[Path], 
     """
     with torch.device("meta"):
         used = like.blank()
+    match_vocabulary(used, state["used"])
     used.load_state_dict(state["used"], assign=True)
     write_state = tree_writer(dict(state))
 

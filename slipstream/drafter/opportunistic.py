@@ -23,7 +23,7 @@ from slipstream.checkpoint.tree import load_tree
 from slipstream.deadlines import Deadlines, run_in_daemon
 from slipstream.drafter.buffer import BufferedSequence
 from slipstream.drafter.collector import FeatureForwarder
-from slipstream.drafter.cotraining import check_saved_tokens, version_of
+from slipstream.drafter.cotraining import check_saved_tokens, version_of, weights_like
 from slipstream.drafter.decoded import DecodedFeatures
 from slipstream.drafter.interval import (
     DraftReceiver,
@@ -335,7 +335,8 @@ class HeadInUse:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict()` of this class or of `CoTraining`."""
         saved = Saved(state)
-        weights = saved.field("used").tensors(self.weights)
+        any_vocabulary = self._setup.train.sizes_vocabulary
+        weights = weights_like(saved.field("used"), self.weights, any_vocabulary=any_vocabulary)
         with restoring("used"):
             check_saved_tokens(weights, self._setup.blank.config)
         version, trained_to = saved.field("version").count(), saved.field("trained_to")

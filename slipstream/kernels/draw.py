@@ -38,7 +38,22 @@ def mix(x):
 
 
 @kernel
-def draw_part(scores, stride, keys, positions, temperatures, support, tokens, N, V, part, parts):
+def hashes(complements, names, start, size, first, second):
+    """Write the complemented hashes of columns `start` to `start` + `size`. `names` is as in
+    `draw`."""
+    if names:
+        ids = carray(ints_at(names + start * 8), (size,))
+        for i in range(size):
+            complements[i] = ALL ^ mix(U(mix(U(U(U(ids[i]) * GOLDEN) ^ first)) + second))
+    else:
+        for i in range(size):
+            complements[i] = ALL ^ mix(U(mix(U(U(U(start + i) * GOLDEN) ^ first)) + second))
+
+
+@kernel
+def draw_part(
+    scores, stride, keys, positions, temperatures, support, names, tokens, N, V, part, parts
+):
     """Compute one of `parts` parts of `draw`."""
     words = carray(words_at(keys), (N * 2,))
     at = carray(ints_at(positions), (N,))
@@ -65,11 +80,9 @@ def draw_part(scores, stride, keys, positions, temperatures, support, tokens, N,
         for start in range(0, V, _BLOCK):
             size = min(_BLOCK, V - start)
             near = 0
+            hashes(complements, names, start, size, first, second)
             for i in range(size):
-                j = start + i
-                k = mix(U(mix(U(U(U(j) * GOLDEN) ^ first)) + second))
-                complements[i] = ALL ^ k
-                weights[i] = exp(s[j] - top)
+                weights[i] = exp(s[start + i] - top)
                 # A lower bound of 1 - u from 24 bits, which fit into a signed number.
                 below = F(np.int32(complements[i] >> _8)) * STEP
                 near += 1 if below <= ratio * weights[i] * SLACK else 0
@@ -88,7 +101,7 @@ def draw_part(scores, stride, keys, positions, temperatures, support, tokens, N,
 
 @for_team
 def _draw_shared(p):
-    draw_part(*to_fixed_tuple(carray(p, (9,)), 9), part_number(), part_count())
+    draw_part(*to_fixed_tuple(carray(p, (10,)), 10), part_number(), part_count())
 
 
 def draw(
@@ -98,6 +111,7 @@ def draw(
     positions: int,
     temperatures: int,
     support: int,
+    names: int,
     tokens: int,
     N: int,
     V: int,
@@ -109,10 +123,12 @@ def draw(
 
     `keys` (N, 2) int32 and `positions` (N,) int64 are as in `sampling.noise`. `support` (N, V) are
     booleans for the tokens that may be drawn, or 0 for all. Rows at temperature 0 ignore it.
+    `names` (V,) int64 are the token ids of the columns, in ascending order, whose noise is used; 0:
+    0 to V - 1.
     """
     run(
         draw_part,
         _draw_shared,
-        (scores, stride, keys, positions, temperatures, support, tokens, N, V),
+        (scores, stride, keys, positions, temperatures, support, names, tokens, N, V),
         2 * N * V if N > 1 else 0,
     )

@@ -617,6 +617,11 @@ SECTIONS: tuple[Section, ...] = (
                 "share",
                 "the same, with the draft vocabulary of the head in training",
             ),
+            Metric(
+                "drafter/vocabulary_tokens",
+                "tokens",
+                "size of the draft vocabulary of the head in training",
+            ),
             Metric("drafter/acceptance_rate", "share", "accepted drafts of the trained head"),
             Metric(
                 "drafter/acceptance_rate/{before,after}",

@@ -196,13 +196,19 @@ def tempered(logits_NV: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def draw(
-    scores_NV: Tensor, positions_N: Tensor, rows: SamplingRows, support_NV: Tensor | None = None
+    scores_NV: Tensor,
+    positions_N: Tensor,
+    rows: SamplingRows,
+    support_NV: Tensor | None = None,
+    names_V: Tensor | None = None,
 ) -> Tensor:
     """Return the argmax of scores + G over the tokens in `support_NV`, (N,) int64.
 
     Equal sums go to the lowest id. Greedy rows use the scores without noise. A row whose largest
     score is not finite gets an arbitrary id. `scores_NV` (float32) are log-probs, or logits divided
-    by the temperature, which differ from them by a constant.
+    by the temperature, which differ from them by a constant. If the columns are a part of the
+    vocabulary, `names_V` (int64) are their token ids in ascending order; the result is then still
+    the index of the column.
 
     Raises ValueError if positions are not int64 or the numbers of rows differ.
     """
@@ -223,6 +229,7 @@ def draw(
             positions.data_ptr(),
             rows.temperature_N.data_ptr(),
             0 if support is None else support.data_ptr(),
+            0 if names_V is None else names_V.contiguous().data_ptr(),
             tokens.data_ptr(),
             N,
             V,
@@ -230,7 +237,7 @@ def draw(
         return tokens
     wide = scores_NV.to(torch.float64)
     if rows.any_sampled:
-        noise = gumbel_noise(rows.keys_N2, positions_N, V)
+        noise = gumbel_noise(rows.keys_N2, positions_N, V if names_V is None else names_V)
         if rows.any_greedy:
             noise = noise.masked_fill_((rows.temperature_N == 0)[:, None], 0.0)
         wide = noise.add_(wide)

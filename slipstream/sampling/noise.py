@@ -56,21 +56,27 @@ def hash_words(keys_N2: Tensor, positions_N: Tensor, vocab_size: int) -> Tensor:
     return _signed_words(keys_N2, positions_N, vocab_size).to(torch.int64) & 0xFFFFFFFF
 
 
-def gumbel_noise(keys_N2: Tensor, positions_N: Tensor, vocab_size: int) -> Tensor:
-    """Return G, float64 (N, V): independent Gumbel(0, 1) values over positions and token ids."""
-    words = _signed_words(keys_N2, positions_N, vocab_size)
+def gumbel_noise(keys_N2: Tensor, positions_N: Tensor, ids: int | Tensor) -> Tensor:
+    """Return G, float64 (N, V): independent Gumbel(0, 1) values over positions and token ids.
+
+    `ids` are token ids (V,), int64, or the number V of token ids from 0.
+    """
+    words = _signed_words(keys_N2, positions_N, ids)
     # k - 2^31 is a signed 32-bit number, so float64 represents it exactly without int64.
     k = words.bitwise_xor_(-(1 << 31)).to(torch.float64)
     u = k.add_(2.0**31 + 0.5).mul_(2.0**-32)
     return u.log_().neg_().log_().neg_()
 
 
-def _signed_words(keys_N2: Tensor, positions_N: Tensor, vocab_size: int) -> Tensor:
+def _signed_words(keys_N2: Tensor, positions_N: Tensor, ids: int | Tensor) -> Tensor:
     """Return the 32 bits of k for every token id, as int32 (N, V)."""
     positions = positions_N.to(torch.int32)
     first = _mix(keys_N2[:, 0] ^ (positions * _GOLDEN))
     second = _mix(keys_N2[:, 1] + first)
-    ids_V = _scrambled_ids(vocab_size, keys_N2.device)
+    if isinstance(ids, int):
+        ids_V = _scrambled_ids(ids, keys_N2.device)
+    else:
+        ids_V = ids.to(torch.int32) * _GOLDEN
     return _mix(_mix(ids_V[None, :] ^ first[:, None]).add_(second[:, None]))
 
 

@@ -12,6 +12,7 @@ from slipstream.drafter.acceptance import Acceptance, Regression, measure_accept
 from slipstream.drafter.sequences import passes
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.plan import DraftPlan
+from slipstream.models.draft.eagle1 import DraftHead
 from slipstream.sampling.choose import SamplingRows, choose
 from slipstream.sampling.noise import key_words
 from tests.drafter.helpers import new_head, requests, responses, sequences, trainer, vocab_of
@@ -34,8 +35,15 @@ def head() -> Any:
     [{}, {"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}],
     ids=str,
 )
-def test_replay_counts_like_the_engine(head: Any, drafts: int, sampling: dict[str, float]) -> None:
+@pytest.mark.parametrize("part", [False, True])
+def test_replay_counts_like_the_engine(
+    head: Any, drafts: int, sampling: dict[str, float], part: bool
+) -> None:
     decoder = shared_decoder()
+    if part:
+        # The tokens that the policy writes most here, so that some drafts are accepted.
+        whole, head = head, DraftHead(decoder.config, [*range(1, decoder.config.vocab_size, 2)])
+        head.load_state_dict(whole.state_dict(), strict=False)
     asked = requests(12, seed=9, **sampling)
     measured = measure_acceptance(
         head, responses(decoder, asked), vocab_of(decoder), depth=4, batch_size=5

@@ -361,6 +361,65 @@ def test_the_draft_vocabulary_follows_the_tokens_of_the_policy() -> None:
     )
 
 
+def test_the_first_slice_of_a_new_head_lowers_the_size_of_its_draft_vocabulary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokens, vocab = [*range(20)], vocab_of(shared_decoder())
+
+    def new(sizes: bool = True) -> CoTraining:
+        made = with_vocabulary(tokens)
+        made.settings = replace(made.settings, is_new=True, sizes_vocabulary=sizes)
+        return made
+
+    counted: list[int] = []
+
+    def best(responses: list[list[int]], config: object) -> int:
+        counted.append(len(responses))
+        return 9
+
+    monkeypatch.setattr("slipstream.drafter.cotraining.best_size", best)
+    made = new()
+    first = made.slice(vocab, step=1)
+    check_names(first.metrics)
+    assert counted == [len(made.collector.entries)]
+    assert first.adopted
+    assert first.metrics["drafter/vocabulary_tokens"] == 9
+    published = tensors(made)["draft_tokens"].tolist()
+    assert len(published) == 9
+    assert made.token_counts is not None
+    assert published == made.token_counts.most_frequent(
+        9, always=made.used.config.eos_token_ids, before=tokens
+    )
+    # Later slices keep the size.
+    made.slice(vocab, step=2)
+    assert len(counted) == 1
+    # A resumed run begins with a head of the first size.
+    resumed = new()
+    resumed.load_state_dict(made.state_dict())
+    assert resumed.used.tokens == made.used.tokens
+    again = resumed.slice(vocab, step=3).metrics
+    assert again == pytest.approx(
+        made.slice(vocab, step=3).metrics | {"drafter/seconds": ANY}, abs=0
+    )
+    assert len(counted) == 1
+    from_head = new()
+    from_head.start_from(tensors(made), 1, 6)
+    assert from_head.trainer.head.tokens == from_head.used.tokens == made.used.tokens
+    with pytest.raises(CheckpointError, match="draft_tokens"):
+        new(sizes=False).load_state_dict(made.state_dict())
+
+
+@pytest.mark.parametrize("size", [None, 100])
+def test_the_first_slice_never_raises_the_size_of_a_draft_vocabulary(
+    size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.drafter.cotraining.best_size", lambda *_: size)
+    made = with_vocabulary([*range(20)])
+    made.settings = replace(made.settings, is_new=True, sizes_vocabulary=True)
+    made.slice(vocab_of(shared_decoder()), step=1)
+    assert made.trainer.head.draft_vocab_size == 20
+
+
 def test_a_head_that_drafts_all_tokens_has_no_token_counts() -> None:
     made = cotraining(count=24)
     assert made.token_counts is None

@@ -26,6 +26,7 @@ def test_the_noise_equals_the_sampling_modules_at_every_position() -> None:
         positions.data_ptr(),
         heat.data_ptr(),
         0,
+        0,
         tokens.data_ptr(),
         N,
         V,

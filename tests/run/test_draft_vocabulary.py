@@ -74,6 +74,35 @@ def test_the_training_process_publishes_its_vocabulary(
     assert head.draft_vocab_size == 16
 
 
+def test_a_new_head_lowers_the_size_of_its_vocabulary(
+    learned: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {
+        "build.speculation.LARGE": 16,
+        "build.speculation.SIZE_WITHOUT_RESPONSES": 24,
+        "drafter.cotraining.best_size": lambda responses, policy: 8,
+    }.items():
+        monkeypatch.setattr(f"slipstream.{name}", value)
+    folder, reward = learned
+    line = rl_only(tmp_path / "run", *SETTINGS, *LEARN, reward=reward)
+    assert main(line) == 0
+    assert_same_rl(folder, tmp_path / "run")
+    steps = dict(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+    assert steps[4]["drafter/vocabulary_tokens"] == 8
+    head = load_draft_head(draft_folder(tmp_path / "run" / "global_step_4"))
+    assert head.draft_vocab_size == 8
+    # A resumed run starts with 24 tokens, and gets the others from the checkpoint.
+    again = tmp_path / "again"
+    shutil.copytree(tmp_path / "run", again)
+    shutil.rmtree(again / "global_step_4")
+    (again / "latest_checkpointed_iteration.txt").write_text("2")
+    assert main(rl_only(again, *SETTINGS, *LEARN, reward=reward)) == 0
+    assert_same_result(result_of(tmp_path / "run"), result_of(again))
+    assert load_draft_head(draft_folder(again / "global_step_4")).draft_vocab_size == 8
+
+
 @pytest.mark.parametrize("size", [0, 100_000])
 def test_a_vocabulary_of_impossible_size_is_refused(
     tmp_path: Path, size: int, capsys: pytest.CaptureFixture[str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,24 @@ import pytest
 import torch
 
 from slipstream.build import cotraining as build_cotraining
+from slipstream.checkpoint.state import draft_folder
 from slipstream.cli import main
 from slipstream.deadlines import Deadlines
 from slipstream.drafter import opportunistic
 from slipstream.drafter.buffer import BufferedSequence, BufferSettings
 from slipstream.drafter.collector import CollectorSettings
 from slipstream.drafter.cotraining import CoTrainSettings
-from slipstream.drafter.opportunistic import OpportunisticTraining
+from slipstream.drafter.interval import head_writer
+from slipstream.drafter.opportunistic import HeadInUse, OpportunisticTraining
 from slipstream.drafter.sequences import VocabLayers
 from slipstream.drafter.trainer import DraftTrainSettings
-from slipstream.drafter.worker import SliceResult, WorkerSetup
-from slipstream.errors import EngineError
+from slipstream.drafter.worker import SliceResult, WorkerSetup, _training
+from slipstream.errors import CheckpointError, EngineError
 from slipstream.inference.embedded import EmbeddedEngine
 from slipstream.metrics.loggers import read_jsonl
+from slipstream.models.draft.eagle1 import DraftHead
+from slipstream.models.draft.files import load_draft_head
+from slipstream.models.draft.model import DraftModel
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.optim import OptimSettings
 from slipstream.types import SamplingParams, WeightUpdate
@@ -144,10 +150,25 @@ def training(
         async def update_drafter(self, update: WeightUpdate) -> None:
             await receive()
 
-    head = new_head(shared_decoder())
-    setup = WorkerSetup(
+    setup = worker_setup(new_head(shared_decoder()))
+    made = OpportunisticTraining(
+        setup,
+        lambda: VocabLayers.of(shared_decoder(), torch.float32),
+        [Receiver()],
+        compute,
+        notify=notify,
+        deadlines=Deadlines(),
+    )
+    worker: Any = QuickWorker(setup)
+    worker.learn([], None, 1)
+    made._worker = worker
+    return made
+
+
+def worker_setup(head: DraftModel) -> WorkerSetup:
+    return WorkerSetup(
         blank=head.blank(),
-        weights={name: p.detach() for name, p in head.named_parameters()},
+        weights={name: tensor.detach() for name, tensor in head.state_dict().items()},
         version=0,
         collector=CollectorSettings(
             params=SamplingParams(max_tokens=4), max_length=8, held_out=1, held_out_every=2
@@ -161,18 +182,25 @@ def training(
             ema_decay=0.0,
         ),
     )
-    made = OpportunisticTraining(
-        setup,
-        lambda: VocabLayers.of(shared_decoder(), torch.float32),
-        [Receiver()],
-        compute,
-        notify=notify,
-        deadlines=Deadlines(),
+
+
+def test_a_restored_head_may_have_a_smaller_draft_vocabulary(tmp_path: Path) -> None:
+    config = shared_decoder().config
+    first, smaller = DraftHead(config, range(24)), DraftHead(config, range(3, 11))
+    for head in (first, smaller):
+        head.init_weights(1)
+    setup = replace(
+        worker_setup(first), train=replace(worker_setup(first).train, sizes_vocabulary=True)
     )
-    worker: Any = QuickWorker(setup)
-    worker.learn([], None, 1)
-    made._worker = worker
-    return made
+    state = {"used": dict(smaller.state_dict()), "version": 2, "trained_to": 5}
+    used = HeadInUse(setup)
+    used.load_state_dict(state)
+    assert used.weights["draft_tokens"].tolist() == [*range(3, 11)]
+    assert _training(used.setup).trainer.head.tokens == tuple(range(3, 11))
+    head_writer(used.setup.blank, used.state_dict())(tmp_path)
+    assert load_draft_head(draft_folder(tmp_path)).tokens == tuple(range(3, 11))
+    with pytest.raises(CheckpointError, match="draft_tokens"):
+        HeadInUse(worker_setup(first)).load_state_dict(state)
 
 
 def test_errors_of_publishing_and_of_the_rollout_keep_their_type(

@@ -181,6 +181,24 @@ def test_draw_equals_the_argmax_over_all_noise(vocab: int, scale: float, cut: bo
     assert torch.equal(draw(scores, positions, rows, support), wide.argmax(-1))
 
 
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("cut", [False, True])
+def test_columns_with_names_have_the_noise_of_their_tokens(kernel: bool, cut: bool) -> None:
+    vocab, generator = 700, torch.Generator().manual_seed(3)
+    names = torch.randperm(vocab, generator=generator)[:300].sort().values
+    rows, positions = make_rows([Setting()] * 60 + [Setting(temperature=0)] * 4), torch.arange(64)
+    scores = torch.randn(64, 300, generator=generator)
+    support = torch.rand(64, 300, generator=generator) < 0.3
+    support[60:] = True
+    wide = torch.full((64, vocab), float("-inf")).index_copy_(1, names, scores)
+    wide_support = torch.zeros(64, vocab, dtype=torch.bool).index_copy_(1, names, support)
+    expected = draw(wide, positions, rows, wide_support if cut else None)
+    # In float64 the torch path is used.
+    given = scores if kernel else scores.double()
+    found = draw(given, positions, rows, support if cut else None, names)
+    assert torch.equal(names[found], expected)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_row_that_is_not_finite_does_not_affect_others(bad: float) -> None:
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(1))

@@ -225,23 +225,31 @@ class EagleProposer:
         )
         self._check_tokens(tokens, f"{what} to version {update.version} refused")
         copy_tensors(self._head, tensors)
-        if self._head.draft_tokens is not None:
+        size = self._head.draft_vocab_size
+        if tokens and self._head.algorithm == "EAGLE":
+            self._head.set_tokens(tokens[0])
+        elif self._head.draft_tokens is not None:
             self._head.draft_tokens.copy_(tokens[0])
         with torch.no_grad():
             packed = self._head.pack(self._dtype)
         if self._graphs is None:
             self._packed = packed
-        else:
+        elif self._head.draft_vocab_size == size:
             copy_in_place(self._packed, packed)
+        else:
+            self._graphs.clear()
+            self._packed, self._lm_head = packed, None
         self._is_lm_head_stale = True
         for row in self._rows.values():
             row.cached = 0
 
     def _check_tokens(self, found: Sequence[Tensor], refused: str) -> None:
-        """Raise EngineError unless the draft vocabularies `found` in an update are one like the
-        head's. Its size never changes."""
+        """Raise EngineError unless `found`, the draft vocabularies in an update, is one that fits
+        the head. Only an EAGLE head can change the size of its vocabulary."""
         own, config = self._head.draft_tokens, self._head.config
         size = None if own is None else len(own)
+        if self._head.algorithm == "EAGLE" and own is not None and len(found) == 1:
+            size = found[0].numel()
         expected = [] if size is None else [(torch.int64, (size,))]
         if [(t.dtype, tuple(t.shape)) for t in found] != expected:
             shapes = [f"{t.dtype} {tuple(t.shape)}" for t in found]

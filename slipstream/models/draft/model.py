@@ -89,6 +89,17 @@ class DraftModel(nn.Module, ABC):
         """The draft vocabulary in ascending order; None: all tokens."""
         return None if self.draft_tokens is None else tuple(self.draft_tokens.tolist())
 
+    def set_tokens(self, tokens: Tensor) -> None:
+        """Replace the draft vocabulary by `tokens` (Z,), int64 in ascending order; the size may
+        change.
+
+        Only for heads without an LM head of their own (EAGLE), which have no weights for single
+        tokens. The caller checks the tokens (`check_tokens`).
+        """
+        assert self.draft_tokens is not None
+        assert self.algorithm == "EAGLE", "an EAGLE-3 head's LM head belongs to its tokens"
+        self.draft_tokens = tokens.detach().to(self.device, copy=True)
+
     @property
     def draft_vocab_size(self) -> int:
         """Z, the number of tokens that the head can draft."""

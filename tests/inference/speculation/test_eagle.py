@@ -513,8 +513,9 @@ def drafted_tokens(proposer: Recorder, since: int = 0) -> set[int]:
 
 @pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.parametrize("plan", ["3_1_4", "3_2_6"])
+@pytest.mark.parametrize("fewer", [0, 7])
 def test_a_draft_vocabulary_is_renewed_while_requests_run(
-    kernels: bool, plan: str, request: pytest.FixtureRequest
+    kernels: bool, plan: str, fewer: int, request: pytest.FixtureRequest
 ) -> None:
     if not kernels:
         request.getfixturevalue("without_kernels")
@@ -530,11 +531,41 @@ def test_a_draft_vocabulary_is_renewed_while_requests_run(
     done = [one for _ in range(4) for one in engine.step()]
     at = len(proposer.drafted)
     assert drafted_tokens(proposer) <= set(even)
-    engine.update_drafter(head_update(with_tokens(odd[: len(even)])))
+    odd = odd[: len(even) - fewer]
+    engine.update_drafter(head_update(with_tokens(odd)))
     done += drain(engine)
     assert all_bits(done) == reference
     assert 0 < len(drafted_tokens(proposer, at)) <= len(odd)
     assert drafted_tokens(proposer, at) <= set(odd)
+    assert proposer._packed.tokens is not None
+    assert proposer._packed.tokens.tolist() == odd
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_captured_drafting_follows_the_size_of_the_draft_vocabulary() -> None:
+    vocab_size, found = shared_decoder().config.vocab_size, []
+    for record in (None, trace):
+        proposer = Recorder(
+            with_tokens([*range(0, vocab_size, 2)]),
+            dtype=torch.float32,
+            record=record,
+            free_cache=False,
+        )
+        proposer.drafted, proposer.pending = [], {}
+        engine = make_engine(
+            proposer=proposer, plan=DraftPlan.parse("3_1_4"), free_cache_engine=False
+        )
+        for size in (0, 9, vocab_size):
+            if size:
+                engine.update_drafter(head_update(with_tokens([*range(size)])))
+            at = len(proposer.drafted)
+            engine.run([make_request("a", [3, 4, 5], max_tokens=60)])
+            assert not size or drafted_tokens(proposer, at) <= set(range(size))
+        found.append(proposer.drafted)
+    assert found[0] == found[1]
+    graphs = proposer._graphs
+    assert graphs is not None
+    assert graphs.replayed > 8
 
 
 def test_requests_draft_as_soon_as_an_untrained_head_is_updated() -> None:
@@ -567,7 +598,8 @@ def test_requests_draft_as_soon_as_an_untrained_head_is_updated() -> None:
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        (torch.tensor([1, 2]), "its draft_tokens are .* but the head's draft vocabulary has 3"),
+        (torch.tensor([[1, 2, 3]]), "its draft_tokens are .* but the head's draft vocabulary has"),
+        (torch.tensor([], dtype=torch.int64), "vocabulary has 0 tokens"),
         (torch.tensor([1.0, 2.0, 3.0]), "its draft_tokens are .*float32"),
         (torch.tensor([3, 2, 5]), "each once and in ascending order"),
         (torch.tensor([1, 2, 100000]), "must name tokens of the policy's"),
