@@ -5,7 +5,6 @@ Called by `run.draft_phase`, on the compute thread.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ from slipstream.loops.draft_data import (
     SequenceSource,
     read_rollouts,
 )
+from slipstream.models.digest import weights_digest
 from slipstream.models.draft.eagle3 import Eagle3Head
 from slipstream.models.draft.model import DraftModel
 from slipstream.training.optim import OptimSettings
@@ -142,10 +142,6 @@ def make_parts(
             aux_layers=head.aux_layers,
         )
     vocab = VocabLayers.of(decoder, limits.dtype)
-    digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in decoder.named_parameters():
-        digest.update(name.encode())
-        digest.update(parameter.detach().cpu().numpy().tobytes())
     return DraftParts(
         trainer=DraftTrainer(
             head.to(device_of(config)),
@@ -156,7 +152,7 @@ def make_parts(
         responder=responder,
         # Without validation prompts: training prompts with another noise key.
         held_out=held_out or data.get_prompts(draft.held_out_samples),
-        policy_digest=digest.hexdigest(),
+        policy_digest=weights_digest(decoder),
     )
 
 

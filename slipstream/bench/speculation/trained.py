@@ -14,17 +14,21 @@ from statistics import NormalDist, median
 
 import torch
 
+from slipstream.bench.printing import progress
 from slipstream.build.data import make_task, make_tokenizer, validation_prompts
 from slipstream.build.policy import max_model_len
 from slipstream.build.process import import_external
+from slipstream.checkpoint.files import read_json
 from slipstream.checkpoint.layout import head_folder, policy_folder
 from slipstream.checkpoint.manager import CheckpointManager
-from slipstream.checkpoint.state import draft_folder
+from slipstream.checkpoint.saved import Saved, restoring
+from slipstream.checkpoint.state import data_file, draft_folder
 from slipstream.config.load import CONFIG_FILE, load_config
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError
 from slipstream.inference.engine import Engine, EngineSettings
 from slipstream.models.decoder import Decoder
+from slipstream.models.digest import weights_digest
 from slipstream.models.draft.files import load_draft_head
 from slipstream.models.draft.model import DraftModel
 from slipstream.models.hf_io import load_checkpoint
@@ -41,25 +45,29 @@ LONG_TAIL = 8.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """A policy, its draft head, and prompts of its task as token ids."""
+    """A policy, its draft head, and prompts of its task as token ids.
+
+    Responses have at most `max_response_length` tokens; None: `max_model_len` is the only limit.
+    """
 
     decoder: Decoder
     head: DraftModel
     prompts: Sequence[Sequence[int]]
     max_model_len: int
+    max_response_length: int | None = None
 
 
 def load_trained(run: Path, device: torch.device = CPU, most: int = CANDIDATES) -> Trained:
     """Load a run folder with a policy and a draft head, such as `make bench-model` makes.
 
-    The head is that of the run's newest RL checkpoint, if it co-trains, or else that of the folder
-    `draft` of the run, which `slipstream draft` writes. `most` is the largest number of prompts.
+    The head is that of the folder `draft` of the run, if `slipstream draft` trained it for the
+    newest policy; else that of the newest RL checkpoint, if it co-trains; else that of `draft`.
+    `most` is the largest number of prompts.
 
     Raises ConfigError if the folder is not such a run, CheckpointError for files that cannot be
     used.
     """
-    place = _place_of_head(run)
-    if not (run / CONFIG_FILE).is_file() or not place.is_dir():
+    if not (run / CONFIG_FILE).is_file() or not _place_of_head(run).is_dir():
         raise ConfigError(
             f"{run} is not the folder of a run with a draft head; `make bench-model` makes "
             "runs/bench-model, and --policy DIR names another"
@@ -68,6 +76,8 @@ def load_trained(run: Path, device: torch.device = CPU, most: int = CANDIDATES) 
     import_external(config)
     policy = policy_folder(run)
     decoder = load_checkpoint(policy, device=device)
+    place = _place_of_head(run, decoder)
+    progress(f"draft head of {place}")
     tokenizer = make_tokenizer(config, policy)
     task = make_task(config, tokenizer)
     prompts = validation_prompts(config, tokenizer, task, count=most)
@@ -76,14 +86,28 @@ def load_trained(run: Path, device: torch.device = CPU, most: int = CANDIDATES) 
         head=load_draft_head(head_folder(place), decoder.config).to(device),
         prompts=[tuple(prompt.ids) for prompt in prompts],
         max_model_len=max_model_len(config),
+        max_response_length=config.data.max_response_length,
     )
 
 
-def _place_of_head(run: Path) -> Path:
-    """The newest RL checkpoint if it has a head, else the folder of a run of `slipstream draft`."""
+def _place_of_head(run: Path, policy: Decoder | None = None) -> Path:
+    """The newest RL checkpoint, if it has a head and the folder `draft` has none for `policy`; else
+    this folder."""
     newest = CheckpointManager(run, keep=None).latest() if run.is_dir() else None
-    co_trained = newest is not None and draft_folder(newest).is_dir()
-    return newest if newest is not None and co_trained else run / "draft"
+    if newest is None or not draft_folder(newest).is_dir():
+        return run / "draft"
+    if policy is not None and _trained_for(run / "draft") == weights_digest(policy):
+        return run / "draft"
+    return newest
+
+
+def _trained_for(run: Path) -> str | None:
+    """The digest of the policy of a run of `slipstream draft`; None if it is unknown."""
+    newest = CheckpointManager(run, keep=None).latest() if run.is_dir() else None
+    if newest is None or not data_file(newest).is_file():
+        return None
+    with restoring(data_file(newest)):
+        return Saved(read_json(data_file(newest))).field("policy").text()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +131,7 @@ def natural_responses(
 ) -> Responses:
     """Complete responses to every prompt: `samples` of each."""
     longest = trained.max_model_len - max(map(len, trained.prompts))
+    longest = min(longest, trained.max_response_length or longest)
     requests = [
         GenerateRequest(
             request_id=str(number),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import replace
@@ -42,6 +43,7 @@ from slipstream.checkpoint.manager import MANIFEST, TRACKER
 from slipstream.errors import ConfigError
 from slipstream.inference.engine import Engine
 from slipstream.inference.protocol import BATCH_LIMITS
+from slipstream.models.digest import weights_digest
 from slipstream.models.draft.eagle1 import DraftHead
 from tests.inference.helpers import make_request, shared_decoder
 
@@ -96,6 +98,15 @@ def test_the_newest_checkpoint_with_a_head_comes_first(tmp_path: Path) -> None:
     assert _place_of_head(tmp_path) == tmp_path / "draft"
     (checkpoint / "draft").mkdir()
     assert _place_of_head(tmp_path) == checkpoint
+    # A head that `slipstream draft` trained for this policy, and one for another.
+    policy, after = shared_decoder(), tmp_path / "draft" / "global_step_9"
+    assert _place_of_head(tmp_path, policy) == checkpoint
+    after.mkdir(parents=True)
+    (after / MANIFEST).write_text("{}")
+    (tmp_path / "draft" / TRACKER).write_text("9")
+    for digest, place in ((weights_digest(policy), tmp_path / "draft"), ("0" * 32, checkpoint)):
+        (after / "data.json").write_text(json.dumps({"policy": digest}))
+        assert _place_of_head(tmp_path, policy) == place
 
 
 def test_the_rollout_has_all_contenders_and_upper_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +191,9 @@ def test_samples_of_a_prompt_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     written = natural_responses(toy, 1.0, torch.float32, samples=3)
     assert [r.prompt_ids for r in written.requests] == [(3, 4)] * 3 + [(3, 6)] * 3
     assert len(set(map(tuple, written.tokens))) == 6
+    assert max(written.lengths) > 7
+    short = natural_responses(replace(toy, max_response_length=7), 1.0, torch.float32, samples=3)
+    assert short.tokens == [tokens[:7] for tokens in written.tokens]
     fixed = as_written(written)
     assert [r.params.max_tokens for r in fixed.requests] == written.lengths
     with pytest.raises(ConfigError, match=r"--samples 4 .*--batch 6"):
