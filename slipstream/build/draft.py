@@ -16,13 +16,13 @@ from slipstream.build.data import make_data_buffer, make_decode, validation_prom
 from slipstream.build.engine import check_engine, engine_settings, rollout_dtype
 from slipstream.build.policy import add_adapter, device_of, make_decoder
 from slipstream.build.rollouts import sampling_params
-from slipstream.build.speculation import first_head
+from slipstream.build.speculation import first_head, head_aux_layers
 from slipstream.config.engines import ENGINE_KEY, engine_lacks, engines_with
 from slipstream.config.schema import Config
 from slipstream.config.schema_speculative import DrafterOptimSection
 from slipstream.data.registry import Task
 from slipstream.drafter.acceptance import HeldOut
-from slipstream.drafter.sequences import VocabLayers
+from slipstream.drafter.sequences import VocabLayers, written
 from slipstream.drafter.trainer import DraftTrainer, DraftTrainSettings
 from slipstream.errors import ConfigError
 from slipstream.inference.engine import Engine
@@ -105,30 +105,34 @@ def make_parts(
     if draft.rollout_files is not None:
         records = read_rollouts(draft.rollout_files, vocab_size=decoder.config.vocab_size)
 
-    def answering(aux_layers: tuple[int, ...] = ()) -> Responder:
-        decode = make_decode(config, tokenizer, decoder.config.eos_token_ids)
-        return Responder(
-            engine=Engine(decoder, limits, decode=decode, aux_layers=aux_layers),
-            params=sampling_params(config),
-            seed=config.trainer.seed,
-        )
+    decode = make_decode(config, tokenizer, decoder.config.eos_token_ids)
+    aux_layers = head_aux_layers(config, decoder.config, counts=True)
+    responder = Responder(
+        engine=Engine(decoder, limits, decode=decode, aux_layers=aux_layers),
+        params=sampling_params(config),
+        seed=config.trainer.seed,
+    )
+    known = list[HeldOut]()
 
     def first_answers() -> list[list[int]]:
         if records is not None:
             return [response for _, response in records]
-        # The responses of the first round; that round will use the same prompts again.
+        # The first round uses the same prompts again.
         before = data.state_dict()
-        answers = answering().answers(data.get_prompts(draft.samples_per_round), "draft")
+        known.extend(responder.first(data.get_prompts(draft.samples_per_round)))
         data.load_state_dict(before)
-        return answers
+        return [written(answer.sequence) for answer in known]
 
     head, _ = first_head(config, decoder, first_answers)
-    responder = answering(head.aux_layers)
     held_out = validation_prompts(config, tokenizer, task, count=draft.held_out_samples)
     source: SequenceSource
     if records is None:
         source = FreshResponses(
-            responder, data, samples=draft.samples_per_round, max_length=train.max_seq_len
+            responder,
+            data,
+            samples=draft.samples_per_round,
+            max_length=train.max_seq_len,
+            known=known or None,
         )
     else:
         with torch.no_grad():

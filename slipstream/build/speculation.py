@@ -267,13 +267,16 @@ def _new_aux_layers(eagle: EagleSection, policy: ModelConfig, *, counts: bool) -
     return aux_layers
 
 
-def head_aux_layers(config: Config, policy: ModelConfig) -> tuple[int, ...]:
-    """The auxiliary layers of RL's initial head. Reads only `config.json` of a head's folder;
+def head_aux_layers(
+    config: Config, policy: ModelConfig, *, counts: bool = False
+) -> tuple[int, ...]:
+    """The auxiliary layers of the initial head. `counts`: as for `slipstream draft`, there are
+    responses in which tokens can be counted. Reads only `config.json` of a head's folder;
     `check_speculation` reads everything. Raises the errors of `first_head`."""
     eagle = config.speculative.eagle
     if eagle.spec_model_path is not None:
         return aux_layers_in(head_folder(Path(eagle.spec_model_path)), policy)
-    return _new_aux_layers(eagle, policy, counts=False)
+    return _new_aux_layers(eagle, policy, counts=counts)
 
 
 def _known_head(config: Config, policy: ModelConfig) -> tuple[DraftModel, Path]:

@@ -35,6 +35,9 @@ from slipstream.types import (
 State = dict[str, Any]
 Stop = Callable[[], bool]
 
+_NAME = "draft"
+"""The noise namespace of the responses to train on."""
+
 
 class SequenceSource(Protocol):
     """Endless rounds of sequences; the position can be saved and restored."""
@@ -74,7 +77,7 @@ class Responder:
 
         Raises EngineError if a response fails.
         """
-        requests = self._requests(prompts, namespace, states=True)
+        requests = self._requests(prompts, namespace)
         for request in requests:
             self.engine.add(request)
         done: dict[str, Generation] = {}
@@ -98,25 +101,31 @@ class Responder:
             answers.append(HeldOut(sequence=sequence, key=request.key, params=self.params))
         return answers
 
-    def answers(self, prompts: Sequence[Prompt], namespace: str) -> list[list[int]]:
-        """The token ids of one response per prompt."""
-        done = self.engine.run(self._requests(prompts, namespace, states=False))
-        return [answer.token_ids for answer in done]
+    def first(self, prompts: Sequence[Prompt]) -> list[HeldOut]:
+        """The responses that the first round of `FreshResponses` gives to its prompts."""
+        answers = self.respond(prompts, _NAME)
+        assert answers is not None, "nothing stops it"
+        return answers
 
-    def _requests(
-        self, prompts: Sequence[Prompt], namespace: str, *, states: bool
-    ) -> list[GenerateRequest]:
+    def keys(self, prompts: Sequence[Prompt], namespace: str) -> list[NoiseKey]:
+        """The noise keys of the responses to `prompts`."""
+        return [
+            NoiseKey(seed=self.seed, namespace=namespace, epoch=prompt.epoch, uid=prompt.uid)
+            for prompt in prompts
+        ]
+
+    def _requests(self, prompts: Sequence[Prompt], namespace: str) -> list[GenerateRequest]:
         return [
             GenerateRequest(
                 request_id=f"{namespace}/{index}",
                 prompt_ids=tuple(prompt.ids),
                 params=self.params,
-                key=NoiseKey(
-                    seed=self.seed, namespace=namespace, epoch=prompt.epoch, uid=prompt.uid
-                ),
-                return_hidden_states=states,
+                key=key,
+                return_hidden_states=True,
             )
-            for index, prompt in enumerate(prompts)
+            for index, (prompt, key) in enumerate(
+                zip(prompts, self.keys(prompts, namespace), strict=True)
+            )
         ]
 
 
@@ -124,8 +133,16 @@ class FreshResponses:
     """A `SequenceSource` that generates responses to the next prompts in every round."""
 
     def __init__(
-        self, responder: Responder, prompts: PromptFeed, *, samples: int, max_length: int
+        self,
+        responder: Responder,
+        prompts: PromptFeed,
+        *,
+        samples: int,
+        max_length: int,
+        known: Sequence[HeldOut] | None = None,
     ) -> None:
+        """`known` are responses to the first prompts, if there are any already."""
+        self._known = known
         self._responder = responder
         self._prompts = prompts
         self._samples = samples
@@ -133,7 +150,11 @@ class FreshResponses:
 
     def next_round(self, stop: Stop) -> list[DraftSequence] | None:
         """The sequences of the next round, as `SequenceSource` defines it."""
-        answers = self._responder.respond(self._prompts.get_prompts(self._samples), "draft", stop)
+        prompts = self._prompts.get_prompts(self._samples)
+        known, self._known = self._known, None
+        if known is not None and [a.key for a in known] == self._responder.keys(prompts, _NAME):
+            return usable([answer.sequence for answer in known], self._max_length)
+        answers = self._responder.respond(prompts, _NAME, stop)
         if answers is None:
             return None
         return usable([answer.sequence for answer in answers], self._max_length)
