@@ -112,6 +112,9 @@ def make_parts(
         params=sampling_params(config),
         seed=config.trainer.seed,
     )
+    # Without validation prompts: training prompts with another noise key.
+    held_out = validation_prompts(config, tokenizer, task, count=draft.held_out_samples)
+    held_out = held_out or data.get_prompts(draft.held_out_samples)
     known = list[HeldOut]()
 
     def first_answers() -> list[list[int]]:
@@ -124,7 +127,6 @@ def make_parts(
         return [written(answer.sequence) for answer in known]
 
     head, _ = first_head(config, decoder, first_answers)
-    held_out = validation_prompts(config, tokenizer, task, count=draft.held_out_samples)
     source: SequenceSource
     if records is None:
         source = FreshResponses(
@@ -154,8 +156,7 @@ def make_parts(
         source=source,
         vocab=vocab,
         responder=responder,
-        # Without validation prompts: training prompts with another noise key.
-        held_out=held_out or data.get_prompts(draft.held_out_samples),
+        held_out=held_out,
         policy_digest=weights_digest(decoder),
     )
 

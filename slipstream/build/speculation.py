@@ -223,7 +223,8 @@ def _draft_tokens(
     """The draft vocabulary of a new head; None: all tokens.
 
     Without `answers` no token can be counted. Then the head has the lowest token ids, until
-    co-training replaces them. An EAGLE3 head cannot replace its tokens, and `auto` means all.
+    co-training replaces them and, with `auto`, lowers their number. An EAGLE3 head cannot replace
+    its tokens, and `auto` means all.
     """
     size, responses = eagle.draft_vocab_size, list[Sequence[int]]()
     if answers is not None and size is not None and (size != "auto" or policy.vocab_size > LARGE):

@@ -20,7 +20,7 @@ from slipstream.drafter.sequences import DraftSequence, VocabLayers, collate
 from slipstream.models.decoder import supports_varlen
 from slipstream.models.draft.model import DraftModel
 from slipstream.models.numerics import pad_rows
-from slipstream.sampling.choose import SamplingRows, draw, tempered
+from slipstream.sampling.choose import ELEMENTS_AT_ONCE, SamplingRows, draw, tempered
 from slipstream.sampling.noise import key_words
 from slipstream.sampling.truncate import truncate
 from slipstream.types import NoiseKey, SamplingParams
@@ -197,11 +197,20 @@ def _drafts(
     logits_NZ: Tensor, positions_N: Tensor, rows: SamplingRows, tokens_Z: Tensor | None
 ) -> Tensor:
     """The draft tokens (N,) of a head with the draft vocabulary `tokens_Z`; None: all tokens."""
-    scores, support = tempered(logits_NZ, rows), None
-    if rows.any_truncated:
-        support = truncate(torch.log_softmax(scores, -1), rows.top_k_N, rows.top_p_N, rows.min_p_N)
-        support |= (rows.temperature_N == 0)[:, None]
-    columns = draw(scores, positions_N, rows, support, tokens_Z)
+    count = len(logits_NZ)
+    # Truncation needs several copies of the logits.
+    at_once = max(1, ELEMENTS_AT_ONCE // logits_NZ.shape[1]) if rows.any_truncated else count
+    found = []
+    for start in range(0, count, at_once):
+        part = slice(start, start + at_once)
+        some = rows.part(part)
+        scores, support = tempered(logits_NZ[part], some), None
+        if some.any_truncated:
+            log_probs = torch.log_softmax(scores, -1)
+            support = truncate(log_probs, some.top_k_N, some.top_p_N, some.min_p_N)
+            support |= (some.temperature_N == 0)[:, None]
+        found.append(draw(scores, positions_N[part], some, support, tokens_Z))
+    columns = torch.cat(found) if found else positions_N.new_empty(0)
     return columns if tokens_Z is None else tokens_Z[columns]
 
 

@@ -81,6 +81,8 @@ class Slice:
 _COUNTS = ("version", "hold_backs", "failures", "tokens_seen")
 _RENEW_ABOVE = 0.002
 """The draft vocabulary is renewed if other tokens cover this share more of what was written."""
+_FEWEST_RESPONSES = 32
+"""With fewer responses, the draft vocabulary of a new head keeps its size."""
 _KEPT_COUNTS = 0.5
 """Share of the token counts that stays at each slice."""
 _MOST_TOKENS = 1 << 31
@@ -140,8 +142,6 @@ class CoTraining:
         if head.draft_tokens is not None and head.algorithm == "EAGLE":
             self.token_counts = TokenCounts(head.config.vocab_size)
         self._counted_to: int | None = None
-        self._has_started = False
-        """Whether a new head already is a linear predictor, or more."""
         self.used = head.copy()
 
     def published(self) -> list[tuple[str, Tensor]]:
@@ -163,9 +163,8 @@ class CoTraining:
         vocabulary = self._renew_vocabulary()
         batches = self.collector.buffer.batches(s.batch_size, f"{s.train.seed}/{step}")
         before = self._accepted(self.used, held_out, vocab)
-        if s.is_new and not self._has_started and self.trainer.step == self.version == 0:
-            buffered = [entry.sequence for entry in self.collector.buffer]
-            self._has_started = start_linear(self.trainer.head, buffered, vocab)
+        if s.is_new and self._is_untrained:
+            start_linear(self.trainer.head, [e.sequence for e in self.collector.buffer], vocab)
         history, failure = list[Metrics](), None
         try:
             history = self.trainer.train(
@@ -201,10 +200,10 @@ class CoTraining:
     def _renew_vocabulary(self) -> Metrics:
         """Replace the draft vocabulary of the head in training if the policy writes other tokens.
 
-        Before the first step of a new head, also lower its size to the best one. The new vocabulary
-        is used when the trained head is adopted. Only a head without an LM head of its own can
-        change its tokens. Returns the coverage of the vocabulary before and after and its size, as
-        metrics; none for a head that drafts all tokens.
+        Before the first step of a new head, also lower the number of tokens to the best one. The
+        new vocabulary is used when the trained head is adopted. Only a head without an LM head of
+        its own can change its tokens. Returns the coverage of the vocabulary before and after, and
+        its size, as metrics; none for a head that drafts all tokens.
         """
         head, counts = self.trainer.head, self.token_counts
         if counts is None or head.tokens is None:
@@ -216,10 +215,8 @@ class CoTraining:
         steps = [entry.step for entry in self.collector.entries]
         self._counted_to = max(steps, default=self._counted_to)
         size = len(head.tokens)
-        if self.settings.sizes_vocabulary and self.trainer.step == self.version == 0:
-            responses = [written(entry.sequence) for entry in self.collector.entries]
-            # Not more: the memory estimate assumes the first size.
-            size = min(size, best_size(responses, head.config) or size)
+        if self.settings.sizes_vocabulary and self._is_untrained:
+            size = self._best_size(self.used.draft_vocab_size)
         best = counts.most_frequent(size, always=head.config.eos_token_ids, before=head.tokens)
         before, after = counts.coverage(head.tokens), counts.coverage(best)
         if size != len(head.tokens) or after > before + _RENEW_ABOVE:
@@ -289,6 +286,15 @@ class CoTraining:
             "head": self.trainer.head, "average": self.average, "used": self.used,
         }  # fmt: skip
         weights = {name: self._saved_weights(saved[name], part) for name, part in parts.items()}
+        sizes = {
+            name: [len(t) for key, t in tensors.items() if key.endswith(DRAFT_TOKENS)]
+            for name, tensors in weights.items()
+        }
+        if sizes["head"] != sizes["average"]:
+            raise CheckpointError(
+                f"the head has {sizes['head']} draft tokens, but its average "
+                f"{sizes['average']}; {REMEDY}"
+            )
         for name, tensors in weights.items():
             with restoring(name):
                 check_saved_tokens(tensors, self.used.config)
@@ -370,12 +376,26 @@ class CoTraining:
         self.used.load_state_dict(checked)
         self._restart()
         self.version, self.trained_to, self.regression = version, trained_to, Regression()
-        self._has_started = version > 0
 
     def _saved_weights(self, saved: Saved, part: nn.Module) -> dict[str, Tensor]:
         """The saved weights of a part. Its draft vocabulary may have another size if co-training
         may lower the size."""
         return weights_like(saved, part.state_dict(), any_vocabulary=self.settings.sizes_vocabulary)
+
+    @property
+    def _is_untrained(self) -> bool:
+        """Whether the head in training has made no step since it was new. It is new again if its
+        first slice fails."""
+        return self.version == 0 and int(self.average.n_averaged) == 0
+
+    def _best_size(self, most: int) -> int:
+        """The best size of the draft vocabulary up to `most`, for which memory was estimated."""
+        entries = self.collector.entries
+        if len(entries) < _FEWEST_RESPONSES:
+            return most
+        prompts = [(entry.key.seed, entry.key.epoch, entry.key.uid) for entry in entries]
+        responses = [written(entry.sequence) for entry in entries]
+        return min(most, best_size(responses, self.used.config, prompts) or most)
 
     @property
     def _averaged(self) -> DraftModel:
@@ -425,14 +445,16 @@ def weights_like(
     checked here (`check_saved_tokens`). Raises CheckpointError for other weights.
     """
     expected = dict(like)
-    for name, value in dict(saved.items()).items() if any_vocabulary else ():
-        if name.endswith(DRAFT_TOKENS) and name in like and isinstance(value.value, Tensor):
-            expected[name] = like[name].new_empty(value.value.numel())
+    if any_vocabulary:
+        for name, value in saved.items():
+            if name.endswith(DRAFT_TOKENS) and name in like and isinstance(value.value, Tensor):
+                expected[name] = like[name].new_empty(value.value.numel())
     return saved.tensors(expected)
 
 
 def match_vocabulary(head: DraftModel, weights: Mapping[str, Tensor]) -> None:
-    """Give the head a draft vocabulary of the size among its new `weights`."""
+    """If the draft vocabulary among `weights` has another size than the head's, give it to the
+    head, so that it can load the weights."""
     for name, tensor in weights.items():
         if name.endswith(DRAFT_TOKENS) and len(tensor) != head.draft_vocab_size:
             head.set_tokens(tensor)

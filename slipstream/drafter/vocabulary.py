@@ -10,7 +10,7 @@ Shapes: V vocabulary size of the policy, Z size of the draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 
@@ -23,7 +23,8 @@ SIZES = (1024, 2048, 4096, 8192, 16384, 32768)
 """Sizes of draft vocabularies that `best_size` compares, besides all tokens."""
 
 SIZE_WITHOUT_RESPONSES = 8192
-"""Size of the draft vocabulary of a new head of RL, which has no responses to choose a size by.
+"""First size of the draft vocabulary of a new head of RL, which has no responses to choose a size
+by. Its first training lowers it (`CoTrainSettings.sizes_vocabulary`).
 `best_size` chose it for the untouched SmolLM2-135M (docs/log/draft_vocabulary.md)."""
 
 ACCEPTANCE = 0.75
@@ -71,18 +72,23 @@ class TokenCounts:
         return sorted(ids[order[:size]].tolist())
 
 
-def best_size(responses: Sequence[Sequence[int]], policy: ModelConfig) -> int | None:
+def best_size(
+    responses: Sequence[Sequence[int]], policy: ModelConfig, prompts: Sequence[Hashable] = ()
+) -> int | None:
     """Return the size of the draft vocabulary with the highest estimated speed; None: all tokens.
 
-    Coverage is measured on every second response, with the most frequent tokens of the others. A
+    Coverage is measured on the responses to every second prompt, with the most frequent tokens of
+    the others. `prompts[i]` identifies the prompt of response i; if empty, all prompts differ. A
     step's time is estimated by the weights that it reads, for which one request waits. So equal
     responses give equal sizes.
     """
     if policy.vocab_size <= LARGE or len(responses) < 2:
         return None
     counted, measured = TokenCounts(policy.vocab_size), TokenCounts(policy.vocab_size)
-    for number, response in enumerate(responses):
-        (counted, measured)[number % 2].add(response)
+    names = prompts or range(len(responses))
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    for name, response in zip(names, responses, strict=True):
+        (counted, measured)[numbers[name] % 2].add(response)
     speeds: dict[int | None, float] = {None: _speed(1.0, policy, policy.vocab_size)}
     for size in SIZES:
         if size < policy.vocab_size:

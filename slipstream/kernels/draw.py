@@ -123,8 +123,8 @@ def draw(
 
     `keys` (N, 2) int32 and `positions` (N,) int64 are as in `sampling.noise`. `support` (N, V) are
     booleans for the tokens that may be drawn, or 0 for all. Rows at temperature 0 ignore it.
-    `names` (V,) int64 are the token ids of the columns, in ascending order, whose noise is used; 0:
-    0 to V - 1.
+    `names` (V,) int64 are the token ids of the columns, in ascending order. At address 0, the ids
+    are 0 to V - 1.
     """
     run(
         draw_part,

@@ -620,7 +620,7 @@ SECTIONS: tuple[Section, ...] = (
             Metric(
                 "drafter/vocabulary_tokens",
                 "tokens",
-                "size of the draft vocabulary of the head in training",
+                "size of the draft vocabulary of the head in training (heads that have one)",
             ),
             Metric("drafter/acceptance_rate", "share", "accepted drafts of the trained head"),
             Metric(

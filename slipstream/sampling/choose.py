@@ -210,9 +210,11 @@ def draw(
     vocabulary, `names_V` (int64) are their token ids in ascending order; the result is then still
     the index of the column.
 
-    Raises ValueError if positions are not int64 or the numbers of rows differ.
+    Raises ValueError if positions or names are not int64, or if numbers of rows or columns differ.
     """
     N, V = scores_NV.shape
+    if names_V is not None and (names_V.dtype != torch.int64 or names_V.shape != (V,)):
+        raise ValueError(f"{V} columns, but names of shape {tuple(names_V.shape)}, {names_V.dtype}")
     if positions_N.dtype != torch.int64 or not len(positions_N) == len(rows.keys_N2) == N:
         raise ValueError(
             f"{N} rows of scores, {len(positions_N)} positions of {positions_N.dtype}, "
@@ -221,6 +223,7 @@ def draw(
     if scores_NV.device.type == "cpu" and scores_NV.dtype == torch.float32:
         scores, positions = scores_NV.contiguous(), positions_N.contiguous()
         support = None if support_NV is None else support_NV.contiguous()
+        names = None if names_V is None else names_V.contiguous()
         tokens = positions.new_empty(N)
         kernel.draw(
             scores.data_ptr(),
@@ -229,7 +232,7 @@ def draw(
             positions.data_ptr(),
             rows.temperature_N.data_ptr(),
             0 if support is None else support.data_ptr(),
-            0 if names_V is None else names_V.contiguous().data_ptr(),
+            0 if names is None else names.data_ptr(),
             tokens.data_ptr(),
             N,
             V,

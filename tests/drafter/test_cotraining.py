@@ -19,7 +19,7 @@ from slipstream.drafter.cotraining import CoTraining, CoTrainSettings
 from slipstream.drafter.linear_start import start_linear
 from slipstream.drafter.sequences import VocabLayers, written
 from slipstream.drafter.trainer import DraftTrainSettings
-from slipstream.errors import CheckpointError, ConfigError
+from slipstream.errors import CheckpointError, ConfigError, TrainingError
 from slipstream.metrics.names import check_names
 from slipstream.models.draft.eagle1 import DraftHead
 from slipstream.training.optim import OptimSettings
@@ -373,7 +373,8 @@ def test_the_first_slice_of_a_new_head_lowers_the_size_of_its_draft_vocabulary(
 
     counted: list[int] = []
 
-    def best(responses: list[list[int]], config: object) -> int:
+    def best(responses: list[list[int]], config: object, prompts: list[object]) -> int:
+        assert len(prompts) == len(responses) == len(set(prompts))
         counted.append(len(responses))
         return 9
 
@@ -396,17 +397,76 @@ def test_the_first_slice_of_a_new_head_lowers_the_size_of_its_draft_vocabulary(
     # A resumed run begins with a head of the first size.
     resumed = new()
     resumed.load_state_dict(made.state_dict())
-    assert resumed.used.tokens == made.used.tokens
-    again = resumed.slice(vocab, step=3).metrics
-    assert again == pytest.approx(
-        made.slice(vocab, step=3).metrics | {"drafter/seconds": ANY}, abs=0
-    )
+    assert same(tensors(resumed), tensors(made))
+    again, expected = resumed.slice(vocab, step=3).metrics, made.slice(vocab, step=3).metrics
+    assert again == expected | {"drafter/seconds": ANY}
+    assert same(resumed.average.state_dict(), made.average.state_dict())
     assert len(counted) == 1
+    other = made.state_dict()
+    other["head"]["draft_tokens"] = other["head"]["draft_tokens"][:5]
+    with pytest.raises(CheckpointError, match=r"\[5\] draft tokens, but its average \[9\]"):
+        new().load_state_dict(other)
     from_head = new()
     from_head.start_from(tensors(made), 1, 6)
     assert from_head.trainer.head.tokens == from_head.used.tokens == made.used.tokens
     with pytest.raises(CheckpointError, match="draft_tokens"):
         new(sizes=False).load_state_dict(made.state_dict())
+
+
+def test_a_failed_first_slice_of_a_new_head_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.drafter.cotraining.best_size", lambda *_: 9)
+    vocab = vocab_of(shared_decoder())
+    made = with_vocabulary([*range(20)])
+    made.settings = replace(made.settings, is_new=True, sizes_vocabulary=True)
+    train, calls = made.trainer._train_on, [0]
+
+    def failing(*arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise TrainingError("not finite")
+        return train(*arguments)
+
+    made.trainer._train_on = failing  # type: ignore[method-assign]
+    assert made.slice(vocab, step=1).failure == "not finite"
+    assert made.trainer.step == 2
+    assert made.trainer.head.draft_vocab_size == made.used.draft_vocab_size == 20
+    assert made.slice(vocab, step=2).adopted
+    assert made.used.draft_vocab_size == 9
+
+
+def test_a_held_back_head_of_another_size_is_saved_and_restored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("slipstream.drafter.cotraining.best_size", lambda *_: 9)
+    vocab = vocab_of(shared_decoder())
+
+    def new() -> CoTraining:
+        made = with_vocabulary([*range(20)])
+        made.settings = replace(made.settings, is_new=True, sizes_vocabulary=True)
+        return made
+
+    made = new()
+    with monkeypatch.context() as context:
+        context.setattr(Regression, "significant", True)
+        assert made.slice(vocab, step=1).held_back
+    assert (made.trainer.head.draft_vocab_size, made.used.draft_vocab_size) == (9, 20)
+    resumed = new()
+    resumed.load_state_dict(made.state_dict())
+    assert (resumed.trainer.head.draft_vocab_size, resumed.used.draft_vocab_size) == (9, 20)
+    expected = made.slice(vocab, step=2).metrics
+    assert resumed.slice(vocab, step=2).metrics == expected | {"drafter/seconds": ANY}
+    assert same(tensors(resumed), tensors(made))
+
+
+def test_few_responses_do_not_choose_the_size_of_a_draft_vocabulary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("slipstream.drafter.cotraining.best_size", lambda *_: 9)
+    monkeypatch.setattr("slipstream.drafter.cotraining._FEWEST_RESPONSES", 1000)
+    made = with_vocabulary([*range(20)])
+    made.settings = replace(made.settings, is_new=True, sizes_vocabulary=True)
+    made.slice(vocab_of(shared_decoder()), step=1)
+    assert made.trainer.head.draft_vocab_size == 20
 
 
 @pytest.mark.parametrize("size", [None, 100])

@@ -49,5 +49,15 @@ def test_the_size_follows_coverage_and_cost(words: int, size: int | None) -> Non
     assert best_size(responses, policy) == size
 
 
+def test_the_samples_of_a_prompt_are_in_the_same_half() -> None:
+    # The two samples of a prompt are equal, and different prompts have no token in common.
+    policy = config("llama", vocab_size=65_536)
+    texts = [[*range(300 * prompt, 300 * prompt + 300)] for prompt in range(200)]
+    responses = [text for text in texts for _ in range(2)]
+    prompts = [prompt for prompt in range(200) for _ in range(2)]
+    assert best_size(responses, policy, prompts) is None
+    assert best_size(responses, policy) is not None
+
+
 def test_one_response_is_too_little_to_choose_a_size() -> None:
     assert best_size([[1, 2, 3]], config("llama", vocab_size=65_536)) is None

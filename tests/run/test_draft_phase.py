@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slipstream.bench.speculation.trained import _trained_for
 from slipstream.build.draft import default_muon_lr
 from slipstream.checkpoint.interrupt import GracefulInterrupt
 from slipstream.checkpoint.layout import head_folder, policy_folder
@@ -20,12 +21,13 @@ from slipstream.cli import main
 from slipstream.drafter.sequences import DraftSequence
 from slipstream.errors import DataError
 from slipstream.loops.draft import DraftLoopSettings, train_draft_head
-from slipstream.loops.draft_data import read_rollouts
+from slipstream.loops.draft_data import Responder, read_rollouts
 from slipstream.metrics.loggers import read_jsonl
 from slipstream.metrics.names import check_names, deterministic
+from slipstream.models.digest import weights_digest
 from slipstream.models.draft.eagle1 import DraftHead
 from slipstream.models.draft.files import load_draft_head, save_draft_head
-from slipstream.models.hf_io import load_config
+from slipstream.models.hf_io import load_checkpoint, load_config
 from slipstream.run import draft_phase
 from slipstream.run.eval_export import _head_source
 from tests.drafter.helpers import new_head, sequences, trainer, vocab_of
@@ -108,6 +110,29 @@ def test_run_writes_head_metrics_and_checkpoints(policy: Path, finished: Path) -
     head = load_draft_head(head_folder(finished), config)
     assert head_folder(finished) == finished / "global_step_7" / "draft"
     assert all(torch.isfinite(p).all() for p in head.parameters())
+    # The benchmarks find the head of a policy by this digest.
+    weights = load_checkpoint(huggingface_folder(policy / "global_step_2"))
+    assert _trained_for(finished) == weights_digest(weights)
+
+
+def test_responses_in_which_tokens_were_counted_are_not_generated_again(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: list[int] = []
+    respond = Responder.respond
+
+    def counted(self: Responder, prompts: Any, namespace: str, *more: Any) -> Any:
+        rounds.append(len(prompts))
+        return respond(self, prompts, namespace, *more)
+
+    monkeypatch.setattr(Responder, "respond", counted)
+    whole = line(policy, tmp_path / "all", "speculative.eagle.draft_vocab_size=null")
+    assert main(whole) == 0
+    # Held-out prompts, and three rounds.
+    assert sorted(rounds) == [5, 6, 6, 6]
+    rounds.clear()
+    assert main(line(policy, tmp_path / "few", "speculative.eagle.draft_vocab_size=20")) == 0
+    assert sorted(rounds) == [5, 6, 6, 6]
     lines = read_jsonl(finished / "metrics.jsonl")
     assert [step for step, _ in lines] == list(range(8))
     for _, metrics in lines:

@@ -82,7 +82,8 @@ def test_a_new_head_lowers_the_size_of_its_vocabulary(
     for name, value in {
         "build.speculation.LARGE": 16,
         "build.speculation.SIZE_WITHOUT_RESPONSES": 24,
-        "drafter.cotraining.best_size": lambda responses, policy: 8,
+        "drafter.cotraining.best_size": lambda *_: 8,
+        "drafter.cotraining._FEWEST_RESPONSES": 1,
     }.items():
         monkeypatch.setattr(f"slipstream.{name}", value)
     folder, reward = learned
@@ -98,6 +99,7 @@ def test_a_new_head_lowers_the_size_of_its_vocabulary(
     shutil.copytree(tmp_path / "run", again)
     shutil.rmtree(again / "global_step_4")
     (again / "latest_checkpointed_iteration.txt").write_text("2")
+    assert load_draft_head(draft_folder(again / "global_step_2")).draft_vocab_size == 8
     assert main(rl_only(again, *SETTINGS, *LEARN, reward=reward)) == 0
     assert_same_result(result_of(tmp_path / "run"), result_of(again))
     assert load_draft_head(draft_folder(again / "global_step_4")).draft_vocab_size == 8

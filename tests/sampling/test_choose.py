@@ -158,6 +158,9 @@ def test_mismatched_arguments_raise_an_error() -> None:
     logits, rows = torch.zeros(3, 5), make_rows([Setting()] * 3)
     with pytest.raises(ValueError, match=r"3 positions of torch\.int32"):
         draw(logits, torch.arange(3, dtype=torch.int32), rows)
+    for names in (torch.arange(4), torch.arange(5, dtype=torch.int32)):
+        with pytest.raises(ValueError, match=r"5 columns, but names of shape"):
+            draw(logits, torch.arange(3), rows, names_V=names)
     with pytest.raises(ValueError, match=r"4 rows of scores, 3 positions of torch\.int64, 3 keys"):
         draw(torch.zeros(4, 5), torch.arange(3), rows)
 
@@ -195,8 +198,10 @@ def test_columns_with_names_have_the_noise_of_their_tokens(kernel: bool, cut: bo
     expected = draw(wide, positions, rows, wide_support if cut else None)
     # In float64 the torch path is used.
     given = scores if kernel else scores.double()
-    found = draw(given, positions, rows, support if cut else None, names)
-    assert torch.equal(names[found], expected)
+    strided = names.repeat_interleave(2)[::2]
+    for each in (names, strided):
+        found = draw(given, positions, rows, support if cut else None, each)
+        assert torch.equal(names[found], expected)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

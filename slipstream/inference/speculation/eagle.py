@@ -244,18 +244,22 @@ class EagleProposer:
             row.cached = 0
 
     def _check_tokens(self, found: Sequence[Tensor], refused: str) -> None:
-        """Raise EngineError unless `found`, the draft vocabularies in an update, is one that fits
-        the head. Only an EAGLE head can change the size of its vocabulary."""
+        """Raise EngineError unless `found`, the draft vocabularies in an update, fit the head: one
+        if it has one, else none. Only an EAGLE head can change their number of tokens."""
         own, config = self._head.draft_tokens, self._head.config
         size = None if own is None else len(own)
-        if self._head.algorithm == "EAGLE" and own is not None and len(found) == 1:
-            size = found[0].numel()
-        expected = [] if size is None else [(torch.int64, (size,))]
-        if [(t.dtype, tuple(t.shape)) for t in found] != expected:
+        if self._head.algorithm == "EAGLE" and own is not None:
+            fits = len(found) == 1 and found[0].dtype == torch.int64 and found[0].ndim == 1
+            remedy = "send one int64 tensor with one dimension"
+        else:
+            expected = [] if size is None else [(torch.int64, (size,))]
+            fits = [(t.dtype, tuple(t.shape)) for t in found] == expected
+            remedy = "send that number, or start a run with another draft head"
+        if not fits:
             shapes = [f"{t.dtype} {tuple(t.shape)}" for t in found]
             raise EngineError(
                 f"{refused}: its {DRAFT_TOKENS} are {shapes}, but the head's draft vocabulary has "
-                f"{size or 'all'} tokens; send that number, or start a run with another draft head"
+                f"{size or 'all'} tokens; {remedy}"
             )
         for tokens in found:
             try:

@@ -38,9 +38,9 @@ class DraftHead(DraftModel):
     def __init__(self, config: ModelConfig, tokens: Sequence[int] | None = None) -> None:
         """`config` is the configuration of the policy that the head drafts for.
 
-        `tokens` is the draft vocabulary; None: all tokens. Its size is fixed, but its tokens can
-        change, because the LM head is the policy's. Raises ConfigError unless these are token ids
-        of the policy in ascending order.
+        `tokens` is the draft vocabulary; None: all tokens. Its tokens and their number can change
+        (`set_tokens`), because the LM head is the policy's. Raises ConfigError unless these are
+        token ids of the policy in ascending order.
         """
         super().__init__(config, tokens)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)

@@ -89,7 +89,7 @@ def test_a_folder_without_a_head_is_refused_with_the_remedy(tmp_path: Path) -> N
         load_trained(tmp_path)
 
 
-def test_the_newest_checkpoint_with_a_head_comes_first(tmp_path: Path) -> None:
+def test_a_head_trained_for_the_newest_policy_comes_first(tmp_path: Path) -> None:
     assert _place_of_head(tmp_path) == tmp_path / "draft"
     checkpoint = tmp_path / "global_step_3"
     checkpoint.mkdir()
@@ -107,6 +107,8 @@ def test_the_newest_checkpoint_with_a_head_comes_first(tmp_path: Path) -> None:
     for digest, place in ((weights_digest(policy), tmp_path / "draft"), ("0" * 32, checkpoint)):
         (after / "data.json").write_text(json.dumps({"policy": digest}))
         assert _place_of_head(tmp_path, policy) == place
+    (after / "data.json").write_text("{}")
+    assert _place_of_head(tmp_path, policy) == checkpoint
 
 
 def test_the_rollout_has_all_contenders_and_upper_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
