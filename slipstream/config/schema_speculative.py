@@ -158,7 +158,8 @@ class DrafterTrainSection:
     buffer_bytes: PositiveInt = 268435456
     """Maximum size in bytes of the features of collected responses."""
     lookback_steps: PositiveInt = 2
-    """Number of recent RL steps whose responses are trained on, the newest first."""
+    """Number of recent RL steps whose responses are trained on. Prompts take turns: each update
+    takes responses to the prompts that were used least."""
     long_share: NonNegativeFloat = 0.25
     """Share of `buffer_bytes` in which the longest responses are kept until they are too old."""
     held_out_samples: PositiveInt = 32

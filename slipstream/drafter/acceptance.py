@@ -197,9 +197,9 @@ def _drafts(
     logits_NZ: Tensor, positions_N: Tensor, rows: SamplingRows, tokens_Z: Tensor | None
 ) -> Tensor:
     """The draft tokens (N,) of a head with the draft vocabulary `tokens_Z`; None: all tokens."""
-    count = len(logits_NZ)
+    count, vocab_size = logits_NZ.shape
     # Truncation needs several copies of the logits.
-    at_once = max(1, ELEMENTS_AT_ONCE // logits_NZ.shape[1]) if rows.any_truncated else count
+    at_once = max(1, ELEMENTS_AT_ONCE // vocab_size if rows.any_truncated else count)
     found = []
     for start in range(0, count, at_once):
         part = slice(start, start + at_once)

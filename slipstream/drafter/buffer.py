@@ -7,7 +7,8 @@ on them. Shapes: T tokens, D hidden width.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, fields
 from operator import attrgetter
 from typing import Any
@@ -123,16 +124,15 @@ class DraftBuffer:
     def batches(self, batch_size: int, key: str) -> Iterator[list[DraftSequence]]:
         """Yield batches of responses of similar length, until all reached `max_uses`.
 
-        The least used responses come first, among these the newest. A response counts as used when
-        its batch is taken. `key` seeds the order of the rest.
+        Prompts take turns, because responses to one prompt are alike: first come the prompts whose
+        responses were used least, with one response each, the least used one. A response counts as
+        used when its batch is taken. `key` seeds the order of the rest.
         """
         number = 0
         while True:
-            left = [entry for entry in self._entries if entry.uses < self.settings.max_uses]
-            if not left:
+            part = self._next_in_turn()
+            if not part:
                 return
-            first = min((entry.uses, -entry.step) for entry in left)
-            part = [entry for entry in left if (entry.uses, -entry.step) == first]
             lengths = [len(entry.sequence.tokens) for entry in part]
             for indices in length_buckets(lengths, batch_size, f"{key}/{number}"):
                 chosen = [part[index] for index in indices]
@@ -142,6 +142,19 @@ class DraftBuffer:
                 self.newest_used = max(newest, self.newest_used or 0)
                 yield [entry.sequence for entry in chosen]
             number += 1
+
+    def _next_in_turn(self) -> list[BufferedSequence]:
+        """One response to each prompt that was used least; none if all reached `max_uses`."""
+        used = Counter[Hashable]()
+        candidates: dict[Hashable, BufferedSequence] = {}
+        for entry in self._entries:
+            prompt = (entry.step, entry.key.seed, entry.key.epoch, entry.key.uid)
+            used[prompt] += entry.uses
+            best = candidates.get(prompt)
+            if entry.uses < self.settings.max_uses and (best is None or entry.uses < best.uses):
+                candidates[prompt] = entry
+        least = min((used[prompt] for prompt in candidates), default=0)
+        return [entry for prompt, entry in candidates.items() if used[prompt] == least]
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as a tree with tensors."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import math
 import resource
 import sys
@@ -88,6 +89,12 @@ def usable_bytes(
         with contextlib.suppress(OSError, ValueError):  # not visible, or no limit ("max")
             limits.append(int(group.limit.read_text()))
     return min(limits)
+
+
+def return_freed_memory() -> None:
+    """Delete unreachable objects, and return all freed memory to the system."""
+    gc.collect()
+    FreedMemory(limit_bytes=0).give_back()
 
 
 class FreedMemory:

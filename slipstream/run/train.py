@@ -40,6 +40,7 @@ from slipstream.metrics.loggers import METRICS_FILE, check_loggers
 from slipstream.metrics.machine import this_machine
 from slipstream.metrics.picture import plot_run
 from slipstream.metrics.progress import Progress, SteadyConsole
+from slipstream.metrics.resident import return_freed_memory
 from slipstream.metrics.timeline import EVENTS_FILE, Timeline, take_command_start
 from slipstream.models.config import ModelConfig
 from slipstream.models.hf_policy import HFPolicyConfig
@@ -309,7 +310,12 @@ async def _train(run: Run, mode: Mode) -> bool:
                 return False
     if "rl" not in phases:
         return True
-    return not run.interrupt.requested and await rl_phase(run, start)
+    if run.interrupt.requested:
+        return False
+    if "sft" in phases:
+        # RL allocates blocks of other sizes, so the freed memory of SFT would stay beside them.
+        await run.compute.submit(return_freed_memory)
+    return await rl_phase(run, start)
 
 
 def check_phases(run: Run, mode: Mode, policy: PolicyConfig) -> None:

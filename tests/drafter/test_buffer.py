@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -109,18 +110,41 @@ def test_drops_responses_older_than_lookback_steps() -> None:
     assert len(buffered) == buffered.nbytes == 0
 
 
-def test_least_used_and_newest_responses_come_first() -> None:
+def test_prompts_take_turns() -> None:
     buffered = buffer(max_uses=2, lookback_steps=5)
-    for step in (1, 2):
-        for number in range(3):
-            buffered.add(entry(f"s{step}n{number}", 3 + number, step))
-    steps = [int(batch[0].features_TF[0, 0]) for batch in buffered.batches(2, "k")]
-    sizes = [len(batch) for batch in buffered.batches(2, "k")]
-    assert steps == [2, 2, 1, 1, 2, 2, 1, 1]
+    for step, samples in ((1, 3), (2, 2)):
+        for number in range(2):
+            for index in range(samples):
+                one = entry(f"s{step}n{number}", 3 + index, step)
+                one.key = replace(one.key, index=index)
+                buffered.add(one)
+    batches = [
+        sorted((int(s.features_TF[0, 0]), len(s.tokens)) for s in batch)
+        for batch in buffered.batches(4, "k")
+    ]
+    # By step and length: one sample of each prompt, then the next one.
+    assert batches == [
+        *([(1, n), (1, n), (2, n), (2, n)] for n in (3, 4)),
+        # The prompts with two samples begin anew, and the others have a third sample.
+        [(1, 5), (1, 5), (2, 3), (2, 3)],
+        [(1, 3), (1, 3), (2, 4), (2, 4)],
+        *([(1, n), (1, n)] for n in (4, 5)),
+    ]
     # All responses reached max_uses.
-    assert sizes == []
+    assert not [*buffered.batches(4, "k")]
     buffered.add(entry("fresh", 4, 2))
     assert [len(batch) for batch in buffered.batches(2, "k")] == [1, 1]
+
+
+def test_prompts_that_were_used_least_come_first() -> None:
+    buffered = buffer(lookback_steps=5)
+    for name in "ab":
+        buffered.add(entry(name, 3))
+    next(buffered.batches(2, "k"))
+    buffered.add(entry("c", 7, 2))
+    first, *rest = itertools.islice(buffered.batches(2, "k"), 3)
+    assert [len(s.tokens) for s in first] == [7]
+    assert sorted(len(s.tokens) for batch in rest for s in batch) == [3, 3, 7]
 
 
 def test_only_batches_that_were_taken_count_as_used() -> None:

@@ -418,7 +418,8 @@ def test_a_failed_first_slice_of_a_new_head_begins_anew(monkeypatch: pytest.Monk
     vocab = vocab_of(shared_decoder())
     made = with_vocabulary([*range(20)])
     made.settings = replace(made.settings, is_new=True, sizes_vocabulary=True)
-    train, calls = made.trainer._train_on, [0]
+    trainer: Any = made.trainer
+    train, calls = trainer._train_on, [0]
 
     def failing(*arguments: Any) -> Any:
         calls[0] += 1
@@ -426,7 +427,7 @@ def test_a_failed_first_slice_of_a_new_head_begins_anew(monkeypatch: pytest.Monk
             raise TrainingError("not finite")
         return train(*arguments)
 
-    made.trainer._train_on = failing  # type: ignore[method-assign]
+    trainer._train_on = failing
     assert made.slice(vocab, step=1).failure == "not finite"
     assert made.trainer.step == 2
     assert made.trainer.head.draft_vocab_size == made.used.draft_vocab_size == 20

@@ -113,6 +113,12 @@ def test_run_writes_head_metrics_and_checkpoints(policy: Path, finished: Path) -
     # The benchmarks find the head of a policy by this digest.
     weights = load_checkpoint(huggingface_folder(policy / "global_step_2"))
     assert _trained_for(finished) == weights_digest(weights)
+    lines = read_jsonl(finished / "metrics.jsonl")
+    assert [step for step, _ in lines] == list(range(8))
+    for _, metrics in lines:
+        check_names(metrics)
+    measured = [step for step, metrics in lines if "draft/accept_depth_3" in metrics]
+    assert measured == [0, 3, 6, 7]
 
 
 def test_responses_in_which_tokens_were_counted_are_not_generated_again(
@@ -133,12 +139,6 @@ def test_responses_in_which_tokens_were_counted_are_not_generated_again(
     rounds.clear()
     assert main(line(policy, tmp_path / "few", "speculative.eagle.draft_vocab_size=20")) == 0
     assert sorted(rounds) == [5, 6, 6, 6]
-    lines = read_jsonl(finished / "metrics.jsonl")
-    assert [step for step, _ in lines] == list(range(8))
-    for _, metrics in lines:
-        check_names(metrics)
-    measured = [step for step, metrics in lines if "draft/accept_depth_3" in metrics]
-    assert measured == [0, 3, 6, 7]
 
 
 def test_acceptance_table_is_printed_before_and_after(

@@ -555,7 +555,7 @@ def test_captured_drafting_follows_the_draft_vocabulary() -> None:
         engine = make_engine(
             proposer=proposer, plan=DraftPlan.parse("3_1_4"), free_cache_engine=False
         )
-        for tokens in ([], range(9), range(9, 18), range(vocab_size)):
+        for tokens in (range(0), range(9), range(9, 18), range(vocab_size)):
             if tokens:
                 engine.update_drafter(head_update(with_tokens([*tokens])))
             at = len(proposer.drafted)
