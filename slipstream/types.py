@@ -80,6 +80,11 @@ class NoiseKey:
     branch: int = 0
     attempt: int = 0
 
+    @property
+    def prompt(self) -> tuple[int, str, int, str]:
+        """The part that all samples of a prompt have in common."""
+        return self.seed, self.namespace, self.epoch, self.uid
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:

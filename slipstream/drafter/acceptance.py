@@ -14,15 +14,13 @@ from collections.abc import Hashable, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
-from torch import Tensor
 
 from slipstream.drafter.sequences import DraftSequence, VocabLayers, collate
 from slipstream.models.decoder import supports_varlen
 from slipstream.models.draft.model import DraftModel
 from slipstream.models.numerics import pad_rows
-from slipstream.sampling.choose import ELEMENTS_AT_ONCE, SamplingRows, draw, tempered
+from slipstream.sampling.choose import SamplingRows, choose
 from slipstream.sampling.noise import key_words
-from slipstream.sampling.truncate import truncate
 from slipstream.types import NoiseKey, SamplingParams
 
 _LARGE_REGRESSION = 0.1
@@ -182,36 +180,15 @@ def measure_acceptance(
             for some in torch.split(slots[correct[slots] == k], ROWS_AT_ONCE):
                 logits = packed.draft_logits(pad_rows(states[some]), lm_head)[: len(some)].float()
                 positions = position_M[some] + (2 + k)
-                drafts = _drafts(logits, positions, rows.part(sequence_M[some]), packed.tokens)
+                settings = rows.part(sequence_M[some])
+                drafts = choose(logits, positions, settings, packed.tokens).tokens
                 correct[some] += drafts == ids[some + (2 + k)]
         for row, index in enumerate(part):
             sequence = held_out[index].sequence
             prompt = next(i for i, m in enumerate(sequence.loss_mask) if m)
-            own = correct[sequence_M == row]
-            lengths[index] = own[prompt - 1 : len(sequence.tokens) - 2].tolist()
-    prompts = [(h.key.seed, h.key.namespace, h.key.epoch, h.key.uid) for h in held_out]
-    return Acceptance(depth=depth, lengths=lengths, prompts=prompts)
-
-
-def _drafts(
-    logits_NZ: Tensor, positions_N: Tensor, rows: SamplingRows, tokens_Z: Tensor | None
-) -> Tensor:
-    """The draft tokens (N,) of a head with the draft vocabulary `tokens_Z`; None: all tokens."""
-    count, vocab_size = logits_NZ.shape
-    # Truncation needs several copies of the logits.
-    at_once = max(1, ELEMENTS_AT_ONCE // vocab_size if rows.any_truncated else count)
-    found = []
-    for start in range(0, count, at_once):
-        part = slice(start, start + at_once)
-        some = rows.part(part)
-        scores, support = tempered(logits_NZ[part], some), None
-        if some.any_truncated:
-            log_probs = torch.log_softmax(scores, -1)
-            support = truncate(log_probs, some.top_k_N, some.top_p_N, some.min_p_N)
-            support |= (some.temperature_N == 0)[:, None]
-        found.append(draw(scores, positions_N[part], some, support, tokens_Z))
-    columns = torch.cat(found) if found else positions_N.new_empty(0)
-    return columns if tokens_Z is None else tokens_Z[columns]
+            settings = correct[sequence_M == row]
+            lengths[index] = settings[prompt - 1 : len(sequence.tokens) - 2].tolist()
+    return Acceptance(depth=depth, lengths=lengths, prompts=[h.key.prompt for h in held_out])
 
 
 def _rows(held_out: Sequence[HeldOut], device: torch.device) -> SamplingRows:

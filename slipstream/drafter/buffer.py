@@ -148,7 +148,7 @@ class DraftBuffer:
         used = Counter[Hashable]()
         candidates: dict[Hashable, BufferedSequence] = {}
         for entry in self._entries:
-            prompt = (entry.step, entry.key.seed, entry.key.epoch, entry.key.uid)
+            prompt = entry.key.prompt
             used[prompt] += entry.uses
             best = candidates.get(prompt)
             if entry.uses < self.settings.max_uses and (best is None or entry.uses < best.uses):

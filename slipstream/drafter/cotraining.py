@@ -393,7 +393,7 @@ class CoTraining:
         entries = self.collector.entries
         if len(entries) < _FEWEST_RESPONSES:
             return most
-        prompts = [(entry.key.seed, entry.key.epoch, entry.key.uid) for entry in entries]
+        prompts = [entry.key.prompt for entry in entries]
         responses = [written(entry.sequence) for entry in entries]
         return min(most, best_size(responses, self.used.config, prompts) or most)
 

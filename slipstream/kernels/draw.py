@@ -38,13 +38,13 @@ def mix(x):
 
 
 @kernel
-def hashes(complements, names, start, size, first, second):
-    """Write the complemented hashes of columns `start` to `start` + `size`. `names` is as in
+def hashes(complements, ids, start, size, first, second):
+    """Write the complemented hashes of columns `start` to `start` + `size`. `ids` is as in
     `draw`."""
-    if names:
-        ids = carray(ints_at(names + start * 8), (size,))
+    if ids:
+        own = carray(ints_at(ids + start * 8), (size,))
         for i in range(size):
-            complements[i] = ALL ^ mix(U(mix(U(U(U(ids[i]) * GOLDEN) ^ first)) + second))
+            complements[i] = ALL ^ mix(U(mix(U(U(U(own[i]) * GOLDEN) ^ first)) + second))
     else:
         for i in range(size):
             complements[i] = ALL ^ mix(U(mix(U(U(U(start + i) * GOLDEN) ^ first)) + second))
@@ -52,7 +52,7 @@ def hashes(complements, names, start, size, first, second):
 
 @kernel
 def draw_part(
-    scores, stride, keys, positions, temperatures, support, names, tokens, N, V, part, parts
+    scores, stride, keys, positions, temperatures, support, ids, tokens, N, V, part, parts
 ):
     """Compute one of `parts` parts of `draw`."""
     words = carray(words_at(keys), (N * 2,))
@@ -80,7 +80,7 @@ def draw_part(
         for start in range(0, V, _BLOCK):
             size = min(_BLOCK, V - start)
             near = 0
-            hashes(complements, names, start, size, first, second)
+            hashes(complements, ids, start, size, first, second)
             for i in range(size):
                 weights[i] = exp(s[start + i] - top)
                 # A lower bound of 1 - u from 24 bits, which fit into a signed number.
@@ -111,7 +111,7 @@ def draw(
     positions: int,
     temperatures: int,
     support: int,
-    names: int,
+    ids: int,
     tokens: int,
     N: int,
     V: int,
@@ -123,12 +123,12 @@ def draw(
 
     `keys` (N, 2) int32 and `positions` (N,) int64 are as in `sampling.noise`. `support` (N, V) are
     booleans for the tokens that may be drawn, or 0 for all. Rows at temperature 0 ignore it.
-    `names` (V,) int64 are the token ids of the columns, in ascending order. At address 0, the ids
-    are 0 to V - 1.
+    `ids` (V,) int64 are the token ids of the columns, in ascending order. At address 0, they are 0
+    to V - 1.
     """
     run(
         draw_part,
         _draw_shared,
-        (scores, stride, keys, positions, temperatures, support, names, tokens, N, V),
+        (scores, stride, keys, positions, temperatures, support, ids, tokens, N, V),
         2 * N * V if N > 1 else 0,
     )

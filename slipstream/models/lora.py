@@ -11,7 +11,6 @@ too, so rollout and trainer multiply by the same bits. This module knows nothing
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.models.decoder import Decoder
+from slipstream.models.digest import weights_digest
 from slipstream.models.sharded import full
 
 ALL_LINEAR = "all-linear"
@@ -219,10 +219,4 @@ def base_weights_only(module: nn.Module) -> Iterator[None]:
 
 def base_digest(module: nn.Module) -> str:
     """Return a fingerprint of all weights that the adapter does not train."""
-    digest = hashlib.blake2b(digest_size=16)
-    trained = adapter_tensors(module).keys()
-    for name, parameter in module.named_parameters():
-        if name not in trained:
-            digest.update(name.encode())
-            digest.update(full(parameter.detach()).cpu().contiguous().numpy().data)
-    return digest.hexdigest()
+    return weights_digest(module, without=adapter_tensors(module))

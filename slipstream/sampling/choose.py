@@ -140,19 +140,23 @@ class Choice:
     sampling_log_probs: Tensor
 
 
-def choose(logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choice:
+def choose(
+    logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows, ids_V: Tensor | None = None
+) -> Choice:
     """Choose one token per row.
 
-    `logits_NV` is float32. `positions_N` are the absolute positions of the tokens, int64.
+    `logits_NV` is float32. `positions_N` are the absolute positions of the tokens, int64. `ids_V`
+    (int64) are the token ids of the columns in ascending order, if these are a part of the
+    vocabulary; None: 0 to V - 1. Distributions are over the columns only.
     """
     count, vocab_size = logits_NV.shape
     at_once = max(FEWEST_AT_ONCE, torch.get_num_threads(), ELEMENTS_AT_ONCE // vocab_size)
     if count <= at_once or logits_NV.is_cuda:
-        return _choose(logits_NV, positions_N, rows)
+        return _choose(logits_NV, positions_N, rows, ids_V)
     parts = []
     for start in range(0, count, at_once):
         b = slice(start, start + at_once)
-        parts.append(_choose(logits_NV[b], positions_N[b], rows.part(b)))
+        parts.append(_choose(logits_NV[b], positions_N[b], rows.part(b), ids_V))
     return Choice(
         torch.cat([part.tokens for part in parts]),
         torch.cat([part.log_probs for part in parts]),
@@ -160,7 +164,9 @@ def choose(logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choice
     )
 
 
-def _choose(logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choice:
+def _choose(
+    logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows, ids_V: Tensor | None
+) -> Choice:
     greedy_N1 = (rows.temperature_N == 0)[:, None] if rows.any_greedy else None
     logits_NV = tempered(logits_NV, rows)
     log_probs = torch.log_softmax(logits_NV, dim=-1)
@@ -175,14 +181,14 @@ def _choose(logits_NV: Tensor, positions_N: Tensor, rows: SamplingRows) -> Choic
     if greedy_N1 is not None:
         # Log-softmax may round close logits to one value, so greedy decoding compares the logits.
         scores = torch.where(greedy_N1, logits_NV, log_probs)
-    tokens = draw(scores, positions_N, rows, support)
-    chosen = log_probs.gather(1, tokens[:, None])[:, 0]
+    columns = draw(scores, positions_N, rows, support, ids_V)
+    chosen = log_probs.gather(1, columns[:, None])[:, 0]
     sampling = chosen
     if support is not None:
         sampling = _truncated_log_probs(log_probs, chosen, support)
     if greedy_N1 is not None:
         sampling = torch.where(greedy_N1[:, 0], 0.0, sampling)
-    return Choice(tokens, chosen, sampling)
+    return Choice(columns if ids_V is None else ids_V[columns], chosen, sampling)
 
 
 def tempered(logits_NV: Tensor, rows: SamplingRows) -> Tensor:
@@ -200,21 +206,19 @@ def draw(
     positions_N: Tensor,
     rows: SamplingRows,
     support_NV: Tensor | None = None,
-    names_V: Tensor | None = None,
+    ids_V: Tensor | None = None,
 ) -> Tensor:
-    """Return the argmax of scores + G over the tokens in `support_NV`, (N,) int64.
+    """Return the column of the argmax of scores + G over `support_NV`, (N,) int64.
 
     Equal sums go to the lowest id. Greedy rows use the scores without noise. A row whose largest
     score is not finite gets an arbitrary id. `scores_NV` (float32) are log-probs, or logits divided
-    by the temperature, which differ from them by a constant. If the columns are a part of the
-    vocabulary, `names_V` (int64) are their token ids in ascending order; the result is then still
-    the index of the column.
+    by the temperature, which differ from them by a constant. `ids_V` is as in `choose`.
 
-    Raises ValueError if positions or names are not int64, or if numbers of rows or columns differ.
+    Raises ValueError if positions or ids are not int64, or if numbers of rows or columns differ.
     """
     N, V = scores_NV.shape
-    if names_V is not None and (names_V.dtype != torch.int64 or names_V.shape != (V,)):
-        raise ValueError(f"{V} columns, but names of shape {tuple(names_V.shape)}, {names_V.dtype}")
+    if ids_V is not None and (ids_V.dtype != torch.int64 or ids_V.shape != (V,)):
+        raise ValueError(f"{V} columns, but ids of shape {tuple(ids_V.shape)}, {ids_V.dtype}")
     if positions_N.dtype != torch.int64 or not len(positions_N) == len(rows.keys_N2) == N:
         raise ValueError(
             f"{N} rows of scores, {len(positions_N)} positions of {positions_N.dtype}, "
@@ -223,7 +227,7 @@ def draw(
     if scores_NV.device.type == "cpu" and scores_NV.dtype == torch.float32:
         scores, positions = scores_NV.contiguous(), positions_N.contiguous()
         support = None if support_NV is None else support_NV.contiguous()
-        names = None if names_V is None else names_V.contiguous()
+        ids = None if ids_V is None else ids_V.contiguous()
         tokens = positions.new_empty(N)
         kernel.draw(
             scores.data_ptr(),
@@ -232,7 +236,7 @@ def draw(
             positions.data_ptr(),
             rows.temperature_N.data_ptr(),
             0 if support is None else support.data_ptr(),
-            0 if names is None else names.data_ptr(),
+            0 if ids is None else ids.data_ptr(),
             tokens.data_ptr(),
             N,
             V,
@@ -240,7 +244,7 @@ def draw(
         return tokens
     wide = scores_NV.to(torch.float64)
     if rows.any_sampled:
-        noise = gumbel_noise(rows.keys_N2, positions_N, V if names_V is None else names_V)
+        noise = gumbel_noise(rows.keys_N2, positions_N, V if ids_V is None else ids_V)
         if rows.any_greedy:
             noise = noise.masked_fill_((rows.temperature_N == 0)[:, None], 0.0)
         wide = noise.add_(wide)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.drafter.acceptance import Acceptance, Regression, _drafts, measure_acceptance
+from slipstream.drafter.acceptance import Acceptance, Regression, measure_acceptance
 from slipstream.drafter.sequences import passes
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.plan import DraftPlan
@@ -58,30 +58,6 @@ def test_replay_counts_like_the_engine(
     assert replay.tokens == stats.decode_tokens
     assert replay.tokens_per_verification == replay.tokens / (stats.draft_tokens / drafts)
     assert len(set(measured.prompts)) == len(measured.prompts) == 12
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_drafts_are_chosen_like_tokens_of_the_policy(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # In float64, torch draws instead of the kernel.
-    monkeypatch.setattr("slipstream.drafter.acceptance.ELEMENTS_AT_ONCE", 7 * 90)
-    logits = torch.randn(40, 90, generator=torch.Generator().manual_seed(2)) * 3
-    positions = torch.arange(40)
-    rows = SamplingRows.of(
-        [(i, i + 1) for i in range(40)],
-        temperatures=[0.0, 0.7, 1.0, 1.3] * 10,
-        top_ks=[0, 3, 0, 20, 5] * 8,
-        top_ps=[1.0, 0.8] * 20,
-        min_ps=[0.0, 0.0, 0.1, 0.0] * 10,
-        device=torch.device("cpu"),
-    )
-    expected = choose(logits, positions, rows).tokens
-    assert torch.equal(_drafts(logits.to(dtype), positions, rows, None), expected)
-    names = torch.arange(5, 95)
-    wide = torch.full((40, 100), float("-inf")).index_copy_(1, names, logits)
-    found = _drafts(logits.to(dtype), positions, rows, names)
-    assert torch.equal(found, choose(wide, positions, rows).tokens)
 
 
 def test_responses_are_the_policys_choices_with_their_noise() -> None:

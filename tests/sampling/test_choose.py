@@ -158,9 +158,9 @@ def test_mismatched_arguments_raise_an_error() -> None:
     logits, rows = torch.zeros(3, 5), make_rows([Setting()] * 3)
     with pytest.raises(ValueError, match=r"3 positions of torch\.int32"):
         draw(logits, torch.arange(3, dtype=torch.int32), rows)
-    for names in (torch.arange(4), torch.arange(5, dtype=torch.int32)):
-        with pytest.raises(ValueError, match=r"5 columns, but names of shape"):
-            draw(logits, torch.arange(3), rows, names_V=names)
+    for ids in (torch.arange(4), torch.arange(5, dtype=torch.int32)):
+        with pytest.raises(ValueError, match=r"5 columns, but ids of shape"):
+            draw(logits, torch.arange(3), rows, ids_V=ids)
     with pytest.raises(ValueError, match=r"4 rows of scores, 3 positions of torch\.int64, 3 keys"):
         draw(torch.zeros(4, 5), torch.arange(3), rows)
 
@@ -182,26 +182,6 @@ def test_draw_equals_the_argmax_over_all_noise(vocab: int, scale: float, cut: bo
         support[:, -1] = True
         wide = wide.masked_fill(~support, float("-inf"))
     assert torch.equal(draw(scores, positions, rows, support), wide.argmax(-1))
-
-
-@pytest.mark.parametrize("kernel", [True, False])
-@pytest.mark.parametrize("cut", [False, True])
-def test_columns_with_names_have_the_noise_of_their_tokens(kernel: bool, cut: bool) -> None:
-    vocab, generator = 700, torch.Generator().manual_seed(3)
-    names = torch.randperm(vocab, generator=generator)[:300].sort().values
-    rows, positions = make_rows([Setting()] * 60 + [Setting(temperature=0)] * 4), torch.arange(64)
-    scores = torch.randn(64, 300, generator=generator)
-    support = torch.rand(64, 300, generator=generator) < 0.3
-    support[60:] = True
-    wide = torch.full((64, vocab), float("-inf")).index_copy_(1, names, scores)
-    wide_support = torch.zeros(64, vocab, dtype=torch.bool).index_copy_(1, names, support)
-    expected = draw(wide, positions, rows, wide_support if cut else None)
-    # In float64 the torch path is used.
-    given = scores if kernel else scores.double()
-    strided = names.repeat_interleave(2)[::2]
-    for each in (names, strided):
-        found = draw(given, positions, rows, support if cut else None, each)
-        assert torch.equal(names[found], expected)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -227,6 +207,25 @@ MIXED = [
     Setting(min_p=0.1),
     Setting(temperature=0, top_p=0.5),
 ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("settings", [[Setting()], MIXED], ids=["sampled", "mixed"])
+def test_a_part_of_the_vocabulary_is_chosen_like_all_of_it_without_the_rest(
+    dtype: torch.dtype, settings: list[Setting]
+) -> None:
+    # In float64, torch draws instead of the kernel.
+    vocab, generator = 700, torch.Generator().manual_seed(3)
+    ids = torch.randperm(vocab, generator=generator)[:300].sort().values
+    rows, positions = make_rows([*settings, *settings, *settings]), torch.arange(3 * len(settings))
+    logits = (torch.randn(len(positions), 300, generator=generator) * 3).to(dtype)
+    wide = logits.new_full((len(positions), vocab), float("-inf")).index_copy_(1, ids, logits)
+    expected = choose(wide, positions, rows)
+    for each in (ids, ids.repeat_interleave(2)[::2]):
+        found = choose(logits, positions, rows, each)
+        assert torch.equal(found.tokens, expected.tokens)
+        torch.testing.assert_close(found.log_probs, expected.log_probs)
+        torch.testing.assert_close(found.sampling_log_probs, expected.sampling_log_probs)
 
 
 @pytest.mark.parametrize("vocab", [48, 67, 1031])

@@ -21,11 +21,11 @@ from slipstream.build.process import import_external
 from slipstream.checkpoint.files import read_json
 from slipstream.checkpoint.layout import head_folder, policy_folder
 from slipstream.checkpoint.manager import CheckpointManager
-from slipstream.checkpoint.saved import Saved
+from slipstream.checkpoint.saved import Saved, restoring
 from slipstream.checkpoint.state import data_file, draft_folder
 from slipstream.config.load import CONFIG_FILE, load_config
 from slipstream.config.schema import Config
-from slipstream.errors import CheckpointError, ConfigError
+from slipstream.errors import ConfigError
 from slipstream.inference.engine import Engine, EngineSettings
 from slipstream.models.decoder import Decoder
 from slipstream.models.digest import weights_digest
@@ -106,10 +106,8 @@ def _trained_for(run: Path) -> str | None:
     newest = CheckpointManager(run, keep=None).latest() if run.is_dir() else None
     if newest is None or not data_file(newest).is_file():
         return None
-    try:
+    with restoring(data_file(newest)):
         return Saved(read_json(data_file(newest))).field("policy").text()
-    except CheckpointError:
-        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,10 +226,8 @@ class EagleProposer:
         self._check_tokens(tokens, f"{what} to version {update.version} refused")
         copy_tensors(self._head, tensors)
         size = self._head.draft_vocab_size
-        if tokens and self._head.algorithm == "EAGLE":
+        if tokens:
             self._head.set_tokens(tokens[0])
-        elif self._head.draft_tokens is not None:
-            self._head.draft_tokens.copy_(tokens[0])
         with torch.no_grad():
             packed = self._head.pack(self._dtype)
         if self._graphs is None:

@@ -90,14 +90,13 @@ class DraftModel(nn.Module, ABC):
         return None if self.draft_tokens is None else tuple(self.draft_tokens.tolist())
 
     def set_tokens(self, tokens: Tensor) -> None:
-        """Replace the draft vocabulary by `tokens` (Z,), int64 in ascending order; the size may
-        change.
+        """Replace the draft vocabulary by `tokens` (Z,), int64 in ascending order.
 
-        Only for heads without an LM head of their own (EAGLE), which have no weights for single
-        tokens. The caller checks the tokens (`check_tokens`).
+        The size of an EAGLE-3 head stays, because its LM head has a row for each token. The caller
+        checks the tokens (`check_tokens`).
         """
         assert self.draft_tokens is not None
-        assert self.algorithm == "EAGLE", "an EAGLE-3 head's LM head belongs to its tokens"
+        assert self.algorithm == "EAGLE" or len(tokens) == self.draft_vocab_size
         self.draft_tokens = tokens.detach().to(self.device, copy=True)
 
     @property

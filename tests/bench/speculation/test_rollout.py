@@ -40,7 +40,7 @@ from slipstream.bench.speculation.trained import (
     natural_responses,
 )
 from slipstream.checkpoint.manager import MANIFEST, TRACKER
-from slipstream.errors import ConfigError
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.inference.engine import Engine
 from slipstream.inference.protocol import BATCH_LIMITS
 from slipstream.models.digest import weights_digest
@@ -108,7 +108,8 @@ def test_a_head_trained_for_the_newest_policy_comes_first(tmp_path: Path) -> Non
         (after / "data.json").write_text(json.dumps({"policy": digest}))
         assert _place_of_head(tmp_path, policy) == place
     (after / "data.json").write_text("{}")
-    assert _place_of_head(tmp_path, policy) == checkpoint
+    with pytest.raises(CheckpointError, match=r"data\.json.*'policy' is missing"):
+        _place_of_head(tmp_path, policy)
 
 
 def test_the_rollout_has_all_contenders_and_upper_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
