@@ -186,8 +186,8 @@ def measure_acceptance(
         for row, index in enumerate(part):
             sequence = held_out[index].sequence
             prompt = next(i for i, m in enumerate(sequence.loss_mask) if m)
-            settings = correct[sequence_M == row]
-            lengths[index] = settings[prompt - 1 : len(sequence.tokens) - 2].tolist()
+            own = correct[sequence_M == row]
+            lengths[index] = own[prompt - 1 : len(sequence.tokens) - 2].tolist()
     return Acceptance(depth=depth, lengths=lengths, prompts=[h.key.prompt for h in held_out])
 
 

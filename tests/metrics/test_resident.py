@@ -7,7 +7,12 @@ from pathlib import Path
 import psutil
 import torch
 
-from slipstream.metrics.resident import FreedMemory, resident_bytes, usable_bytes
+from slipstream.metrics.resident import (
+    FreedMemory,
+    resident_bytes,
+    return_freed_memory,
+    usable_bytes,
+)
 
 
 def test_freed_memory_is_returned_to_the_system_at_intervals() -> None:
@@ -31,6 +36,16 @@ def test_freed_memory_is_kept_below_the_limit() -> None:
     used = resident_bytes()
     assert not FreedMemory(limit_bytes=2 * used).give_back()
     assert FreedMemory(limit_bytes=used / 2).give_back()
+
+
+def test_memory_of_unreachable_objects_is_returned() -> None:
+    blocks: list[object] = [bytearray(60_000) for _ in range(2000)]
+    blocks.append(blocks)  # Only the garbage collector can delete it.
+    before = resident_bytes()
+    del blocks
+    assert resident_bytes() > before - 20e6
+    return_freed_memory()
+    assert resident_bytes() < before - 80e6
 
 
 def test_control_groups_limit_the_usable_memory(tmp_path: Path) -> None:
