@@ -7,8 +7,11 @@ from pathlib import Path
 import psutil
 import torch
 
+from slipstream.heap import heap_in_use
 from slipstream.metrics.resident import (
+    HEAP_FACTOR,
     FreedMemory,
+    HeapPeak,
     resident_bytes,
     return_freed_memory,
     usable_bytes,
@@ -34,8 +37,63 @@ def test_freed_memory_is_returned_to_the_system_at_intervals() -> None:
 
 def test_freed_memory_is_kept_below_the_limit() -> None:
     used = resident_bytes()
-    assert not FreedMemory(limit_bytes=2 * used).give_back()
-    assert FreedMemory(limit_bytes=used / 2).give_back()
+    peak = HeapPeak(in_use=lambda: None)
+    assert not FreedMemory(limit_bytes=2 * used, peak=peak).give_back()
+    assert FreedMemory(limit_bytes=used / 2, peak=peak).give_back()
+
+
+def test_freed_memory_is_returned_when_the_process_has_more_than_it_needs() -> None:
+    limit = 2 * resident_bytes()
+    few, many = HeapPeak(in_use=lambda: 1), HeapPeak(in_use=lambda: limit)
+    assert not FreedMemory(limit_bytes=limit, peak=many).give_back()
+    freed = FreedMemory(limit_bytes=limit, peak=few)
+    assert freed.give_back()
+    # The memory that could not be returned counts as needed from now on.
+    freed = FreedMemory(limit_bytes=limit, peak=few)
+    blocks = [torch.zeros(1_000_000) for _ in range(5)]
+    assert freed.give_back()
+    del blocks
+    assert not FreedMemory(limit_bytes=limit, peak=few).give_back()
+
+
+def test_a_process_needs_a_multiple_of_what_a_step_adds() -> None:
+    now, in_use, anonymous = 10.0, 500, 0
+    peak = HeapPeak(lambda: now, lambda: in_use, lambda: anonymous)
+
+    def limit() -> float:
+        nonlocal anonymous
+        before, anonymous = anonymous, 0
+        while not peak.exceeded():
+            anonymous += 1
+        found, anonymous = anonymous - 1, before
+        return found
+
+    peak.note()
+    in_use = 900
+    peak.note()  # too soon
+    in_use = 100
+    assert limit() == 100 + HEAP_FACTOR * 400
+    now, in_use = 20.0, 300
+    peak.note()
+    assert limit() == 300 + HEAP_FACTOR * 200  # the highest counts, not the last
+    anonymous = 350
+    peak.freed_memory_was_returned()
+    assert limit() == 350 + HEAP_FACTOR * 200
+    peak.forget()
+    assert limit() == 350
+
+
+def test_the_use_of_the_heap_follows_allocations() -> None:
+    before = heap_in_use()
+    assert before is not None
+    small, large = torch.zeros(10_000_000), torch.zeros(50_000_000)
+    after = heap_in_use()
+    assert after is not None
+    assert 240e6 <= after - before < 241e6
+    del small, large
+    end = heap_in_use()
+    assert end is not None
+    assert end - before < 1e6
 
 
 def test_memory_of_unreachable_objects_is_returned() -> None:

@@ -19,8 +19,9 @@ from torch.nn import functional as F
 from slipstream.algorithms import Normalizers
 from slipstream.algorithms.full_kl import KLDirection
 from slipstream.errors import CheckpointError, ConfigError, DataError, TrainingError
+from slipstream.heap import heap_in_use
 from slipstream.kernels.team import kernels_supported
-from slipstream.metrics.resident import resident_bytes
+from slipstream.metrics.resident import HEAP_PEAK, HeapPeak, resident_bytes
 from slipstream.models import Decoder
 from slipstream.models.decoder import PackedDecoder
 from slipstream.models.hf_io import load_checkpoint
@@ -34,6 +35,7 @@ from slipstream.training import (
     TrainingBackend,
     policy_loss_fn,
     sft_loss,
+    single,
 )
 from slipstream.training.columns import train_batch
 from slipstream.training.losses import FULL_KL
@@ -619,6 +621,8 @@ def test_freed_memory_is_returned_with_gradient_checkpointing(by: str, checkpoin
     pieces = [torch.zeros(1000) for _ in range(20_000)]
     last = pieces.pop()
     before = resident_bytes()
+    HEAP_PEAK.forget()
+    HEAP_PEAK.note()  # as if a step had needed them
     pieces.clear()
     if by == "an optimizer step":
         backend.optim_step().wait()
@@ -628,6 +632,22 @@ def test_freed_memory_is_returned_with_gradient_checkpointing(by: str, checkpoin
     assert (resident_bytes() < before - 60e6) == checkpointing
     assert float(last.sum()) == 0
     backend.close()
+
+
+def test_a_pass_notes_the_memory_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, used = 0.0, []
+
+    def in_use() -> int | None:
+        nonlocal now
+        now += 10
+        used.append(heap_in_use() or 0)
+        return used[-1]
+
+    monkeypatch.setattr(single, "HEAP_PEAK", HeapPeak(lambda: now, in_use))
+    with contextlib.closing(tiny_backend()) as backend:
+        backend.forward_backward(make_batch([250] * 3), FULL_LOSS).wait()
+    # Activations and logits exist then.
+    assert max(used) > (heap_in_use() or 0) + 1e6
 
 
 @pytest.mark.skipif(not kernels_supported(), reason="sequences need padding without kernels")

@@ -44,7 +44,7 @@ from slipstream.inference.speculation.selector import (
     StrategySelector,
 )
 from slipstream.kernels.team import single_threaded
-from slipstream.metrics.resident import FreedMemory
+from slipstream.metrics.resident import HEAP_PEAK, FreedMemory
 from slipstream.models.decoder import Decoder, HiddenStates
 from slipstream.models.numerics import check_widths
 from slipstream.sampling.accept import accepted_path
@@ -304,6 +304,7 @@ class Engine:
         if self._idle:
             self._update_lending()
         if self._idle and self.settings.free_cache_engine:
+            HEAP_PEAK.note()
             self._runner.clear_graphs()
             self._scheduler.store.release()
             self._freed.give_back()
