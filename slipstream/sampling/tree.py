@@ -34,7 +34,7 @@ class Candidates:
 
     def best_of_each(
         self, drafts: int, least: float = -np.inf
-    ) -> Iterator[tuple[list[int], list[int], list[float]]]:
+    ) -> Iterator[tuple[list[int], list[int], list[float], int | None]]:
         """Yield the `drafts` best candidates of each request, in the form of `best`.
 
         Use it if requests are padded to the widest one, so that unused drafts cost the same.
@@ -48,8 +48,9 @@ class Candidates:
 
     def best(
         self, drafts: int, least: float = -np.inf
-    ) -> Iterator[tuple[list[int], list[int], list[float]]]:
-        """Yield tokens, parents and scores of the selected candidates for each request.
+    ) -> Iterator[tuple[list[int], list[int], list[float], int | None]]:
+        """Yield tokens, parents and scores of the selected candidates for each request, and the
+        draft token that would continue its chain of first children, but is not selected.
 
         At most `drafts` candidates of all requests are selected, those with the best scores. None
         has a score below `least` or of -inf. Parents are numbered from 1 in each request, and 0 is
@@ -57,18 +58,19 @@ class Candidates:
         """
         N, C = self.scores_NC.shape
         size = max(min(drafts, N * C), 1)
-        tokens, parents, counts = (np.empty(n, np.int64) for n in (size, size, N))
+        tokens, parents, counts, left_out = (np.empty(n, np.int64) for n in (size, size, N, N))
         scores = np.empty(size)
         arrays = [
             np.ascontiguousarray(x) for x in (self.tokens_NC, self.parents_NC, self.scores_NC)
         ]
-        out = (array.ctypes.data for array in (tokens, parents, scores, counts))
+        out = (array.ctypes.data for array in (tokens, parents, scores, counts, left_out))
         count = select_nodes(*(array.ctypes.data for array in arrays), N, C, drafts, least, *out)
         del arrays  # The kernel used them until here.
         lists = tokens[:count].tolist(), parents[:count].tolist(), scores[:count].tolist()
         begin = 0
-        for end in counts.cumsum().tolist():
-            yield lists[0][begin:end], lists[1][begin:end], lists[2][begin:end]
+        for end, token in zip(counts.cumsum().tolist(), left_out.tolist(), strict=True):
+            part = slice(begin, end)
+            yield lists[0][part], lists[1][part], lists[2][part], token if token >= 0 else None
             begin = end
 
 
@@ -103,11 +105,25 @@ class GrowingTree:
             self.scores[child] = max(self.scores[child], score)
             node = child
 
+    def left_out(self, kept: Sequence[int], beyond: int | None) -> int | None:
+        """Return the token that would continue the chain of first children of `part(kept)`.
+
+        `beyond` is the token that would continue that of the whole tree.
+        """
+        node, is_kept = 0, set(kept)
+        while (child := next(self._children(node), None)) is not None:
+            if child not in is_kept:
+                return self.tokens[child]
+            node = child
+        return beyond
+
+    def _children(self, node: int) -> Iterator[int]:
+        return (
+            child for child in range(node + 1, len(self.parents)) if self.parents[child] == node
+        )
+
     def _child(self, node: int, token: int) -> int | None:
-        for child in range(node + 1, len(self.tokens)):
-            if self.parents[child] == node and self.tokens[child] == token:
-                return child
-        return None
+        return next((c for c in self._children(node) if self.tokens[c] == token), None)
 
     def part(self, kept: Sequence[int]) -> GrowingTree:
         """Return the tree of the nodes `kept`: ascending, with the root and all parents."""

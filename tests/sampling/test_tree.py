@@ -30,7 +30,7 @@ def test_all_requests_of_a_batch_share_the_budget() -> None:
     assert best(4, likely, unlikely) == [([10, 12], [0, 1]), ([10, 11], [0, 0])]
     assert best(2, likely, unlikely) == [([10, 12], [0, 1]), ([], [])]
     assert best(0, likely, unlikely) == [([], []), ([], [])]
-    (*_, scores), _ = candidates(likely, unlikely).best(2)
+    (*_, scores, _), _ = candidates(likely, unlikely).best(2)
     assert scores == [-0.1, -0.2]
 
 
@@ -38,6 +38,22 @@ def test_candidates_below_the_minimum_score_are_not_selected() -> None:
     likely, unlikely = [-0.1, -2.0, -0.2, -3.0, -2.5], [-1.5, -1.6, -2.6, -3.1, -4.0]
     tokens = [selected[0] for selected in candidates(likely, unlikely).best(9, least=-1.5)]
     assert tokens == [[10, 12], [10]]
+
+
+def test_the_first_child_that_is_left_out_is_reported() -> None:
+    likely, unlikely = [-0.1, -2.0, -0.2, -3.0, -2.5], [-1.5, -1.6, -2.6, -3.1, -4.0]
+
+    def left_out(drafts: int, least: float = NONE) -> list[int | None]:
+        return [found for *_, found in candidates(likely, unlikely).best(drafts, least)]
+
+    # Node 10 has the children 12 and 13, which have none.
+    assert left_out(0) == [10, 10]
+    assert left_out(1) == [12, 10]
+    assert left_out(4) == [None, 12]
+    assert left_out(9, least=-1.5) == [None, 12]
+    # A candidate with a score of -inf was not drafted.
+    few = [-0.5, NONE, NONE, NONE, NONE]
+    assert [found for *_, found in candidates(few).best(9)] == [None]
 
 
 def test_parents_come_first_among_equal_scores() -> None:
@@ -56,7 +72,8 @@ def test_nodes_are_in_depth_first_order_with_the_best_child_first() -> None:
         -np.arange(8.0)[None],
         np.zeros((1, 2)),
     )
-    ((tokens, parents, scores),) = deep.best(8)
+    ((tokens, parents, scores, left_out),) = deep.best(8)
+    assert left_out is None
     assert tokens == [20, 22, 27, 23, 26, 21, 24, 25]
     assert parents == [0, 1, 2, 1, 4, 0, 6, 6]
     assert scores == [0.0, -2.0, -7.0, -3.0, -6.0, -1.0, -4.0, -5.0]
@@ -81,6 +98,9 @@ def test_a_path_is_merged_into_a_tree_by_its_tokens() -> None:
     assert best_nodes([tree, other], 3) == [[0, 1, 4, 5], [0]]
     part = tree.part([0, 1, 4, 5])
     assert part == GrowingTree([5, 10, 13, 12], [-1, 0, 1, 2], [0.0, -0.2, -0.3, -0.4])
+    # Nodes 1 and 4 are the chain of first children.
+    assert [tree.left_out(kept, 99) for kept in ([0, 2], [0, 1], [0, 1, 3, 4])] == [10, 12, 99]
+    assert other.left_out([0], None) is None
     other.add([7], [-0.35])
     assert best_nodes([tree, other], 3) == [[0, 1, 4], [0, 1]]
     assert best_nodes([tree, other], 0) == [[0], [0]]
@@ -97,6 +117,6 @@ def test_best_of_each_selects_the_same_number_for_every_request() -> None:
         scores_NC=scores,
         gaps_NW=np.zeros((2, 1)),
     )
-    assert [tokens for tokens, _, _ in candidates.best(3)] == [[1, 2, 3], []]
-    assert [tokens for tokens, _, _ in candidates.best_of_each(2)] == [[1, 2], [4, 5]]
-    assert [tokens for tokens, _, _ in candidates.best_of_each(2, -5.5)] == [[1, 2], [4]]
+    assert [tokens for tokens, *_ in candidates.best(3)] == [[1, 2, 3], []]
+    assert [tokens for tokens, *_ in candidates.best_of_each(2)] == [[1, 2], [4, 5]]
+    assert [tokens for tokens, *_ in candidates.best_of_each(2, -5.5)] == [[1, 2], [4]]

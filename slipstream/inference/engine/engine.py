@@ -487,7 +487,9 @@ class Engine:
                 drafted=drafted if drafts else (),
                 accepted=[len(new) - 1 for new in tokens] if drafts else (),
                 steady=plan == OFF or not self._needs_catch_up,
-                straight=_first_child_chains(trees, paths) if drafts and plan.topk > 1 else (),
+                straight=(
+                    _first_child_chains(trees, paths, tokens) if drafts and plan.topk > 1 else ()
+                ),
             )
             self._selector.record(step)
         self._needs_catch_up = drafts == 0
@@ -620,10 +622,11 @@ class Engine:
 
 
 def _first_child_chains(
-    trees: Sequence[DraftTree], paths: Sequence[Sequence[int]]
+    trees: Sequence[DraftTree], paths: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
 ) -> list[tuple[int, int]]:
     """`StepRecord.straight` of a step: how far chains would have come instead of trees."""
-    return [tree.straight(path) for tree, path in zip(trees, paths, strict=True)]
+    triples = zip(trees, paths, tokens, strict=True)
+    return [tree.straight(path, new) for tree, path, new in triples]
 
 
 def _without_inference_tensors(generations: list[Generation]) -> list[Generation]:

@@ -339,8 +339,8 @@ class EagleProposer:
         else:
             best = candidates.best_of_each(plan.verify_tokens - 1, batch.min_log_probability)
         return [
-            DraftTree([last, *tokens], [-1, *parents], len(tokens), scores)
-            for last, (tokens, parents, scores) in zip(batch.last, best, strict=True)
+            DraftTree([last, *tokens], [-1, *parents], len(tokens), scores, left_out)
+            for last, (tokens, parents, scores, left_out) in zip(batch.last, best, strict=True)
         ]
 
     def _fused_candidates(

@@ -23,13 +23,15 @@ class DraftTree:
     `parents[i]` < i is the node that node i follows; the root's is -1. In a chain it is i - 1.
     `by_head`: number of drafts that a draft head proposed, including those that the history
     proposed too. `scores`: for each draft, the logarithm of the estimated probability that it and
-    all drafts before it on its path are accepted; None if unknown.
+    all drafts before it on its path are accepted; None if unknown. `left_out`: the draft that would
+    continue the chain of first children from the root, if it was drafted, but is not verified.
     """
 
     tokens: Sequence[int]
     parents: Sequence[int]
     by_head: int = 0
     scores: Sequence[float] | None = None
+    left_out: int | None = None
 
     @classmethod
     def chain(cls, last: int, drafts: Sequence[int], *, by_head: bool = False) -> DraftTree:
@@ -55,13 +57,21 @@ class DraftTree:
         parents = self.parents
         return isinstance(parents, range) or all(p == i - 1 for i, p in enumerate(parents))
 
-    def straight(self, path: Sequence[int]) -> tuple[int, int]:
+    def straight(self, path: Sequence[int], tokens: Sequence[int]) -> tuple[int, int]:
         """The length of the chain of first children from the root, and the number of its drafts
-        that were accepted. `path`: the accepted nodes, from the root on."""
+        that were accepted. `path`: the accepted nodes, from the root on. `tokens`: the new tokens
+        of the request.
+
+        The draft that was left out of the chain counts, too, if it can be compared with a token.
+        Mostly unlikely drafts are left out, so without it the chain would seem too good.
+        """
         parents, length = self.parents, 0
         while length + 1 < len(parents) and parents[length + 1] == length:
             length += 1
-        return length, sum(node == depth for depth, node in enumerate(path[1:], 1))
+        accepted = sum(node == depth for depth, node in enumerate(path[1:], 1))
+        if self.left_out is not None and accepted == length < len(tokens):
+            return length + 1, accepted + (tokens[length] == self.left_out)
+        return length, accepted
 
     def is_first_child(self, node: int) -> bool:
         """Whether no earlier node has the same parent."""

@@ -33,8 +33,9 @@ class StepRecord:
 
     `drafted` and `accepted` are the numbers of draft tokens of each request. `steady` is false for
     steps with extra work: draft catch-up, or new requests. `straight`, for trees only: per request,
-    the length of the chain of first children from the root, and the number of its accepted drafts.
-    A chain plan would have had this result. It is empty if it was not measured.
+    the length of the chain of first children from the root, and the number of its accepted drafts
+    (`DraftTree.straight`). A chain plan would have had this result. It is empty if it was not
+    measured.
     """
 
     running: int
@@ -151,6 +152,10 @@ _INTERVAL, _INTERVAL_SHARE = 0.1, 0.05
 """The time between two searches is the smaller of 0.1 seconds and 5 % of the time spent at the
 batch size, within the limits in steps. A search takes about half a millisecond."""
 
+_LEAST_LARGE_STEPS = 2
+"""For drafts at large batch sizes, the lower limit is the number of steps in 0.1 seconds, and at
+least this. Such steps show the acceptance of many drafts, and a wrong plan loses much time."""
+
 _SETTLE = 3
 """Plain steps after a step with drafts that are not measured, because drafting has evicted weights
 from the CPU caches."""
@@ -235,7 +240,8 @@ class CostModelSelector:
     sizes and plans, predicts accepted drafts; for trees its prediction is multiplied by measured
     ratios (`TreeRatios`). So a plan has a prediction before it ever ran.
 
-    The selector searches for the best plan every 16 to 64 steps of a batch size. A search may start
+    The selector searches for the best plan every 16 to 64 steps of a batch size, and more often
+    while slow steps of many requests have drafts. A search may start
     a probe: a few steps of a plan with few measurements that could be better than the current one.
     Probes stop when they have lost more than the share `exploration` of the time, at each small
     batch size, or at all larger ones together. A switch needs a predicted gain of `hysteresis`.
@@ -379,9 +385,12 @@ class CostModelSelector:
         if probe is not None:
             self._probing = True
             return probe, _steps_of_probe(probe, size)
+        seconds = self._seconds(running, bucket.current)
         wait = min(_INTERVAL, _INTERVAL_SHARE * bucket.seconds)
-        steps = int(wait / self._seconds(running, bucket.current))
-        return bucket.current, min(max(steps, _LEAST_STEPS), _MOST_STEPS)
+        least = _LEAST_STEPS
+        if size > _SMALL and bucket.current != OFF:
+            least = min(max(int(_INTERVAL / seconds), _LEAST_LARGE_STEPS), least)
+        return bucket.current, min(max(int(wait / seconds), least), _MOST_STEPS)
 
     def _probe(self, size: int, rates: Mapping[DraftPlan, float]) -> DraftPlan | None:
         """The plan with the highest ratio of optimistic gain to predicted loss of its probe; None

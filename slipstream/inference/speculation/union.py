@@ -314,7 +314,8 @@ def _merged(
     for tree, both, nodes in zip(trees, merged, chosen, strict=True):
         part = both.part(nodes)
         by_head = sum(0 < node < len(tree) for node in nodes)
-        kept.append(DraftTree(part.tokens, part.parents, by_head, part.scores[1:]))
+        left_out = both.left_out(nodes, tree.left_out)
+        kept.append(DraftTree(part.tokens, part.parents, by_head, part.scores[1:], left_out))
     return kept
 
 

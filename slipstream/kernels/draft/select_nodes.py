@@ -38,7 +38,8 @@ def _threshold(scores, count, least):
 
 @kernel
 def select_nodes(
-    tokens, parents, scores, N, C, drafts, least, out_tokens, out_parents, out_scores, counts
+    tokens, parents, scores, N, C, drafts, least, out_tokens, out_parents, out_scores, counts,
+    left_out,
 ):  # fmt: skip
     """Select the `drafts` best candidates of all sequences with a score of at least `least`.
 
@@ -48,11 +49,14 @@ def select_nodes(
 
     The results go, sequence by sequence, to `out_tokens`, `out_parents` (int64, numbered from 1
     within a sequence, 0 for the root) and `out_scores`. These have room for `drafts` entries or for
-    all candidates. `counts` (N,) gets the number for each sequence. Returns the total number.
+    all candidates. `counts` (N,) gets the number for each sequence. `left_out` (N,) gets the token
+    that would continue the chain of first children, but is not selected; -1 without such a
+    candidate. Returns the total number.
     """
     lines = carray(doubles_at(scores), (N * C,))
     token, parent = carray(ints_at(tokens), (N * C,)), carray(ints_at(parents), (N * C,))
     found, room = carray(ints_at(counts), (N,)), max(min(drafts, N * C), 1)
+    next_token = carray(ints_at(left_out), (N,))
     selected = carray(ints_at(out_tokens), (room,))
     above = carray(ints_at(out_parents), (room,))
     score_of = carray(doubles_at(out_scores), (room,))
@@ -74,6 +78,15 @@ def select_nodes(
             if is_selected[i]:
                 p = parent[n * C + i] if parent[n * C + i] >= 0 else C
                 sibling[i], child[p] = child[p], i
+        end = C
+        while child[end] >= 0:
+            end = child[end]
+        next_token[n] = -1
+        for i in range(C):
+            p = parent[n * C + i] if parent[n * C + i] >= 0 else C
+            if p == end and lines[n * C + i] > -np.inf:
+                next_token[n] = token[n * C + i]
+                break
         number[C], begin, node = 0, total, child[C]
         while node >= 0:
             p = parent[n * C + node] if parent[n * C + node] >= 0 else C

@@ -382,16 +382,33 @@ def test_plain_steps_right_after_drafts_are_not_measured() -> None:
     assert selector._costs.seconds(4, plan, 4) == pytest.approx(3e-3, rel=0.1)
 
 
-@pytest.mark.parametrize(("seconds", "most"), [(1.0, 16), (5e-4, 64)])
-def test_short_steps_are_planned_less_often(seconds: float, most: int) -> None:
+@pytest.mark.parametrize(
+    ("running", "seconds", "most"),
+    [(2, 1.0, 16), (2, 5e-4, 64), (32, 1.0, 2), (32, 0.012, 5), (32, 5e-4, 64)],
+)
+def test_short_steps_are_planned_less_often(running: int, seconds: float, most: int) -> None:
     def cost(running: int, drafts: int) -> float:
         return seconds * (1 + 0.1 * drafts)
 
-    selector, longest = CostModelSelector(PLANS), 0
-    for _ in range(2000):
-        simulate(selector, [2], acceptance=lambda _: 0.95, cost=cost)
-        longest = max(longest, selector._buckets[2].left + 1)
-    assert longest == most
+    assert longest_wait(running, acceptance=0.95, cost=cost) == most
+
+
+def test_slow_steps_without_drafts_are_planned_less_often() -> None:
+    assert longest_wait(32, acceptance=0.05, cost=lambda *args: 10 * cpu(*args)) == 16
+
+
+def longest_wait(running: int, *, acceptance: float, cost: Cost) -> int:
+    """The most steps between two searches, after the first 200 steps."""
+    waits = list[int]()
+
+    class Watched(CostModelSelector):
+        def select(self, running: int) -> DraftPlan:
+            plan = super().select(running)
+            waits.append(self._buckets[running].left + 1)
+            return plan
+
+    simulate(Watched(PLANS), [running] * 2000, acceptance=lambda _: acceptance, cost=cost)
+    return max(waits[200:])
 
 
 def test_each_plain_step_fades_acceptance() -> None:
