@@ -14,6 +14,7 @@ import functools
 import gc
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
 """Names of settings of glibc's `mallopt`."""
@@ -35,10 +36,10 @@ def keep_freed_memory() -> bool:
     """Let all threads allocate from one heap, which keeps what is freed.
 
     Threads that exist already may keep heaps of their own. `metrics.resident.FreedMemory` returns
-    freed memory when memory is short. Returns False, and does nothing, without glibc, and if the
+    freed memory that no step needs. Returns False, and does nothing, without glibc, and if the
     environment has settings of glibc's heap.
     """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    set_option = _function("mallopt")
     if set_option is None or any(name.startswith(_OWN_SETTINGS) for name in os.environ):
         return False
     if not any(set_option(_MMAP_THRESHOLD, size) for size in _LARGEST):
@@ -55,6 +56,15 @@ def freed_memory_is_kept() -> bool:
     return keep_freed_memory.cache_info().currsize > 0 and keep_freed_memory()
 
 
+@functools.cache
+def _function(name: str, result: type = ctypes.c_int) -> Callable[..., Any] | None:
+    """A function of the C library, or None if it has none of this name."""
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is not None:
+        function.restype = result
+    return function
+
+
 class _MallInfo(ctypes.Structure):
     """glibc's `struct mallinfo2`."""
 
@@ -67,24 +77,20 @@ class _MallInfo(ctypes.Structure):
     )
 
 
-@functools.cache
-def _mallinfo() -> Callable[[], _MallInfo] | None:
-    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if function is None:
-        return None
-    function.restype = _MallInfo
-    return function  # type: ignore[no-any-return]
-
-
 def heap_in_use() -> int | None:
-    """Return the bytes that are allocated in the C library's heap, or None without glibc 2.33.
-
-    Takes up to 3 ms in a heap with many gaps.
-    """
-    if (mallinfo := _mallinfo()) is None:
+    """Return the bytes that are allocated in the C library's heap, or None without glibc 2.33."""
+    if (mallinfo := _function("mallinfo2", _MallInfo)) is None:
         return None
     info = mallinfo()
     return int(info.uordblks + info.hblkhd)
+
+
+def return_to_system() -> bool:
+    """Return freed memory of the C library's heap to the system. False without glibc."""
+    if (trim := _function("malloc_trim")) is None:
+        return False
+    trim(0)
+    return True
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import math
 import resource
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from slipstream.heap import freed_memory_is_kept, heap_in_use
+from slipstream.heap import freed_memory_is_kept, heap_in_use, return_to_system
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -98,108 +97,104 @@ def usable_bytes(
 
 
 HEAP_FACTOR = 1.35
-"""Memory that temporary blocks may take in the heap, divided by their bytes at the peak.
+"""Memory that the temporary blocks of a step take in the heap, divided by their bytes.
 
-Freed memory leaves gaps, because blocks have many sizes. `--dry-run` uses the same factor. Measured
-with glibc (`python -m bench.memory`).
+It is more than their bytes, because freed memory leaves gaps: blocks have many sizes. Chosen from
+measurements in which all freed memory was kept (docs/log/memory.md). `--dry-run` uses it, too.
 """
 
-_EVERY_SECONDS = 0.5
-"""The minimum time between two calls that take a few milliseconds."""
 
-
-class HeapPeak:
-    """How much memory the heap of this process needs: the highest use that was seen, and memory
-    that cannot be returned."""
+class HeapNeed:
+    """How much memory a process needs: what is in use, and the temporary blocks of a step."""
 
     def __init__(
         self,
-        clock: Callable[[], float] = time.monotonic,
         in_use: Callable[[], int | None] = heap_in_use,
         anonymous: Callable[[], int] = anonymous_bytes,
     ) -> None:
-        self._clock, self._in_use, self._anonymous = clock, in_use, anonymous
-        self._last, self._highest, self._rest = -math.inf, 0, 0
+        self._in_use, self._anonymous = in_use, anonymous
+        self._temporary = self._not_returnable = 0
 
-    def note(self) -> None:
-        """Measure the use now, at most every `_EVERY_SECONDS`. Call it when most is in use."""
-        now = self._clock()
-        if now - self._last >= _EVERY_SECONDS and (used := self._in_use()) is not None:
-            self._last, self._highest = now, max(self._highest, used)
+    def in_use(self) -> int:
+        """Return the allocated bytes of the heap; 0 if the C library does not count them."""
+        return self._in_use() or 0
 
-    def freed_memory_was_returned(self) -> None:
-        """Measure the memory besides what is in use: what other allocators hold, and gaps."""
-        if (used := self._in_use()) is not None:
-            self._rest = max(0, self._anonymous() - used)
+    def note_temporary(self, size: int) -> None:
+        """Note that a step has temporary blocks of `size` bytes. The largest size counts."""
+        self._temporary = max(self._temporary, size)
 
     def forget(self) -> None:
-        """Forget what was seen, because the process will now do other work."""
-        self._last, self._highest = -math.inf, 0
+        """Forget the sizes, because the process will now do other work."""
+        self._temporary = self._not_returnable = 0
 
-    def exceeded(self) -> bool:
-        """Return whether the process has more memory than it needs: what is in use or cannot be
-        returned, and `HEAP_FACTOR` times what a step needs in addition.
+    def note_not_returnable(self) -> None:
+        """Measure the memory besides what is in use, right after freed memory was returned: gaps
+        within pages, and what other allocators hold."""
+        if (used := self._in_use()) is not None:
+            self._not_returnable = max(0, self._anonymous() - used)
 
-        Returns False without counts of the C library.
+    def has_too_much(self) -> bool:
+        """Return whether the process has more memory than it needs.
+
+        It needs what is in use, what cannot be returned, and `HEAP_FACTOR` times the temporary
+        blocks. Returns False if the C library does not count what is in use.
         """
-        used = self._in_use()
-        if used is None:
+        if (used := self._in_use()) is None:
             return False
-        needed = used + self._rest + HEAP_FACTOR * max(self._highest - used, 0)
+        needed = used + self._not_returnable + HEAP_FACTOR * self._temporary
         return self._anonymous() > needed
 
 
-HEAP_PEAK = HeapPeak()
-"""The peak of this process. All its parts use one heap."""
+HEAP_NEED = HeapNeed()
+"""The need of this process. All its parts use one heap."""
 
 
 def return_freed_memory() -> None:
-    """Delete unreachable objects, return all freed memory to the system, and forget the peak."""
+    """Delete unreachable objects, return all freed memory, and forget what steps needed."""
     gc.collect()
-    HEAP_PEAK.forget()
+    HEAP_NEED.forget()
     FreedMemory(limit_bytes=0).give_back()
 
 
 class FreedMemory:
-    """Returns freed memory that the C library (glibc) keeps to the system.
+    """Returns freed memory to the system, which the C library (glibc) would keep.
 
-    The C library keeps freed memory for the next allocation (`heap.keep_freed_memory`), which saves
-    page faults. Blocks of many sizes leave gaps between them, so the heap would grow from step to
-    step. Freed memory is kept while the process has no more than it needs (`HeapPeak`), and uses at
-    most `SHARE` of the usable memory.
+    The C library keeps freed memory for the next allocation (`heap.keep_freed_memory`). This saves
+    page faults. But blocks of many sizes leave gaps between them, so the heap would grow from step
+    to step. Freed memory is kept on two conditions: the process has no more than it needs
+    (`HeapNeed`), and it uses at most `SHARE` of the usable memory.
     """
 
-    EVERY_SECONDS = _EVERY_SECONDS
+    EVERY_SECONDS = 0.5
+    """The minimum time between two returns. With gigabytes, one takes half a second."""
 
     SHARE = 0.6
-    """Freed memory is kept while the process uses at most this share of the usable memory."""
+    """The second condition."""
 
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
         *,
         limit_bytes: float | None = None,
-        peak: HeapPeak = HEAP_PEAK,
+        need: HeapNeed = HEAP_NEED,
     ) -> None:
-        """`limit_bytes` is the resident memory from which on freed memory is returned, whatever the
-        heap needs; None: `SHARE` of the usable memory, or 0 if this process does not keep freed
+        """Freed memory is returned, whatever the process needs, if its resident memory exceeds
+        `limit_bytes`. None: `SHARE` of the usable memory, or 0 if this process does not keep freed
         memory."""
-        self._clock, self._last, self._peak = clock, -math.inf, peak
+        self._clock, self._last, self._need = clock, -math.inf, need
         if limit_bytes is None:
             limit_bytes = self.SHARE * usable_bytes() if freed_memory_is_kept() else 0
         self._limit = limit_bytes
-        # Only glibc has this function.
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
     def give_back(self) -> bool:
         """Return freed memory to the system, unless the process may keep it, or it was done less
         than `EVERY_SECONDS` ago. Returns whether it was done now."""
-        now = self._clock()
-        if self._trim is None or now - self._last < self.EVERY_SECONDS:
+        if self._clock() - self._last < self.EVERY_SECONDS:
             return False
-        if resident_bytes() <= self._limit and not self._peak.exceeded():
+        if resident_bytes() <= self._limit and not self._need.has_too_much():
             return False
-        self._last = now
-        self._trim(0)
-        self._peak.freed_memory_was_returned()
+        if not return_to_system():
+            return False
+        self._last = self._clock()
+        self._need.note_not_returnable()
         return True

@@ -72,8 +72,11 @@ of its `TrainBatch` and in padded tensors. Measured with GRPO and responses of e
 """
 
 _HEAP_FACTOR_SHARDED, _HEAP_FACTOR_CHECKPOINTING = 1.2, 2.3
-"""Like `HEAP_FACTOR`, for several processes, which return freed memory to the system, and for
-gradient checkpointing, which allocates activations again, so that gaps are larger."""
+"""Resident bytes of an optimizer step on a CPU, divided by its allocated bytes. `HEAP_FACTOR` is
+the same for one process without gradient checkpointing. Several processes return all freed memory.
+Gradient checkpointing allocates activations again, which leaves larger gaps. Measured with glibc
+(`python -m bench.memory`).
+"""
 
 _KV_GROWTH = {"cuda": 1.5, "cpu": 1 + 1 / SLAB_SHARE}
 """By device type: peak bytes of the KV cache while it grows, divided by the bytes it needs.

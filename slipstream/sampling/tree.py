@@ -49,8 +49,9 @@ class Candidates:
     def best(
         self, drafts: int, least: float = -np.inf
     ) -> Iterator[tuple[list[int], list[int], list[float], int | None]]:
-        """Yield tokens, parents and scores of the selected candidates for each request, and the
-        draft token that would continue its chain of first children, but is not selected.
+        """Yield tokens, parents and scores of the selected candidates of each request, and one
+        more token or None: the first child of the last node in its chain of selected first
+        children. This child was drafted, but not selected.
 
         At most `drafts` candidates of all requests are selected, those with the best scores. None
         has a score below `least` or of -inf. Parents are numbered from 1 in each request, and 0 is
@@ -105,17 +106,16 @@ class GrowingTree:
             self.scores[child] = max(self.scores[child], score)
             node = child
 
-    def left_out(self, kept: Sequence[int], beyond: int | None) -> int | None:
-        """Return the token that would continue the chain of first children of `part(kept)`.
-
-        `beyond` is the token that would continue that of the whole tree.
+    def next_left_out(self, kept: Sequence[int], after_all: int | None) -> int | None:
+        """Return the token of the first node that is not in `kept`, along first children from the
+        root. Return `after_all` if all of these nodes are kept.
         """
         node, is_kept = 0, set(kept)
         while (child := next(self._children(node), None)) is not None:
             if child not in is_kept:
                 return self.tokens[child]
             node = child
-        return beyond
+        return after_all
 
     def _children(self, node: int) -> Iterator[int]:
         return (

@@ -23,7 +23,7 @@ from slipstream.checkpoint.saved import Saved, check_finite
 from slipstream.checkpoint.tree import load_tree
 from slipstream.errors import ConfigError, TrainingError
 from slipstream.heap import keep_freed_memory
-from slipstream.metrics.resident import HEAP_PEAK, FreedMemory
+from slipstream.metrics.resident import HEAP_NEED, FreedMemory
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_policy import HFPolicy
 from slipstream.models.lora import (
@@ -95,7 +95,7 @@ class SingleProcessBackend:
     """Whether a pass may end at a non-finite loss; not if other processes wait for the rest."""
 
     _keeps_freed_memory = True
-    """Whether freed memory is kept for the next step while there is enough. With gradient
+    """Whether freed memory that the next step needs is kept. With gradient
     checkpointing it is always returned, because that setting saves memory at the cost of time."""
 
     def __init__(
@@ -472,6 +472,7 @@ class SingleProcessBackend:
             # With gradients, each micro-batch needs its own graph down to the parameters.
             if packed is None or torch.is_grad_enabled():
                 packed = pack(self.decoder, self._dtype)
+            before = HEAP_NEED.in_use()
             result = forward(
                 packed,
                 micro,
@@ -481,9 +482,8 @@ class SingleProcessBackend:
                 full_kl=full_kl,
                 kept=kept_ids(batch, micro),
             )
-            HEAP_PEAK.note()
+            HEAP_NEED.note_temporary(HEAP_NEED.in_use() - before)
             yield result
-            del result
             # The backward pass is done. Without this, each micro-batch adds gaps to the heap.
             self._freed_of_micro_batches.give_back()
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 
 from slipstream.heap import heap_in_use
 from slipstream.metrics.resident import (
     HEAP_FACTOR,
+    HEAP_NEED,
     FreedMemory,
-    HeapPeak,
+    HeapNeed,
     resident_bytes,
     return_freed_memory,
     usable_bytes,
@@ -35,65 +37,51 @@ def test_freed_memory_is_returned_to_the_system_at_intervals() -> None:
     assert freed.give_back()
 
 
+UNKNOWN = HeapNeed(in_use=lambda: None)
+"""The need of a process whose C library does not count what is in use."""
+
+
 def test_freed_memory_is_kept_below_the_limit() -> None:
     used = resident_bytes()
-    peak = HeapPeak(in_use=lambda: None)
-    assert not FreedMemory(limit_bytes=2 * used, peak=peak).give_back()
-    assert FreedMemory(limit_bytes=used / 2, peak=peak).give_back()
+    assert not FreedMemory(limit_bytes=2 * used, need=UNKNOWN).give_back()
+    assert FreedMemory(limit_bytes=used / 2, need=UNKNOWN).give_back()
 
 
-def test_freed_memory_is_returned_when_the_process_has_more_than_it_needs() -> None:
-    limit = 2 * resident_bytes()
-    few, many = HeapPeak(in_use=lambda: 1), HeapPeak(in_use=lambda: limit)
-    assert not FreedMemory(limit_bytes=limit, peak=many).give_back()
-    freed = FreedMemory(limit_bytes=limit, peak=few)
-    assert freed.give_back()
-    # The memory that could not be returned counts as needed from now on.
-    freed = FreedMemory(limit_bytes=limit, peak=few)
-    blocks = [torch.zeros(1_000_000) for _ in range(5)]
-    assert freed.give_back()
-    del blocks
-    assert not FreedMemory(limit_bytes=limit, peak=few).give_back()
+def test_freed_memory_is_returned_if_the_process_has_more_than_it_needs() -> None:
+    now, anonymous = 0.0, 150
+
+    def gives_back() -> bool:
+        nonlocal now
+        now += 1
+        return freed.give_back()
+
+    need = HeapNeed(in_use=lambda: 100, anonymous=lambda: anonymous)
+    freed = FreedMemory(lambda: now, limit_bytes=2 * resident_bytes(), need=need)
+    assert gives_back()
+    # 50 could not be returned, so they count as needed.
+    assert not gives_back()
+    anonymous = 151
+    assert gives_back()
+    need.note_temporary(200)
+    need.note_temporary(10)  # The largest size counts.
+    anonymous = 151 + int(HEAP_FACTOR * 200)
+    assert not gives_back()
+    anonymous += 1
+    assert gives_back()
+    need.forget()
+    anonymous = 101
+    assert gives_back()
+    assert not UNKNOWN.has_too_much()
+    assert UNKNOWN.in_use() == 0
 
 
-def test_a_process_needs_a_multiple_of_what_a_step_adds() -> None:
-    now, in_use, anonymous = 10.0, 500, 0
-    peak = HeapPeak(lambda: now, lambda: in_use, lambda: anonymous)
-
-    def limit() -> float:
-        nonlocal anonymous
-        before, anonymous = anonymous, 0
-        while not peak.exceeded():
-            anonymous += 1
-        found, anonymous = anonymous - 1, before
-        return found
-
-    peak.note()
-    in_use = 900
-    peak.note()  # too soon
-    in_use = 100
-    assert limit() == 100 + HEAP_FACTOR * 400
-    now, in_use = 20.0, 300
-    peak.note()
-    assert limit() == 300 + HEAP_FACTOR * 200  # the highest counts, not the last
-    anonymous = 350
-    peak.freed_memory_was_returned()
-    assert limit() == 350 + HEAP_FACTOR * 200
-    peak.forget()
-    assert limit() == 350
-
-
+@pytest.mark.skipif(heap_in_use() is None, reason="needs glibc 2.33")
 def test_the_use_of_the_heap_follows_allocations() -> None:
-    before = heap_in_use()
-    assert before is not None
+    before = HEAP_NEED.in_use()
     small, large = torch.zeros(10_000_000), torch.zeros(50_000_000)
-    after = heap_in_use()
-    assert after is not None
-    assert 240e6 <= after - before < 241e6
+    assert HEAP_NEED.in_use() - before == pytest.approx(240e6, rel=0.02)
     del small, large
-    end = heap_in_use()
-    assert end is not None
-    assert end - before < 1e6
+    assert HEAP_NEED.in_use() - before < 5e6
 
 
 def test_memory_of_unreachable_objects_is_returned() -> None:

@@ -98,9 +98,10 @@ def test_a_path_is_merged_into_a_tree_by_its_tokens() -> None:
     assert best_nodes([tree, other], 3) == [[0, 1, 4, 5], [0]]
     part = tree.part([0, 1, 4, 5])
     assert part == GrowingTree([5, 10, 13, 12], [-1, 0, 1, 2], [0.0, -0.2, -0.3, -0.4])
-    # Nodes 1 and 4 are the chain of first children.
-    assert [tree.left_out(kept, 99) for kept in ([0, 2], [0, 1], [0, 1, 3, 4])] == [10, 12, 99]
-    assert other.left_out([0], None) is None
+    # Nodes 1 and 3 are the first children.
+    kept = [0, 2], [0, 1], [0, 1, 4, 5], [0, 1, 3, 4]
+    assert [tree.next_left_out(nodes, 99) for nodes in kept] == [10, 12, 12, 99]
+    assert other.next_left_out([0], None) is None
     other.add([7], [-0.35])
     assert best_nodes([tree, other], 3) == [[0, 1, 4], [0, 1]]
     assert best_nodes([tree, other], 0) == [[0], [0]]

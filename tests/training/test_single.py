@@ -21,7 +21,7 @@ from slipstream.algorithms.full_kl import KLDirection
 from slipstream.errors import CheckpointError, ConfigError, DataError, TrainingError
 from slipstream.heap import heap_in_use
 from slipstream.kernels.team import kernels_supported
-from slipstream.metrics.resident import HEAP_PEAK, HeapPeak, resident_bytes
+from slipstream.metrics.resident import HEAP_NEED, HeapNeed, resident_bytes
 from slipstream.models import Decoder
 from slipstream.models.decoder import PackedDecoder
 from slipstream.models.hf_io import load_checkpoint
@@ -621,8 +621,7 @@ def test_freed_memory_is_returned_with_gradient_checkpointing(by: str, checkpoin
     pieces = [torch.zeros(1000) for _ in range(20_000)]
     last = pieces.pop()
     before = resident_bytes()
-    HEAP_PEAK.forget()
-    HEAP_PEAK.note()  # as if a step had needed them
+    HEAP_NEED.note_temporary(before)  # Enough to keep all.
     pieces.clear()
     if by == "an optimizer step":
         backend.optim_step().wait()
@@ -631,23 +630,25 @@ def test_freed_memory_is_returned_with_gradient_checkpointing(by: str, checkpoin
     # 80 MB were freed below a block that is still in use. By default they are kept.
     assert (resident_bytes() < before - 60e6) == checkpointing
     assert float(last.sum()) == 0
+    HEAP_NEED.forget()
     backend.close()
 
 
-def test_a_pass_notes_the_memory_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, used = 0.0, []
+@pytest.mark.skipif(heap_in_use() is None, reason="needs glibc 2.33")
+def test_a_pass_notes_the_memory_of_its_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted = list[int]()
 
-    def in_use() -> int | None:
-        nonlocal now
-        now += 10
-        used.append(heap_in_use() or 0)
-        return used[-1]
+    class Recorded(HeapNeed):
+        def note_temporary(self, size: int) -> None:
+            noted.append(size)
 
-    monkeypatch.setattr(single, "HEAP_PEAK", HeapPeak(lambda: now, in_use))
+    monkeypatch.setattr(single, "HEAP_NEED", Recorded())
     with contextlib.closing(tiny_backend()) as backend:
         backend.forward_backward(make_batch([250] * 3), FULL_LOSS).wait()
-    # Activations and logits exist then.
-    assert max(used) > (heap_in_use() or 0) + 1e6
+        backend.compute_log_probs(make_batch([250])).wait()
+    assert len(noted) == 4  # one per micro-batch
+    assert min(noted[:3]) > 1e6
+    assert noted[3] < noted[0] / 4  # Without gradients nothing is kept for a backward pass.
 
 
 @pytest.mark.skipif(not kernels_supported(), reason="sequences need padding without kernels")

@@ -44,7 +44,7 @@ from slipstream.inference.speculation.selector import (
     StrategySelector,
 )
 from slipstream.kernels.team import single_threaded
-from slipstream.metrics.resident import HEAP_PEAK, FreedMemory
+from slipstream.metrics.resident import HEAP_NEED, FreedMemory
 from slipstream.models.decoder import Decoder, HiddenStates
 from slipstream.models.numerics import check_widths
 from slipstream.sampling.accept import accepted_path
@@ -304,9 +304,10 @@ class Engine:
         if self._idle:
             self._update_lending()
         if self._idle and self.settings.free_cache_engine:
-            HEAP_PEAK.note()
+            before = HEAP_NEED.in_use()
             self._runner.clear_graphs()
             self._scheduler.store.release()
+            HEAP_NEED.note_temporary(before - HEAP_NEED.in_use())
             self._freed.give_back()
 
     def _save_preempted(self) -> None:
@@ -487,9 +488,7 @@ class Engine:
                 drafted=drafted if drafts else (),
                 accepted=[len(new) - 1 for new in tokens] if drafts else (),
                 steady=plan == OFF or not self._needs_catch_up,
-                straight=(
-                    _first_child_chains(trees, paths, tokens) if drafts and plan.topk > 1 else ()
-                ),
+                straight=(_first_child_chains(trees, paths, tokens) if plan.topk > 1 else ()),
             )
             self._selector.record(step)
         self._needs_catch_up = drafts == 0

@@ -24,7 +24,7 @@ class DraftTree:
     `by_head`: number of drafts that a draft head proposed, including those that the history
     proposed too. `scores`: for each draft, the logarithm of the estimated probability that it and
     all drafts before it on its path are accepted; None if unknown. `left_out`: the draft that would
-    continue the chain of first children from the root, if it was drafted, but is not verified.
+    continue the chain of first children from the root. It was drafted, but is not in the tree.
     """
 
     tokens: Sequence[int]
@@ -62,8 +62,8 @@ class DraftTree:
         that were accepted. `path`: the accepted nodes, from the root on. `tokens`: the new tokens
         of the request.
 
-        The draft that was left out of the chain counts, too, if it can be compared with a token.
-        Mostly unlikely drafts are left out, so without it the chain would seem too good.
+        `left_out` counts as part of the chain if the policy drew a token at its position. Drafts
+        that are left out are unlikely ones. Without them, chains would seem better than they are.
         """
         parents, length = self.parents, 0
         while length + 1 < len(parents) and parents[length + 1] == length:

@@ -146,15 +146,16 @@ _CONFIRM, _CONFIRM_FROM = 8, 100
 100 steps. They show if the machine's speed, not the plan, changed during the probe."""
 
 _LEAST_STEPS, _MOST_STEPS = 16, 64
-"""Limits of the number of steps between two searches for the best plan, at the same batch size."""
+"""Limits of the number of steps between two searches for the best plan, at the same batch size.
+`_LEAST_LARGE_STEPS` is an exception."""
 
 _INTERVAL, _INTERVAL_SHARE = 0.1, 0.05
 """The time between two searches is the smaller of 0.1 seconds and 5 % of the time spent at the
 batch size, within the limits in steps. A search takes about half a millisecond."""
 
 _LEAST_LARGE_STEPS = 2
-"""For drafts at large batch sizes, the lower limit is the number of steps in 0.1 seconds, and at
-least this. Such steps show the acceptance of many drafts, and a wrong plan loses much time."""
+"""A large batch with drafts has another lower limit: the number of steps in 0.1 seconds, from 2 to
+16. A few such steps show the acceptance of many drafts, and a wrong plan loses much time."""
 
 _SETTLE = 3
 """Plain steps after a step with drafts that are not measured, because drafting has evicted weights
@@ -240,8 +241,8 @@ class CostModelSelector:
     sizes and plans, predicts accepted drafts; for trees its prediction is multiplied by measured
     ratios (`TreeRatios`). So a plan has a prediction before it ever ran.
 
-    The selector searches for the best plan every 16 to 64 steps of a batch size, and more often
-    while slow steps of many requests have drafts. A search may start
+    The selector searches for the best plan every 16 to 64 steps of a batch size. With drafts for
+    more than 4 requests, it searches after 0.1 seconds if that is sooner. A search may start
     a probe: a few steps of a plan with few measurements that could be better than the current one.
     Probes stop when they have lost more than the share `exploration` of the time, at each small
     batch size, or at all larger ones together. A switch needs a predicted gain of `hysteresis`.
@@ -436,7 +437,8 @@ class CostModelSelector:
             for ratios in (self._accepted, self._verified):
                 ratios.forget(_FADE**count)
             return
-        prefixes = [pair for step in steps for pair in step.straight]
+        # Requests for which nothing was drafted show nothing.
+        prefixes = [pair for step in steps for pair in step.straight if pair[0]]
         if prefixes:
             drafted, accepted = map(list, zip(*prefixes, strict=True))
             self.curve.record(drafted, accepted, count)

@@ -314,7 +314,9 @@ def _merged(
     for tree, both, nodes in zip(trees, merged, chosen, strict=True):
         part = both.part(nodes)
         by_head = sum(0 < node < len(tree) for node in nodes)
-        left_out = both.left_out(nodes, tree.left_out)
+        # Below drafts of the history, the head's next draft is unknown.
+        of_head = len(both.tokens) == len(tree)
+        left_out = both.next_left_out(nodes, tree.left_out) if of_head else None
         kept.append(DraftTree(part.tokens, part.parents, by_head, part.scores[1:], left_out))
     return kept
 

@@ -78,13 +78,15 @@ def select_nodes(
             if is_selected[i]:
                 p = parent[n * C + i] if parent[n * C + i] >= 0 else C
                 sibling[i], child[p] = child[p], i
-        end = C
-        while child[end] >= 0:
-            end = child[end]
+        # The last node of the chain of selected first children, then its first candidate.
+        last = C
+        while child[last] >= 0:
+            last = child[last]
         next_token[n] = -1
         for i in range(C):
             p = parent[n * C + i] if parent[n * C + i] >= 0 else C
-            if p == end and lines[n * C + i] > -np.inf:
+            # A score of -inf belongs to no drafted token.
+            if p == last and lines[n * C + i] > -np.inf:
                 next_token[n] = token[n * C + i]
                 break
         number[C], begin, node = 0, total, child[C]

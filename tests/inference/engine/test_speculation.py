@@ -17,6 +17,7 @@ from slipstream.inference.protocol import EngineStats
 from slipstream.inference.speculation.eagle import EagleProposer
 from slipstream.inference.speculation.history import HistoryProposer
 from slipstream.inference.speculation.plan import OFF, DraftPlan
+from slipstream.inference.speculation.protocol import DraftBatch, DraftTree
 from slipstream.inference.speculation.selector import PredefinedSelector, StepRecord
 from slipstream.inference.speculation.union import UnionProposer
 from slipstream.models.draft.eagle1 import DraftHead
@@ -436,6 +437,51 @@ def test_step_records_of_trees_say_how_far_chains_would_have_come(plan: DraftPla
     # A longer path than the chain's contains a sibling.
     longer = [accepted > in_chain for (_, in_chain), _, accepted in rows]
     assert 0 < sum(longer) <= engine.stats().sibling_tokens
+
+
+def test_step_records_compare_drafts_that_were_left_out() -> None:
+    class LeavesOut(LyingOracle):
+        def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
+            chains = super().propose(batch, DraftPlan.chain(1))
+            return [
+                DraftTree(tree.tokens[:1], [-1], left_out=next(iter(tree.tokens[1:]), None))
+                for tree in chains
+            ]
+
+    class RecordingSelector(PredefinedSelector):
+        steps: ClassVar[list[StepRecord]] = []
+
+        def record(self, step: StepRecord) -> None:
+            self.steps.append(step)
+
+    requests = mixed_requests(8, tokens=30)
+    reference = make_engine(shared_decoder()).run(requests)
+    selector = RecordingSelector(DraftPlan(4, 3, 12))
+    proposer = oracle_of(reference, LeavesOut, lies=0.0, ragged=False)
+    make_engine(proposer=proposer, selector=selector).run(requests)
+    pairs = [pair for step in selector.steps for pair in step.straight]
+    assert not any(step.drafted for step in selector.steps)
+    # After its last known token a response has no next draft.
+    assert {pair for pair in pairs if pair != (0, 0)} == {(1, 1)}
+    assert len(pairs) > 100
+
+
+def test_a_head_reports_drafts_that_were_left_out() -> None:
+    class Strict(PredefinedSelector):
+        steps: ClassVar[list[StepRecord]] = []
+
+        def min_acceptance(self, running: int) -> float:
+            return 0.999
+
+        def record(self, step: StepRecord) -> None:
+            self.steps.append(step)
+
+    selector = Strict(DraftPlan(4, 3, 12))
+    head = EagleProposer(any_head(), dtype=torch.float32)
+    make_engine(proposer=head, selector=selector).run(mixed_requests(8, tokens=30))
+    lengths = [length for step in selector.steps for length, _ in step.straight]
+    assert not any(step.drafted for step in selector.steps)
+    assert sum(length == 1 for length in lengths) > len(lengths) / 2
 
 
 def test_after_backoff_the_proposer_sees_all_running_requests() -> None:

@@ -150,7 +150,7 @@ def test_trees_of_head_and_history_are_merged() -> None:
         def propose(self, batch: DraftBatch, plan: DraftPlan) -> list[DraftTree]:
             scores = [-0.1, -2.5, -0.3, -2.0]
             return [
-                DraftTree([last, 23, 40, 41, 42], [-1, 0, 0, 1, 1], 4, scores)
+                DraftTree([last, 23, 40, 41, 42], [-1, 0, 0, 1, 1], 4, scores, 43)
                 for last in batch.last
             ]
 
@@ -168,13 +168,17 @@ def test_trees_of_head_and_history_are_merged() -> None:
     assert tree.by_head == 3
     assert tree.scores is not None
     assert list(tree.scores)[:3] == [-0.1, -0.3, -2.0]
+    # The head would follow 41 with 43, but the history extended its tree.
+    assert tree.left_out is None
     union.observe(["b"], [[23, 41, 50]], None)
     assert union.head_record == (1, 2)
     (tree,) = union.propose(batch("b", 50), DraftPlan(3, 2, 4))
     assert list(tree.tokens) == [50, 23, 41, 42]
+    assert tree.left_out == 43  # All of the head's chain 23, 41 is kept.
     # Nodes below the min acceptance probability are left out.
-    (tree,) = union.propose(replace(batch("b", 50), min_acceptance=0.6), DraftPlan(3, 2, 6))
-    assert list(tree.tokens) == [50, 23, 41]
+    for least, tokens, left_out in ((0.6, [50, 23, 41], 43), (0.8, [50, 23], 41), (0.95, [50], 23)):
+        (tree,) = union.propose(replace(batch("b", 50), min_acceptance=least), DraftPlan(3, 2, 6))
+        assert (list(tree.tokens), tree.left_out) == (tokens, left_out)
 
 
 @pytest.mark.parametrize("plan", [DraftPlan(4, 2, 8), DraftPlan(5, 4, 12)], ids=str)
