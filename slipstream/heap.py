@@ -13,8 +13,7 @@ import ctypes
 import functools
 import gc
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
 """Names of settings of glibc's `mallopt`."""
@@ -36,10 +35,10 @@ def keep_freed_memory() -> bool:
     """Let all threads allocate from one heap, which keeps what is freed.
 
     Threads that exist already may keep heaps of their own. `metrics.resident.FreedMemory` returns
-    freed memory that no step needs. Returns False, and does nothing, without glibc, and if the
+    freed memory when there is too much. Returns False, and does nothing, without glibc, and if the
     environment has settings of glibc's heap.
     """
-    set_option = _function("mallopt")
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is None or any(name.startswith(_OWN_SETTINGS) for name in os.environ):
         return False
     if not any(set_option(_MMAP_THRESHOLD, size) for size in _LARGEST):
@@ -54,43 +53,6 @@ def keep_freed_memory() -> bool:
 def freed_memory_is_kept() -> bool:
     """Return whether `keep_freed_memory` was called in this process and had an effect."""
     return keep_freed_memory.cache_info().currsize > 0 and keep_freed_memory()
-
-
-@functools.cache
-def _function(name: str, result: type = ctypes.c_int) -> Callable[..., Any] | None:
-    """A function of the C library, or None if it has none of this name."""
-    function = getattr(ctypes.CDLL(None), name, None)
-    if function is not None:
-        function.restype = result
-    return function
-
-
-class _MallInfo(ctypes.Structure):
-    """glibc's `struct mallinfo2`."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    )
-
-
-def heap_in_use() -> int | None:
-    """Return the bytes that are allocated in the C library's heap, or None without glibc 2.33."""
-    if (mallinfo := _function("mallinfo2", _MallInfo)) is None:
-        return None
-    info = mallinfo()
-    return int(info.uordblks + info.hblkhd)
-
-
-def return_to_system() -> bool:
-    """Return freed memory of the C library's heap to the system. False without glibc."""
-    if (trim := _function("malloc_trim")) is None:
-        return False
-    trim(0)
-    return True
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import math
 import resource
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from slipstream.heap import freed_memory_is_kept, heap_in_use, return_to_system
+from slipstream.heap import freed_memory_is_kept
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -37,12 +38,6 @@ def peak_rss() -> int:
 def resident_bytes() -> int:
     """Return the current resident memory of this process in bytes."""
     return int(psutil.Process().memory_info().rss)
-
-
-def anonymous_bytes() -> int:
-    """Return the current resident memory of this process without mapped files, in bytes."""
-    info = psutil.Process().memory_info()
-    return int(info.rss - getattr(info, "shared", 0))  # Only Linux counts it.
 
 
 def _status(field: str) -> int:
@@ -96,63 +91,9 @@ def usable_bytes(
     return min(limits)
 
 
-HEAP_FACTOR = 1.35
-"""Memory that the temporary blocks of a step take in the heap, divided by their bytes.
-
-It is more than their bytes, because freed memory leaves gaps: blocks have many sizes. Chosen from
-measurements in which all freed memory was kept (docs/log/memory.md). `--dry-run` uses it, too.
-"""
-
-
-class HeapNeed:
-    """How much memory a process needs: what is in use, and the temporary blocks of a step."""
-
-    def __init__(
-        self,
-        in_use: Callable[[], int | None] = heap_in_use,
-        anonymous: Callable[[], int] = anonymous_bytes,
-    ) -> None:
-        self._in_use, self._anonymous = in_use, anonymous
-        self._temporary = self._not_returnable = 0
-
-    def in_use(self) -> int:
-        """Return the allocated bytes of the heap; 0 if the C library does not count them."""
-        return self._in_use() or 0
-
-    def note_temporary(self, size: int) -> None:
-        """Note that a step has temporary blocks of `size` bytes. The largest size counts."""
-        self._temporary = max(self._temporary, size)
-
-    def forget(self) -> None:
-        """Forget the sizes, because the process will now do other work."""
-        self._temporary = self._not_returnable = 0
-
-    def note_not_returnable(self) -> None:
-        """Measure the memory besides what is in use, right after freed memory was returned: gaps
-        within pages, and what other allocators hold."""
-        if (used := self._in_use()) is not None:
-            self._not_returnable = max(0, self._anonymous() - used)
-
-    def has_too_much(self) -> bool:
-        """Return whether the process has more memory than it needs.
-
-        It needs what is in use, what cannot be returned, and `HEAP_FACTOR` times the temporary
-        blocks. Returns False if the C library does not count what is in use.
-        """
-        if (used := self._in_use()) is None:
-            return False
-        needed = used + self._not_returnable + HEAP_FACTOR * self._temporary
-        return self._anonymous() > needed
-
-
-HEAP_NEED = HeapNeed()
-"""The need of this process. All its parts use one heap."""
-
-
 def return_freed_memory() -> None:
-    """Delete unreachable objects, return all freed memory, and forget what steps needed."""
+    """Delete unreachable objects, and return all freed memory to the system."""
     gc.collect()
-    HEAP_NEED.forget()
     FreedMemory(limit_bytes=0).give_back()
 
 
@@ -160,41 +101,48 @@ class FreedMemory:
     """Returns freed memory to the system, which the C library (glibc) would keep.
 
     The C library keeps freed memory for the next allocation (`heap.keep_freed_memory`). This saves
-    page faults. But blocks of many sizes leave gaps between them, so the heap would grow from step
-    to step. Freed memory is kept on two conditions: the process has no more than it needs
-    (`HeapNeed`), and it uses at most `SHARE` of the usable memory.
+    page faults. But blocks of many sizes leave gaps between them, so the process would grow from
+    step to step. Freed memory is kept on two conditions: the process uses at most `SHARE` of the
+    usable memory, and since the last return it has grown by at most `GROWTH` times what a step
+    needs. What a step needs is measured: the growth in the first step after a return.
     """
 
     EVERY_SECONDS = 0.5
     """The minimum time between two returns. With gigabytes, one takes half a second."""
 
-    SHARE = 0.6
-    """The second condition."""
+    SHARE, GROWTH = 0.6, 1.15
+    """The limits of the two conditions."""
 
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
+        resident: Callable[[], int] = resident_bytes,
         *,
         limit_bytes: float | None = None,
-        need: HeapNeed = HEAP_NEED,
     ) -> None:
-        """Freed memory is returned, whatever the process needs, if its resident memory exceeds
-        `limit_bytes`. None: `SHARE` of the usable memory, or 0 if this process does not keep freed
-        memory."""
-        self._clock, self._last, self._need = clock, -math.inf, need
+        """`limit_bytes` is the resident memory of the first condition; None: `SHARE` of the usable
+        memory, or 0 if this process does not keep freed memory."""
+        self._clock, self._resident = clock, resident
         if limit_bytes is None:
             limit_bytes = self.SHARE * usable_bytes() if freed_memory_is_kept() else 0
         self._limit = limit_bytes
+        # Only glibc has this function.
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        # Time and resident bytes of the last return, and whether a step has ended since.
+        self._last, self._returned_at, self._is_first = -math.inf, 0, False
+        # The largest growth in the first step after a return.
+        self._needed = 0
 
     def give_back(self) -> bool:
         """Return freed memory to the system, unless the process may keep it, or it was done less
-        than `EVERY_SECONDS` ago. Returns whether it was done now."""
-        if self._clock() - self._last < self.EVERY_SECONDS:
+        than `EVERY_SECONDS` ago. Call it after each step. Returns whether it was done now."""
+        if self._trim is None or self._clock() - self._last < self.EVERY_SECONDS:
             return False
-        if resident_bytes() <= self._limit and not self._need.has_too_much():
+        grown = self._resident() - self._returned_at
+        if self._is_first:
+            self._needed, self._is_first = max(self._needed, grown), False
+        if self._returned_at + grown <= self._limit and grown <= self.GROWTH * self._needed:
             return False
-        if not return_to_system():
-            return False
-        self._last = self._clock()
-        self._need.note_not_returnable()
+        self._trim(0)
+        self._last, self._returned_at, self._is_first = self._clock(), self._resident(), True
         return True

@@ -35,7 +35,7 @@ from slipstream.config.schema import Config
 from slipstream.inference.engine.kv_blocks import SLAB_SHARE
 from slipstream.inference.engine.kv_store import make_store
 from slipstream.inference.engine.memory import free_bytes
-from slipstream.metrics.resident import HEAP_FACTOR, FreedMemory, resident_bytes
+from slipstream.metrics.resident import FreedMemory, resident_bytes
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import load_config
@@ -71,11 +71,12 @@ of its `TrainBatch` and in padded tensors. Measured with GRPO and responses of e
 (`python -m bench.train_batch --spread 0`).
 """
 
-_HEAP_FACTOR_SHARDED, _HEAP_FACTOR_CHECKPOINTING = 1.2, 2.3
-"""Resident bytes of an optimizer step on a CPU, divided by its allocated bytes. `HEAP_FACTOR` is
-the same for one process without gradient checkpointing. Several processes return all freed memory.
-Gradient checkpointing allocates activations again, which leaves larger gaps. Measured with glibc
-(`python -m bench.memory`).
+_HEAP_FACTOR, _HEAP_FACTOR_SHARDED, _HEAP_FACTOR_CHECKPOINTING = 1.35, 1.2, 2.3
+"""Resident bytes of an optimizer step on a CPU, divided by its allocated bytes.
+
+Freed memory leaves gaps in the heap of the C library. Several processes return it to the system,
+one process keeps it. With gradient checkpointing, which allocates activations again, the gaps are
+larger. Measured with glibc (`python -m bench.memory`).
 """
 
 _KV_GROWTH = {"cuda": 1.5, "cpu": 1 + 1 / SLAB_SHARE}
@@ -389,7 +390,7 @@ def _step(
 def _resident(config: Config, step: int, *, recomputes: bool) -> int:
     if device_of(config).type != "cpu":
         return step
-    factor = HEAP_FACTOR if process_count(config) == 1 else _HEAP_FACTOR_SHARDED
+    factor = _HEAP_FACTOR if process_count(config) == 1 else _HEAP_FACTOR_SHARDED
     return round((_HEAP_FACTOR_CHECKPOINTING if recomputes else factor) * step)
 
 

@@ -23,7 +23,7 @@ from slipstream.checkpoint.saved import Saved, check_finite
 from slipstream.checkpoint.tree import load_tree
 from slipstream.errors import ConfigError, TrainingError
 from slipstream.heap import keep_freed_memory
-from slipstream.metrics.resident import HEAP_NEED, FreedMemory
+from slipstream.metrics.resident import FreedMemory
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_policy import HFPolicy
 from slipstream.models.lora import (
@@ -472,8 +472,7 @@ class SingleProcessBackend:
             # With gradients, each micro-batch needs its own graph down to the parameters.
             if packed is None or torch.is_grad_enabled():
                 packed = pack(self.decoder, self._dtype)
-            before = HEAP_NEED.in_use()
-            result = forward(
+            yield forward(
                 packed,
                 micro,
                 temperature=batch.temperature,
@@ -482,8 +481,6 @@ class SingleProcessBackend:
                 full_kl=full_kl,
                 kept=kept_ids(batch, micro),
             )
-            HEAP_NEED.note_temporary(HEAP_NEED.in_use() - before)
-            yield result
             # The backward pass is done. Without this, each micro-batch adds gaps to the heap.
             self._freed_of_micro_batches.give_back()
 

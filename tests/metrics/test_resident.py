@@ -5,15 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import psutil
-import pytest
 import torch
 
-from slipstream.heap import heap_in_use
 from slipstream.metrics.resident import (
-    HEAP_FACTOR,
-    HEAP_NEED,
     FreedMemory,
-    HeapNeed,
     resident_bytes,
     return_freed_memory,
     usable_bytes,
@@ -37,51 +32,45 @@ def test_freed_memory_is_returned_to_the_system_at_intervals() -> None:
     assert freed.give_back()
 
 
-UNKNOWN = HeapNeed(in_use=lambda: None)
-"""The need of a process whose C library does not count what is in use."""
+def test_freed_memory_that_a_step_needs_is_kept() -> None:
+    now = resident = 0
 
+    def trim(_: int) -> None:
+        nonlocal resident
+        resident = 100
 
-def test_freed_memory_is_kept_below_the_limit() -> None:
-    used = resident_bytes()
-    assert not FreedMemory(limit_bytes=2 * used, need=UNKNOWN).give_back()
-    assert FreedMemory(limit_bytes=used / 2, need=UNKNOWN).give_back()
-
-
-def test_freed_memory_is_returned_if_the_process_has_more_than_it_needs() -> None:
-    now, anonymous = 0.0, 150
-
-    def gives_back() -> bool:
-        nonlocal now
-        now += 1
+    def after(size: int) -> bool:
+        """Whether memory is returned after a step that ends with `size` resident bytes."""
+        nonlocal now, resident
+        now, resident = now + 1, size
         return freed.give_back()
 
-    need = HeapNeed(in_use=lambda: 100, anonymous=lambda: anonymous)
-    freed = FreedMemory(lambda: now, limit_bytes=2 * resident_bytes(), need=need)
-    assert gives_back()
-    # 50 could not be returned, so they count as needed.
-    assert not gives_back()
-    anonymous = 151
-    assert gives_back()
-    need.note_temporary(200)
-    need.note_temporary(10)  # The largest size counts.
-    anonymous = 151 + int(HEAP_FACTOR * 200)
-    assert not gives_back()
-    anonymous += 1
-    assert gives_back()
-    need.forget()
-    anonymous = 101
-    assert gives_back()
-    assert not UNKNOWN.has_too_much()
-    assert UNKNOWN.in_use() == 0
+    freed = FreedMemory(lambda: now, lambda: resident, limit_bytes=1000)
+    freed._trim = trim
+    assert after(500)  # What a step needs is unknown.
+    assert not after(300)  # A step needs 200.
+    assert not after(100 + int(FreedMemory.GROWTH * 200))
+    assert after(101 + int(FreedMemory.GROWTH * 200))
+    assert not after(150)  # The largest need counts.
+    assert not after(329)
+    assert after(400)
+    assert not after(700)  # A larger step needs 600.
+    assert not after(790)
+    assert after(791)
+    assert not after(800)
+    assert after(1001)  # The limit
 
 
-@pytest.mark.skipif(heap_in_use() is None, reason="needs glibc 2.33")
-def test_the_use_of_the_heap_follows_allocations() -> None:
-    before = HEAP_NEED.in_use()
-    small, large = torch.zeros(10_000_000), torch.zeros(50_000_000)
-    assert HEAP_NEED.in_use() - before == pytest.approx(240e6, rel=0.02)
-    del small, large
-    assert HEAP_NEED.in_use() - before < 5e6
+def test_freed_memory_is_returned_above_the_limit_only() -> None:
+    used = resident_bytes()
+    kept = FreedMemory(limit_bytes=2 * used)
+    assert kept.give_back()  # What a step needs is unknown.
+    kept = FreedMemory(lambda: 1.0, lambda: 7, limit_bytes=7)
+    returned = FreedMemory(lambda: 1.0, lambda: 7, limit_bytes=6)
+    for freed in (kept, returned):
+        freed._needed = 100
+    assert not kept.give_back()
+    assert returned.give_back()
 
 
 def test_memory_of_unreachable_objects_is_returned() -> None:

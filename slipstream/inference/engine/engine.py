@@ -44,7 +44,7 @@ from slipstream.inference.speculation.selector import (
     StrategySelector,
 )
 from slipstream.kernels.team import single_threaded
-from slipstream.metrics.resident import HEAP_NEED, FreedMemory
+from slipstream.metrics.resident import FreedMemory
 from slipstream.models.decoder import Decoder, HiddenStates
 from slipstream.models.numerics import check_widths
 from slipstream.sampling.accept import accepted_path
@@ -304,10 +304,8 @@ class Engine:
         if self._idle:
             self._update_lending()
         if self._idle and self.settings.free_cache_engine:
-            before = HEAP_NEED.in_use()
             self._runner.clear_graphs()
             self._scheduler.store.release()
-            HEAP_NEED.note_temporary(before - HEAP_NEED.in_use())
             self._freed.give_back()
 
     def _save_preempted(self) -> None:
