@@ -413,21 +413,25 @@ def test_the_selector_is_told_about_new_weights() -> None:
     assert selector.changes == [False, True]
 
 
+class RecordingSelector(PredefinedSelector):
+    """Keeps the step records."""
+
+    def __init__(self, plan: DraftPlan) -> None:
+        super().__init__(plan)
+        self.steps: list[StepRecord] = []
+
+    def record(self, step: StepRecord) -> None:
+        self.steps.append(step)
+
+
 @pytest.mark.parametrize("plan", [DraftPlan.chain(3), DraftPlan(4, 3, 12)], ids=str)
 def test_step_records_of_trees_say_how_far_chains_would_have_come(plan: DraftPlan) -> None:
-    class RecordingSelector(PredefinedSelector):
-        steps: ClassVar[list[StepRecord]] = []
-
-        def record(self, step: StepRecord) -> None:
-            self.steps.append(step)
-
     requests = mixed_requests(8, tokens=30)
     reference = make_engine(shared_decoder()).run(requests)
     selector = RecordingSelector(plan)
     engine = make_engine(proposer=oracle_of(reference), selector=selector)
     engine.run(requests)
     steps = [step for step in selector.steps if step.drafted]
-    selector.steps.clear()
     if plan.topk == 1:
         assert not any(step.straight for step in steps)
         return
@@ -448,12 +452,6 @@ def test_step_records_compare_drafts_that_were_left_out() -> None:
                 for tree in chains
             ]
 
-    class RecordingSelector(PredefinedSelector):
-        steps: ClassVar[list[StepRecord]] = []
-
-        def record(self, step: StepRecord) -> None:
-            self.steps.append(step)
-
     requests = mixed_requests(8, tokens=30)
     reference = make_engine(shared_decoder()).run(requests)
     selector = RecordingSelector(DraftPlan(4, 3, 12))
@@ -467,14 +465,9 @@ def test_step_records_compare_drafts_that_were_left_out() -> None:
 
 
 def test_a_head_reports_drafts_that_were_left_out() -> None:
-    class Strict(PredefinedSelector):
-        steps: ClassVar[list[StepRecord]] = []
-
+    class Strict(RecordingSelector):
         def min_acceptance(self, running: int) -> float:
             return 0.999
-
-        def record(self, step: StepRecord) -> None:
-            self.steps.append(step)
 
     selector = Strict(DraftPlan(4, 3, 12))
     head = EagleProposer(any_head(), dtype=torch.float32)
