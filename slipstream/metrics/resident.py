@@ -104,7 +104,8 @@ class FreedMemory:
     page faults. But blocks of many sizes leave gaps between them, so the process would grow from
     step to step. Freed memory is kept on two conditions: the process uses at most `SHARE` of the
     usable memory, and since the last return it has grown by at most `GROWTH` times what a step
-    needs. What a step needs is measured: the growth in the first step after a return.
+    needs. What a step needs is measured: the growth in the first step after a return, but not more
+    than the next return frees, because a part of the growth may stay in use.
     """
 
     EVERY_SECONDS = 0.5
@@ -128,9 +129,9 @@ class FreedMemory:
         self._limit = limit_bytes
         # Only glibc has this function.
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        # Time and resident bytes of the last return, and whether a step has ended since.
+        # Time and resident bytes of the last return, and whether no step has ended since.
         self._last, self._returned_at, self._is_first = -math.inf, 0, False
-        # The largest growth in the first step after a return.
+        # Bytes that a step needs: the largest value that was measured.
         self._needed = 0
 
     def give_back(self) -> bool:
@@ -144,5 +145,7 @@ class FreedMemory:
         if self._returned_at + grown <= self._limit and grown <= self.GROWTH * self._needed:
             return False
         self._trim(0)
+        before = self._returned_at + grown
         self._last, self._returned_at, self._is_first = self._clock(), self._resident(), True
+        self._needed = min(self._needed, max(0, before - self._returned_at))
         return True

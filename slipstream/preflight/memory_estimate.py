@@ -71,7 +71,7 @@ of its `TrainBatch` and in padded tensors. Measured with GRPO and responses of e
 (`python -m bench.train_batch --spread 0`).
 """
 
-_HEAP_FACTOR, _HEAP_FACTOR_SHARDED, _HEAP_FACTOR_CHECKPOINTING = 1.45, 1.2, 2.3
+_HEAP_FACTOR, _HEAP_FACTOR_SHARDED, _HEAP_FACTOR_CHECKPOINTING = 1.35, 1.2, 2.3
 """Resident bytes of an optimizer step on a CPU, divided by its allocated bytes.
 
 Freed memory leaves gaps in the heap of the C library. Several processes return it to the system,

@@ -152,14 +152,13 @@ class SingleProcessBackend:
         self._owns_compute = compute is None
         self._snapshots: weakref.WeakSet[WeightSnapshot] = weakref.WeakSet()
         self._pending_changes = 0
-        # Each limits how often it runs, so a micro-batch must not delay the return after a step.
         keeps = self._keeps_freed_memory and not gradient_checkpointing
         if keeps:
             keep_freed_memory()
-        limit = None if keeps else 0
-        self._freed_of_micro_batches, self._freed_of_steps = (
-            FreedMemory(limit_bytes=limit) for _ in range(2)
-        )
+        self._freed_of_micro_batches = FreedMemory(limit_bytes=None if keeps else 0)
+        # Its own object, because a return after a micro-batch would delay one after the step. The
+        # next micro-batch needs memory that is kept.
+        self._freed_of_steps = None if keeps else FreedMemory(limit_bytes=0)
         self._lock = threading.Lock()
         self._weight_version = 0
 
@@ -580,7 +579,8 @@ class SingleProcessBackend:
 
     def _optim_step(self, schedule_step: int | None) -> dict[str, float]:
         metrics = self._guarded.step(self._freeze_snapshots, schedule_step=schedule_step)
-        self._freed_of_steps.give_back()
+        if self._freed_of_steps is not None:
+            self._freed_of_steps.give_back()
         metrics["training/skipped_steps"] = float(self._guarded.skipped_steps)
         return metrics
 

@@ -486,7 +486,7 @@ class Engine:
                 drafted=drafted if drafts else (),
                 accepted=[len(new) - 1 for new in tokens] if drafts else (),
                 steady=plan == OFF or not self._needs_catch_up,
-                straight=(_first_child_chains(trees, paths, tokens) if plan.topk > 1 else ()),
+                straight=_first_child_chains(trees, paths, tokens) if plan.topk > 1 else (),
             )
             self._selector.record(step)
         self._needs_catch_up = drafts == 0
