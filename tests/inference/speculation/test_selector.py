@@ -569,6 +569,18 @@ def test_first_children_of_trees_show_the_acceptance_of_chains() -> None:
     assert selector._tree_expectation(2, plan)[1] == pytest.approx(3.5, abs=0.3)
 
 
+def test_trees_for_which_nothing_was_drafted_do_not_fade_acceptance() -> None:
+    tree, chain = DraftPlan(4, 2, 8), DraftPlan.chain(2)
+    selector = CostModelSelector([chain, tree])
+    steps = [StepRecord(running=4, plan=OFF, seconds=1e-3)] * 8
+    steps += [StepRecord(running=4, plan=chain, seconds=1e-3, drafted=[2] * 4, accepted=[1] * 4)]
+    learned(selector, steps)
+    compared = selector.curve.compared
+    empty = StepRecord(running=4, plan=tree, seconds=1e-3, straight=[(0, 0)] * 4)
+    learned(selector, [empty] * 10)
+    assert selector.curve.compared == compared > 0
+
+
 def test_large_batch_sizes_share_the_budget_for_probes() -> None:
     sizes = [size for size in (64, 48, 32, 24, 16, 12, 8, 6) for _ in range(40)]
     probed = 0
