@@ -1,12 +1,12 @@
 """The first rollouts of a new engine with drafts, against plain decoding.
 
-    python -m bench.first_rollouts --policy FOLDER [--head new|linear|FOLDER] [--batch 64 8 1]
+    python -m bench.first_rollouts --policy RUN [--head run|new|linear|FOLDER] [--batch 64 8 1]
         [--rollouts 3] [--rounds 5] [--tokens 256] [--contenders union eagle history again]
 
-The requests are as in RL: groups of eight samples of a countdown problem, at temperature 1. A
-rollout has as many requests as run at once, but at least eight. In each round all contenders get
-new engines, with the selector and the plans of the default settings, and take turns rollout by
-rollout. All contenders generate the same tokens, or the benchmark fails.
+The requests are as in RL: groups of eight samples of a prompt of the run's task, at temperature 1.
+A rollout has the number of requests that run at once, but at least eight. In each round all
+contenders get new engines, with the selector and the plans of the default settings, and take turns
+rollout by rollout. All contenders generate the same tokens, or the benchmark fails.
 
 Prints the speed over plain decoding of each rollout, as median of the rounds with minimum and
 maximum, and of all rollouts together. `again` is a second plain engine: its ratios show the noise.
@@ -14,7 +14,8 @@ maximum, and of all rollouts together. `again` is a second plain engine: its rat
 The last columns are means per round: the share of the contender's time in decode steps with drafts,
 and tokens per verification.
 
-`--head`: a head with random weights, one that starts as a linear predictor, or a trained one.
+`--head`: the run's head, one with random weights, one that starts as a linear predictor, or one in
+a folder.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from transformers import AutoTokenizer
 
 from slipstream.bench.flags import add_batches_flag, add_count_flag
 from slipstream.bench.printing import progress
+from slipstream.bench.speculation.trained import load_trained
 from slipstream.bench.timing import ratio
+from slipstream.build.data import make_task, make_tokenizer, validation_prompts
+from slipstream.build.process import import_external
 from slipstream.build.speculation import make_selector
+from slipstream.checkpoint.layout import policy_folder
+from slipstream.config.load import CONFIG_FILE, load_config
 from slipstream.config.schema import Config
-from slipstream.data.gym import ReasoningGymTask
 from slipstream.drafter.linear_start import start_linear
 from slipstream.drafter.sequences import DraftSequence, VocabLayers, policy_features
 from slipstream.drafter.vocabulary import TokenCounts, best_size
@@ -56,26 +60,11 @@ from slipstream.types import GenerateRequest, NoiseKey, SamplingParams
 
 PLAIN, AGAIN, READY = "plain", "again", "ready"
 SAMPLES = 8
-PROBLEMS = {
-    "countdown": {
-        "config": {
-            "min_numbers": 3,
-            "max_numbers": 4,
-            "min_value": 1,
-            "max_value": 12,
-            "min_target": 1,
-            "max_target": 40,
-            "operators": ("+", "-"),
-        }
-    }
-}
-"""The problems of `examples/real_model`."""
-
 _TAUGHT = 128
 """Responses to which a linear start is fitted."""
 
-_FAR = 10**5
-"""The number of the rollout that they are from; no other rollout has its problems."""
+_LINEAR_PROMPTS = _TAUGHT // SAMPLES
+"""Prompts of these responses. No rollout has them."""
 
 
 @dataclass(slots=True)
@@ -91,39 +80,53 @@ class _Contender:
 class _Requests:
     """Rollouts of groups of samples."""
 
-    def __init__(self, policy: Path, tokens: int) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(policy)
-        self._task = ReasoningGymTask(
-            1, datasets=PROBLEMS, tokenizer=tokenizer, max_prompt_length=256, system_prompt=None
-        )
+    def __init__(self, run: Path, tokens: int, prompts: int) -> None:
+        """`prompts` is the number of prompts of all rollouts together."""
+        config: Config = load_config(file=run / CONFIG_FILE, notify=lambda _: None)
+        import_external(config)
+        tokenizer = make_tokenizer(config, policy_folder(run))
+        task = make_task(config, tokenizer)
+        count = prompts + _LINEAR_PROMPTS
+        found = validation_prompts(config, tokenizer, task, count=count)
+        self._prompts: list[Sequence[int]] = [prompt.ids for prompt in found]
         self._params = SamplingParams(temperature=1.0, max_tokens=tokens)
 
     def rollout(self, number: int, running: int) -> list[list[GenerateRequest]]:
         """The batches of a rollout. Each begins when the one before it has ended."""
         total = max(running, SAMPLES)
-        flat = [
+        first = _LINEAR_PROMPTS + number * (total // SAMPLES)
+        flat = self._samples(first, total, f"{number}")
+        return [flat[start : start + running] for start in range(0, total, running)]
+
+    def linear(self) -> list[GenerateRequest]:
+        """The requests whose responses a linear start is fitted to."""
+        return self._samples(0, _TAUGHT, "linear")
+
+    def _samples(self, first: int, total: int, name: str) -> list[GenerateRequest]:
+        """`total` requests for the prompts from `first` on."""
+        return [
             GenerateRequest(
-                request_id=f"{number}/{i}",
-                prompt_ids=tuple(self._prompt(number * total + i)),
+                request_id=f"{name}/{i}",
+                prompt_ids=tuple(self._prompts[(first + i // SAMPLES) % len(self._prompts)]),
                 params=self._params,
-                key=NoiseKey(seed=1, namespace="bench", epoch=number, uid=str(i)),
+                key=NoiseKey(seed=1, namespace="bench", uid=f"{name}/{i}"),
             )
             for i in range(total)
         ]
-        return [flat[start : start + running] for start in range(0, total, running)]
-
-    def _prompt(self, sample: int) -> Sequence[int]:
-        return self._task.prompt("train", sample // SAMPLES).ids
 
 
-def _head(name: str, policy: Decoder, requests: _Requests, settings: EngineSettings) -> DraftModel:
+def _head(
+    name: str, run: Path, policy: Decoder, requests: _Requests, settings: EngineSettings
+) -> DraftModel:
+    if name == "run":
+        return load_trained(run, most=1).head
     if name not in ("new", "linear"):
         return load_draft_head(Path(name), policy.config)
     if name == "new":
         head = DraftHead(policy.config)
         head.init_weights(0)
         return head
-    (asked,) = requests.rollout(_FAR, _TAUGHT)
+    asked = requests.linear()
     done = Engine(policy, settings).run(asked)
     counts = TokenCounts(policy.config.vocab_size)
     texts, masks = list[list[int]](), list[list[float]]()
@@ -190,10 +193,11 @@ def _round(
 
 def main(given: argparse.Namespace) -> None:
     """Measure and print."""
-    policy = load_checkpoint(given.policy)
-    requests = _Requests(given.policy, given.tokens)
+    policy = load_checkpoint(policy_folder(given.policy))
+    most = max(given.batch) // SAMPLES or 1
+    requests = _Requests(given.policy, given.tokens, given.rollouts * most)
     settings = EngineSettings(dtype=default_dtype(policy.device), max_model_len=1024)
-    head = _head(given.head, policy, requests, settings)
+    head = _head(given.head, given.policy, policy, requests, settings)
     names = [PLAIN, *given.contenders]
     for running in given.batch:
         contenders = {
@@ -236,8 +240,8 @@ def main(given: argparse.Namespace) -> None:
 
 def _flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--policy", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--head", default="new", metavar="new|linear|FOLDER")
+    parser.add_argument("--policy", type=Path, required=True, metavar="RUN")
+    parser.add_argument("--head", default="run", metavar="run|new|linear|FOLDER")
     parser.add_argument("--tokens", type=int, default=256, metavar="N")
     parser.add_argument(
         "--contenders",
