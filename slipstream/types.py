@@ -180,6 +180,38 @@ class Segment:
         return out
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedReward:
+    """A reward of one turn. `place` is the index into `Sample.tokens` of the last token that the
+    policy sampled in this turn. `name` says who gave it, such as a tool."""
+
+    place: int
+    name: str
+    value: float
+
+
+@dataclass(slots=True, kw_only=True)
+class EpisodeRecord:
+    """Counts of an episode with an environment.
+
+    `problems` counts tool calls that could not be answered normally, by kind. `truncated_by` names
+    the budget that ended the episode (`tokens`, `assistant_turns`, `user_turns`, `tool_seconds`),
+    or is `environment_crash`.
+    `score`, if it is not None, replaces the reward function's score. `metrics` are the
+    environment's own. `tool_seconds` are the seconds in tools and the
+    environment; they do not count for equality.
+    """
+
+    turns: int = 0
+    calls: int = 0
+    problems: dict[str, int] = field(default_factory=dict)
+    truncated_by: str | None = None
+    rewards: list[PlacedReward] = field(default_factory=list)
+    score: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    tool_seconds: float = field(default=0.0, compare=False)
+
+
 class _FlatViews:
     """A cache of the flat per-token lists of a sample.
 
@@ -243,6 +275,8 @@ class Sample(_FlatViews):
     extra_info: dict[str, Any] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     multi_modal: dict[str, Any] | None = None
+    episode: EpisodeRecord | None = None
+    """None for a single turn without an environment."""
 
     def append(self, segment: Segment) -> None:
         """Add a segment at the end."""

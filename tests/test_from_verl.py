@@ -73,8 +73,8 @@ ALGORITHM = (
     "reward_model.sandbox_fusion.max_concurrent=64",
 )
 REFUSED = {
-    "actor_rollout_ref.rollout.tools=[search]": "set it to false or null",
-    "actor_rollout_ref.rollout.interactions=[chat]": "set it to false or null",
+    "actor_rollout_ref.rollout.tools=[search]": "multi_turn.tool_config_path instead",
+    "actor_rollout_ref.rollout.interactions=[chat]": "multi_turn.interaction_config_path instead",
 }
 """Overrides that this version does not support, and the remedy in the message."""
 

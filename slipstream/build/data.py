@@ -16,18 +16,19 @@ from slipstream.build.dataset import (
     make_source,
     prompt_reader,
 )
+from slipstream.build.episodes import has_episodes
 from slipstream.build.policy import device_of
 from slipstream.checkpoint.saved import Saved
 from slipstream.config.schema import Config
 from slipstream.data.data_buffer import DataBuffer, ListSource, MixtureSource, TaskSource
 from slipstream.data.datasets import inspect_prompts
 from slipstream.data.end_tokens import end_token_ids
-from slipstream.data.registry import Task, get_task
+from slipstream.data.registry import Task, get_task, task_tokenizer
 from slipstream.data.response_text import response_decoder
 from slipstream.data.sft import load_sft_samples, sft_samples
 from slipstream.data.template_check import check_template_renders
 from slipstream.data.template_date import set_template_date
-from slipstream.data.tokenizer import build_tokenizer, load_tokenizer
+from slipstream.data.tokenizer import load_tokenizer
 from slipstream.errors import ConfigError, DataError
 from slipstream.loops.sft import MixedSamples, SampleStream, ShuffledSamples
 from slipstream.models.numerics import dtype_from_name
@@ -101,7 +102,7 @@ def make_tokenizer(config: Config, model_folder: Path | None) -> PreTrainedToken
                 "random "
                 "weights has no tokenizer)"
             )
-        return build_tokenizer()
+        return task_tokenizer(config.data.task)
     tokenizer = load_tokenizer(path, custom_chat_template=model.custom_chat_template)
     use_template_date(config, tokenizer)
     if tokenizer.chat_template:
@@ -234,7 +235,7 @@ def _file_prompts(
     reader = prompt_reader(config, tokenizer)
     seed = data_seed(config) if config.data.shuffle else None
     loaded = inspect_prompts(list(files), reader, max_samples=max_samples, seed=seed)
-    loaded.warn(reader.max_prompt_length)
+    loaded.warn(reader.max_prompt_length, tools=has_episodes(config))
     return loaded.prompts
 
 

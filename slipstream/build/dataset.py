@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from slipstream.build.episodes import has_episodes, tool_schemas
 from slipstream.config.schema import Config
 from slipstream.config.tree import to_dict
 from slipstream.data.dataset_source import DatasetSource
@@ -45,6 +46,7 @@ def prompt_reader(config: Config, tokenizer: PreTrainedTokenizerBase) -> PromptR
         reward_fn_key=data.reward_fn_key,
         truncation=data.truncation,
         filter_overlong=data.filter_overlong_prompts,
+        tools=tool_schemas(config),
         template_kwargs=dict(data.apply_chat_template_kwargs),
     )
 
@@ -137,7 +139,7 @@ def all_prompts(
         return as_prompt(item, reader=reader, name=name, index=index)
 
     loaded = reader.keep((i, f"{name}[{i}]", partial(prompt, i)) for i in range(total))
-    loaded.warn(reader.max_prompt_length)
+    loaded.warn(reader.max_prompt_length, tools=has_episodes(config))
     prompts = loaded.prompts
     if not prompts:
         raise DataError(f"{name} has no usable rows to validate on; see data.val_files")

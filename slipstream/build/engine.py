@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slipstream.build.data import make_decode
+from slipstream.build.episodes import has_episodes
 from slipstream.build.policy import (
     device_of,
     max_model_len,
@@ -208,17 +209,20 @@ def make_embedded(setup: EngineSetup) -> InferenceEngine:
 def engine_settings(config: Config, model: ModelConfig) -> EngineSettings:
     """Settings of the embedded engine."""
     rollout = config.actor_rollout_ref.rollout
+    caching = rollout.enable_prefix_caching
+    if caching is None:
+        caching = has_episodes(config)
     free = rollout.free_cache_engine
     if free is None:
         # Cached prefixes use the part of the budget that running requests leave free.
-        free = device_of(config).type != "cpu" or rollout.enable_prefix_caching
+        free = device_of(config).type != "cpu" or caching
     return EngineSettings(
         max_model_len=max_model_len(config),
         dtype=rollout_dtype(config),
         max_num_seqs=rollout.max_num_seqs,
         kv_budget_bytes=kv_bytes(config, model),
         max_prefill_tokens=rollout.max_num_batched_tokens,
-        prefix_caching=rollout.enable_prefix_caching,
+        prefix_caching=caching,
         enforce_eager=rollout.enforce_eager,
         free_cache_engine=free,
         one_thread_below=rollout.one_thread_below,

@@ -299,6 +299,49 @@ class ValKwargsSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MultiTurnSection:
+    """Episodes of several turns, with tools."""
+
+    enable: bool | None = None
+    """Let the policy call tools; null: if there are tools or interactions."""
+    function_tool_path: str | None = None
+    """Python file with tools: the functions that `slipstream.environment.tools.function_tool`
+    decorates, or all public functions if there are none."""
+    tool_config_path: str | None = None
+    """YAML file with tools that are classes derived from VERL's `BaseTool`."""
+    interaction_config_path: str | None = None
+    """YAML file with classes derived from VERL's `BaseInteraction`, which answer the turns without
+    tool calls. Rows choose one by `extra_info.interaction_kwargs.name`."""
+    format: str | None = None
+    """How the policy writes tool calls: `hermes`, `qwen3_coder`, `llama3_json`, `mistral`,
+    `gpt-oss`, or a registered format; null: as the chat template does."""
+    max_assistant_turns: PositiveInt | None = None
+    """Maximum number of turns of the policy; null: no limit."""
+    max_user_turns: PositiveInt | None = None
+    """Maximum number of answers of tools and users; null: no limit."""
+    max_tool_seconds: PositiveFloat | None = None
+    """Maximum time in tools, in seconds per episode; null: no limit."""
+    max_parallel_calls: PositiveInt = 1
+    """Tool calls of one turn that are executed. The policy is told that the others were not."""
+    max_tool_response_length: PositiveInt | None = 256
+    """Maximum length of a tool's answer in characters; null: no limit."""
+    tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
+    """The side of a longer answer that is cut off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSection:
+    """Agent loops: users' code that decides what the policy reads and when it writes."""
+
+    default_agent_loop: str | None = None
+    """The loop of rows without `agent_name`: `single_turn_agent`, `tool_agent`, or the name of a
+    class derived from VERL's `AgentLoopBase`; null: `tool_agent` if there are tools."""
+    agent_loop_config_path: str | None = None
+    """YAML file with a list of such classes: `[{name: my_agent, _target_: package.module.Class}]`.
+    Other keys of an entry are arguments of the class."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSection:
     """Generation of responses."""
 
@@ -336,10 +379,10 @@ class RolloutSection:
     max_num_batched_tokens: Annotated[int, Range(low=4)] = 8192
     """Maximum number of tokens in one prefill of the embedded engine. A longer context is prefilled
     in pieces, with decode steps of running responses in between."""
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool | None = None
     """Keep the KV cache of finished responses for prompts with the same beginning, such as
-    conversations of several turns. An entry stays until the next weight update, as long as the
-    memory budget has room."""
+    conversations of several turns; null: with tools, for the next turn of an episode. An entry
+    stays until the next weight update, as long as the memory budget has room."""
     free_cache_engine: bool | None = None
     """Free the embedded engine's KV cache memory after each rollout; null: yes on a GPU, where
     training needs the memory, and with `enable_prefix_caching`, which needs room in the budget. On
@@ -363,6 +406,10 @@ class RolloutSection:
     """Deadline in seconds for the rollout of one step; null: `trainer.stage_timeout_s`."""
     val_kwargs: ValKwargsSection = field(default_factory=ValKwargsSection)
     """Sampling during validation."""
+    multi_turn: MultiTurnSection = field(default_factory=MultiTurnSection)
+    """Episodes of several turns, with tools."""
+    agent: AgentSection = field(default_factory=AgentSection)
+    """Agent loops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

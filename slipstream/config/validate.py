@@ -68,7 +68,7 @@ def validate(config: Config, hardware: Hardware, *, complete: bool = True) -> li
     return problems
 
 
-BUILT_IN_TASKS = ("countdown", "reasoning_gym")
+BUILT_IN_TASKS = ("countdown", "lookup", "reasoning_gym")
 """Built-in tasks of `data.registry`, which is not imported here."""
 
 BUILT_IN_LOGGERS = ("console", "file", "tensorboard", "wandb", "mlflow", "trackio")
@@ -566,12 +566,37 @@ def _rollout(config: Config) -> Iterator[str]:
     yield from check_val_settings(config)
     if rollout.top_p == 0:
         yield f"{_ROLLOUT}.top_p=0 excludes all tokens; set {_ROLLOUT}.top_p=1"
+    yield from _multi_turn(config)
     if rollout.partial_rollout and rollout.over_sample_rate == 0:
         yield WithoutEffect(
             f"{_ROLLOUT}.partial_rollout=true has no effect with {_ROLLOUT}.over_sample_rate=0, "
             "because no response is stopped early; "
             f"set {_ROLLOUT}.over_sample_rate=0.5 or {_ROLLOUT}.partial_rollout=false"
         )
+
+
+TASKS_WITH_TOOLS = ("lookup",)
+"""Tasks of `environment.tasks.registry`, which is not imported here."""
+
+_TOOL_KEYS = ("function_tool_path", "tool_config_path", "interaction_config_path")
+
+
+def _multi_turn(config: Config) -> Iterator[str]:
+    settings, key = config.actor_rollout_ref.rollout.multi_turn, f"{_ROLLOUT}.multi_turn"
+    given = [name for name in _TOOL_KEYS if getattr(settings, name) is not None]
+    # A user's module can register tools.
+    known = config.actor_rollout_ref.model.external_lib is None
+    if settings.enable and known and not given and config.data.task not in TASKS_WITH_TOOLS:
+        yield (
+            f"{key}.enable=true: there are no tools and no interactions; set one of "
+            f"{', '.join(f'{key}.{name}' for name in _TOOL_KEYS)}, or {key}.enable=false"
+        )
+    if settings.enable is False:
+        for name in given:
+            yield WithoutEffect(
+                f"{key}.{name}={getattr(settings, name)} has no effect with {key}.enable=false; "
+                f"set {key}.enable=true or {key}.{name}=null"
+            )
 
 
 def _run(config: Config) -> Iterator[str]:

@@ -31,7 +31,7 @@ _RAY = (
 _CRITIC = "the critic is trained in the process of the policy"
 _LORA = "only the policy can have an adapter"
 _OPTIM = f"{_ACTOR}.optim.optimizer selects the optimizer, which runs where the weights are"
-_MULTI_TURN = "responses are single turns without tools"
+_MULTI_TURN = "tokens of the policy are never decoded and tokenized again"
 
 _BY_REASON: dict[str, tuple[str, ...]] = {
     "each process computes whole sequences with all layers; processes (trainer.nnodes, "
@@ -140,7 +140,11 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "*.fused_kernel_options.*",
         "*.use_torch_compile",
     ),
-    _MULTI_TURN: (f"{_ROLLOUT}.multi_turn.*",),
+    _MULTI_TURN: (
+        f"{_ROLLOUT}.multi_turn.use_inference_chat_template",
+        f"{_ROLLOUT}.multi_turn.tokenization_sanity_check_mode",
+        f"{_ROLLOUT}.multi_turn.num_repeat_rollouts",
+    ),
     "responses are always generated concurrently; training waits for the batch": (
         f"{_ROLLOUT}.mode",
     ),
@@ -325,9 +329,12 @@ def _off(remedy: str) -> Neutral:
     return Neutral((False, None), remedy)
 
 
-_NO_MULTI_TURN = _off(
-    "multi-turn rollouts and tools are not supported, only single turns; set it to false or null"
-)
+def _tools_elsewhere(name: str) -> Neutral:
+    """Another key of `multi_turn.NAME`."""
+    key = f"{_ROLLOUT}.multi_turn.{name}"
+    return Neutral((None,), f"set {key} instead, and this key to null", same_as=key)
+
+
 _BYTES = Neutral(
     (None,),
     "the buffer of responses is limited by bytes and age instead; set it to null, and set "
@@ -394,22 +401,11 @@ ONLY_NEUTRAL: dict[str, Neutral] = {
         "rollouts record the log-probs of the distribution that they sample from; set "
         "processed_logprobs",
     ),
-    f"{_ROLLOUT}.agent.default_agent_loop": Neutral(
-        ("single_turn_agent", None),
-        "agent loops with tools are not supported, only single turns; set single_turn_agent",
-    ),
-    f"{_ROLLOUT}.agent.agent_loop_config_path": _off(
-        "agent loops are not supported, only single turns; set it to null"
-    ),
-    f"{_ROLLOUT}.multi_turn.enable": _NO_MULTI_TURN,
-    f"{_ROLLOUT}.multi_turn.tool_config_path": _NO_MULTI_TURN,
-    f"{_ROLLOUT}.multi_turn.function_tool_path": _NO_MULTI_TURN,
-    f"{_ROLLOUT}.multi_turn.interaction_config_path": _NO_MULTI_TURN,
-    f"{_ROLLOUT}.tools": _NO_MULTI_TURN,
-    f"{_ROLLOUT}.interactions": _NO_MULTI_TURN,
-    "data.tool_config_path": _NO_MULTI_TURN,
-    "data.function_tool_path": _NO_MULTI_TURN,
-    "tools": _NO_MULTI_TURN,
+    f"{_ROLLOUT}.tools": _tools_elsewhere("tool_config_path"),
+    f"{_ROLLOUT}.interactions": _tools_elsewhere("interaction_config_path"),
+    "data.tool_config_path": _tools_elsewhere("tool_config_path"),
+    "data.function_tool_path": _tools_elsewhere("function_tool_path"),
+    "tools": _tools_elsewhere("tool_config_path"),
     f"{_ROLLOUT}.skip_rollout": _SKIP,
     f"{_ROLLOUT}.skip.enable": _SKIP,
     "skip.*.enable": _SKIP,

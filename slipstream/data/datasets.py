@@ -73,8 +73,9 @@ class LoadedPrompts:
     failed: list[str] = field(default_factory=list)
     rows: list[Any] = field(default_factory=list)
 
-    def warn(self, max_prompt_length: int) -> None:
-        """Log a warning if rows were left out or ask for tools, or continue a message."""
+    def warn(self, max_prompt_length: int, *, tools: bool = False) -> None:
+        """Log a warning if rows were left out, continue a message, or ask for tools that the run
+        does not have (`tools`)."""
         if self.filtered:
             log.warning(
                 "%d prompts longer than data.max_prompt_length %d tokens were left out, %d remain",
@@ -91,10 +92,11 @@ class LoadedPrompts:
                 continued,
                 len(self.prompts),
             )
-        if self.with_tools:
+        if self.with_tools and not tools:
             log.warning(
                 "%d of %d rows ask for tools or further turns (agent_name, tools_kwargs, "
-                "interaction_kwargs), but every response is a single turn without tools",
+                "interaction_kwargs), but the run has none, so every response is a single turn; "
+                "set actor_rollout_ref.rollout.multi_turn.tool_config_path",
                 self.with_tools,
                 len(self.prompts),
             )

@@ -8,12 +8,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from slipstream.data import lookup
 from slipstream.data.countdown import CountdownTask
 from slipstream.data.gym import ReasoningGymTask
+from slipstream.data.lookup import LookupTask
+from slipstream.data.tokenizer import build_tokenizer
 from slipstream.errors import ConfigError, did_you_mean, name_of
 from slipstream.types import Message, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Task(Protocol):
@@ -34,8 +40,20 @@ class Task(Protocol):
 
 _TASKS: dict[str, Callable[..., Task]] = {
     CountdownTask.name: CountdownTask,
+    LookupTask.name: LookupTask,
     ReasoningGymTask.name: ReasoningGymTask,
 }
+
+
+_TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerBase]] = {
+    LookupTask.name: lookup.build_tokenizer
+}
+"""Tokenizers of tasks that do not use the countdown task's."""
+
+
+def task_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer for a model with random weights that learns the task `name`."""
+    return _TOKENIZERS.get(name, build_tokenizer)()
 
 
 def register_task(name: str | Enum, factory: Callable[..., Task]) -> None:

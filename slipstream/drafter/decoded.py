@@ -53,6 +53,10 @@ class DecodedFeatures:
             return
         tokens = [*request.prompt_ids, *request.prior_ids, *generation.token_ids]
         one = _Decoded(tokens, (before, after))
+        # Each turn of an episode has the tokens of all turns before it.
+        earlier = self._found.pop(request.key, None)
+        if earlier is not None:
+            self.nbytes -= earlier.nbytes
         if self.nbytes + one.nbytes <= self.max_bytes:
             self._found[request.key] = one
             self.nbytes += one.nbytes

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from slipstream.errors import DataError, did_you_mean
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.metrics.batch_metrics import validation_metrics
-from slipstream.rewards.protocol import RewardManager
+from slipstream.rewards.protocol import SCORE_PART, RewardManager
+from slipstream.rollout.episode import EpisodeRunner
 from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings
-from slipstream.types import Group, Prompt, SamplingParams, Status
+from slipstream.types import Group, Prompt, Sample, SamplingParams, Status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,8 @@ class EvalSettings:
     n: int = 1
     batch_size: int | None = None
     timeout_s: float = 3600.0
+    episodes: EpisodeRunner | None = None
+    """Runs episodes of several turns; None: every response is a single turn."""
     by_source: Mapping[str, EvalSettings] = field(default_factory=dict)
     """Settings for single data sources; they replace the others."""
 
@@ -48,7 +51,7 @@ class Evaluation:
     def correct(self) -> list[bool]:
         """For each response, in order of prompts: True if it is correct."""
         return [
-            s.status is not Status.FAILED and s.reward_parts.get("acc", s.reward) > 0
+            s.status is not Status.FAILED and _score(s) > 0
             for group in self.groups
             for s in group.samples
         ]
@@ -56,6 +59,12 @@ class Evaluation:
     @property
     def accuracy(self) -> float:
         return sum(self.correct) / len(self.correct)
+
+
+def _score(sample: Sample) -> float:
+    """The accuracy of a sample, or its score without rewards of turns."""
+    parts = sample.reward_parts
+    return parts.get("acc", parts.get(SCORE_PART, sample.reward))
 
 
 class _Fixed:
@@ -85,8 +94,8 @@ async def evaluate(
     check_sources(prompts, settings)
     parts: dict[str, list[int]] = {}
     for place, prompt in enumerate(prompts):
-        own = prompt.data_source if prompt.data_source in settings.by_source else ""
-        parts.setdefault(own, []).append(place)
+        source = prompt.data_source if prompt.data_source in settings.by_source else ""
+        parts.setdefault(source, []).append(place)
     found: dict[int, Group] = {}
     for source, places in parts.items():
         chosen = [prompts[place] for place in places]
@@ -132,6 +141,7 @@ async def _evaluate(
             namespace="val",
             timeout_s=settings.timeout_s,
         ),
+        episodes=settings.episodes,
     )
     groups: list[Group] = []
     while len(groups) < len(prompts):

@@ -38,7 +38,7 @@ from slipstream.loops.rl_batch import (
 )
 from slipstream.loops.rl_config import RLTrainingConfig
 from slipstream.metrics.timers import Timers
-from slipstream.rewards.protocol import REWARD_FAILURE
+from slipstream.rewards.protocol import REWARD_FAILURE, TURN_PART
 from slipstream.rollout.train_rows import (
     carried_rewards,
     fill_advantages,
@@ -256,7 +256,8 @@ class Learner:
         self, batch: TrainBatch, usable: Usable, full_kl: Tensor | None
     ) -> tuple[Tensor, dict[str, float]]:
         """Token-level rewards (T,) minus the KL penalty, and metrics of the penalty."""
-        rewards = placed_rewards(batch, [sample.reward for sample in usable.samples])
+        samples = usable.samples
+        rewards = placed_rewards(batch, [sample.reward for sample in samples], samples)
         return (rewards, {}) if self._kl is None else self._kl.rewards(rewards, batch, full_kl)
 
     async def _fill_advantages(
@@ -406,9 +407,10 @@ def _minis(
 
 
 def _part(sample: Sample, name: str) -> float:
-    """One part of a sample's reward. If scoring failed and the reward counts as 0, each part is 0;
-    else a missing part is NaN."""
-    return sample.reward_parts.get(name, 0.0 if REWARD_FAILURE in sample.metadata else torch.nan)
+    """One part of a sample's reward. A missing part is 0 if scoring failed and the reward counts as
+    0, and for rewards of turns; otherwise NaN."""
+    zero = REWARD_FAILURE in sample.metadata or name.startswith(TURN_PART)
+    return sample.reward_parts.get(name, 0.0 if zero else torch.nan)
 
 
 def correct(

@@ -77,6 +77,7 @@ def rollout_metrics(
     metrics |= summary("prompt_length", prompts)
     metrics["prompt_length/clip_ratio"] = _share(n >= max_prompt_length for n in prompts)
     metrics |= summary("num_turns", (_num_turns(sample) for sample in samples))
+    metrics |= episode_metrics(samples)
     metrics["rollout/num_prompts"] = float(len(groups))
     metrics["rollout/num_samples"] = float(count)
     tails = [tail for group in groups if (tail := _longest_over_median(group)) is not None]
@@ -87,6 +88,28 @@ def rollout_metrics(
     for reason, number in failures_by_reason(samples).items():
         metrics[f"training/num_failed_rewards/{reason}"] = float(number)
     metrics["perf/total_num_tokens"] = float(sum(lengths) + sum(prompts))
+    return metrics
+
+
+def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return statistics of episodes with an environment that did not fail; empty if there are
+    none."""
+    kept = [sample for sample in samples if sample.status != Status.FAILED]
+    records = [sample.episode for sample in kept if sample.episode is not None]
+    if not records:
+        return {}
+    metrics = summary("episode/turns", (record.turns for record in records))
+    metrics |= summary("tool_call_counts", (record.calls for record in records))
+    metrics |= summary("episode/tool_seconds", (record.tool_seconds for record in records))
+    problems, truncated = Counter[str](), Counter[str]()
+    for record in records:
+        problems.update(record.problems)
+        truncated.update([record.truncated_by] if record.truncated_by else [])
+    metrics |= {f"episode/problems/{kind}": float(n) for kind, n in sorted(problems.items())}
+    metrics |= {f"episode/truncated/{name}": float(n) for name, n in sorted(truncated.items())}
+    for name in sorted({name for record in records for name in record.metrics}):
+        values = [record.metrics[name] for record in records if name in record.metrics]
+        metrics[f"episode/{name}"] = math.fsum(values) / len(values)
     return metrics
 
 

@@ -159,6 +159,31 @@ SECTIONS: tuple[Section, ...] = (
         ),
     ),
     Section(
+        "Episodes",
+        "Only of episodes with tools or an environment.",
+        (
+            Metric("episode/turns/{mean,max,min}", "turns", "turns of the policy per episode"),
+            Metric("tool_call_counts/{mean,max,min}", "calls", "tool calls per episode"),
+            Metric(
+                "episode/problems/<reason>",
+                "calls",
+                "tool calls that could not be answered normally, by kind, in the step",
+            ),
+            Metric(
+                "episode/truncated/<reason>",
+                "episodes",
+                "episodes that a budget ended, by budget, in the step",
+            ),
+            Metric(
+                "episode/tool_seconds/{mean,max,min}",
+                "s",
+                "time in tools and environment per episode",
+                wall_time=True,
+            ),
+            Metric("episode/<part>", "", "a metric of the environment, mean over episodes"),
+        ),
+    ),
+    Section(
         "Rollout",
         "Generation of responses.",
         (

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 from slipstream.errors import ConfigError, RewardError, did_you_mean, name_of
-from slipstream.rewards import countdown
+from slipstream.rewards import countdown, lookup
 from slipstream.rewards.sandbox.local import BubblewrapSandbox
 from slipstream.rewards.sandbox.protocol import Sandbox
 from slipstream.rewards.scorers import (
@@ -76,6 +76,7 @@ def exact_match(
 _BY_SOURCE: dict[str, SyncComputeScore] = {
     "countdown": countdown.compute_score,
     "exact_match": exact_match,
+    "lookup": lookup.compute_score,
     **dict.fromkeys(("gsm8k", "openai/gsm8k"), gsm8k.compute_score),
     **dict.fromkeys(
         ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),

@@ -76,6 +76,9 @@ class GroupRewardManager(RewardManager, Protocol):
 
 SCORE_PART = "score"
 
+TURN_PART = "turn/"
+"""Prefix of reward parts that are rewards of turns. A sample without such a turn has no part."""
+
 REWARD_FAILURE = "reward_failure"
 """Key in a sample's metadata with the reason of a scoring failure that counts as zero."""
 

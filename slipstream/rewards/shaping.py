@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from slipstream.errors import ConfigError
+from slipstream.rewards.protocol import SCORE_PART
 from slipstream.types import Sample, StopReason
 
 _OPEN, _CLOSE = "<think>", "</think>"
@@ -115,7 +116,9 @@ def relative_length(samples: Sequence[Sample]) -> list[float]:
 
 def is_right(sample: Sample) -> bool:
     """Return whether a scored sample's answer is fully correct."""
-    return sample.reward_parts.get("acc", sample.reward) >= 1.0
+    parts = sample.reward_parts
+    # The score has no rewards of turns.
+    return parts.get("acc", parts.get(SCORE_PART, sample.reward)) >= 1.0
 
 
 ANSWER = "answer"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from slipstream.errors import ConfigError, DataError
-from slipstream.rewards.protocol import REWARD_FAILURE
+from slipstream.rewards.protocol import REWARD_FAILURE, TURN_PART
 from slipstream.types import Sample, Status
 
 
@@ -68,8 +68,8 @@ def check_spread(samples: Sequence[Sample], metric: str = "score") -> FilterResu
             values.add(sample.reward)
         elif metric in sample.reward_parts:
             values.add(sample.reward_parts[metric])
-        elif REWARD_FAILURE in sample.metadata:
-            values.add(0.0)  # a failed score counts as 0
+        elif REWARD_FAILURE in sample.metadata or metric.startswith(TURN_PART):
+            values.add(0.0)  # a failed score counts as 0, as does a turn that there was not
         else:
             raise DataError(
                 f"algorithm.filter_groups.metric={metric}: the reward function returns no part of "

@@ -1,7 +1,9 @@
 """Asynchronous rollouts: generate groups of samples, and score each sample when it ends.
 
-    prompts --> group --+--> sample --> engine.generate --> score --+--> filter --> batch
-                        +--> sample --> engine.generate --> score --+
+    prompts --> group --+--> sample --> episode --> score --+--> filter --> batch
+                        +--> sample --> episode --> score --+
+
+An episode is one response, or several turns with an environment between them (`episode`).
 
 Without over-sampling a batch depends only on prompts, seed and weights: the next prompt replaces a
 group that the filter rejects, whatever group ended first. With over-sampling more groups start than
@@ -30,7 +32,13 @@ from slipstream.errors import (
 )
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.reading import shown
-from slipstream.rewards.protocol import GroupRewardManager, RewardManager, apply_score
+from slipstream.rewards.protocol import GroupRewardManager, RewardManager, Score, apply_score
+from slipstream.rollout.episode import (
+    EpisodeRunner,
+    SingleTurn,
+    add_turn_rewards,
+    episode_seed,
+)
 from slipstream.rollout.filters import GroupFilter, run_filter
 from slipstream.rollout.occupancy import Occupancy
 from slipstream.types import (
@@ -42,20 +50,9 @@ from slipstream.types import (
     Prompt,
     Sample,
     SamplingParams,
-    Segment,
     Status,
     StopReason,
-    VersionSpan,
 )
-
-_STATUS = {
-    StopReason.EOS: Status.COMPLETED,
-    StopReason.STOP_TOKEN: Status.COMPLETED,
-    StopReason.STOP_STRING: Status.COMPLETED,
-    StopReason.LENGTH: Status.TRUNCATED,
-    StopReason.ABORT: Status.ABORTED,
-    StopReason.ERROR: Status.FAILED,
-}
 
 _MOST_TOKENS = 1 << 31
 """No vocabulary is larger."""
@@ -142,9 +139,11 @@ class AsyncRolloutManager:
         *,
         group_filter: GroupFilter | None = None,
         sink: GenerationSink | None = None,
+        episodes: EpisodeRunner | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`sink` receives the hidden states of the responses that it wants, if the engine returns
+        """`episodes` runs the episodes of samples; None: every response is a single turn. `sink`
+        receives the hidden states of the responses that it wants, if the engine returns
         hidden states. `clock` returns seconds, for `counts`."""
         if not engines:
             raise EngineError("a rollout manager needs at least one engine, got none")
@@ -155,6 +154,7 @@ class AsyncRolloutManager:
         self._reward = reward_manager
         self._filter = group_filter
         self._sink = sink
+        self._episodes = episodes or SingleTurn()
         self._clock = clock
         self._next_group = 0
         self._carried: list[Group] = []
@@ -194,8 +194,12 @@ class AsyncRolloutManager:
         self.counts.scoring_seconds = batch.occupancy.empty_seconds
         if self._filter is not None:
             self.counts.generated = 1 + len(batch.rejected) / batch.want
-        self._keep_unfinished(batch)
+        await self._keep_unfinished(batch)
         return sorted(batch.done, key=lambda group: group.index)
+
+    async def close(self) -> None:
+        """Release what unfinished episodes hold."""
+        await self._episodes.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The group counter and the unfinished groups, as JSON values."""
@@ -267,7 +271,7 @@ class AsyncRolloutManager:
         pending = [sample for sample in group.members if sample.status is Status.PENDING]
         async with anyio.create_task_group() as tasks:
             for sample in pending:
-                tasks.start_soon(self._run_sample, sample, engine, batch)
+                tasks.start_soon(self._run_sample, sample, group.prompt, engine, batch)
         if any(sample.status is Status.PENDING for sample in group.members):
             return  # stopped; `_keep_unfinished` handles it as one of the running groups
         # Without pending samples it is a surplus group of the batch before, already finished.
@@ -300,33 +304,68 @@ class AsyncRolloutManager:
             for fresh in self._new_groups(1):
                 batch.launch(fresh)
 
-    async def _run_sample(self, sample: Sample, engine: InferenceEngine, batch: _Batch) -> None:
+    async def _run_sample(
+        self, sample: Sample, prompt: Prompt, engine: InferenceEngine, batch: _Batch
+    ) -> None:
         if batch.stopping:
             return
-        request = self._request(sample)
-        with batch.occupancy.one():
-            generation = await engine.generate(request)
-        if extend_sample(sample, generation):
-            if self._sink is not None and request.return_hidden_states:
-                self._sink.receive(request, generation)
-            # Free the hidden states, because scoring may take long.
-            del generation
+
+        async def generate(sample: Sample, max_tokens: int | None = None) -> Generation:
+            return await self._generate(sample, max_tokens, engine, batch)
+
+        seed = episode_seed(sample.noise_key(self.settings.seed, self.settings.namespace))
+        if await self._episodes.run(sample, prompt, generate, seed=seed):
             # Pending until it is scored, so that no other task takes it for finished.
             status, sample.status = sample.status, Status.PENDING
-            score = await self._reward.score_sample(sample)
+            score = await self._score(sample)
             sample.status = status
             apply_score(sample, score)
+            add_turn_rewards(sample)
 
-    def _request(self, sample: Sample) -> GenerateRequest:
+    async def _score(self, sample: Sample) -> Score:
+        """The score of the episode itself, or of the reward function."""
+        if sample.episode is not None and sample.episode.score is not None:
+            return Score(sample.episode.score)
+        return await self._reward.score_sample(sample)
+
+    async def _generate(
+        self, sample: Sample, max_tokens: int | None, engine: InferenceEngine, batch: _Batch
+    ) -> Generation:
+        """Generate the next turn of a sample, of at most `max_tokens` (None: what the response may
+        still have). Stopped without tokens if the batch is complete."""
+        request = self._request(sample, max_tokens)
+        if batch.stopping:
+            return Generation(
+                request_id=request.request_id,
+                token_ids=[],
+                log_probs=[],
+                sampling_log_probs=[],
+                spans=[],
+                stop_reason=StopReason.ABORT,
+            )
+        with batch.occupancy.one():
+            generation = await engine.generate(request)
+        wanted = self._sink is not None and request.return_hidden_states
+        if wanted and generation.stop_reason not in (StopReason.ABORT, StopReason.ERROR):
+            assert self._sink is not None
+            self._sink.receive(request, generation)
+        # Free the hidden states, because tools and scoring may take long.
+        generation.hidden_states = generation.context_hidden_states = None
+        return generation
+
+    def _request(self, sample: Sample, max_tokens: int | None) -> GenerateRequest:
         prior = sample.response_ids
         params = self.settings.params
+        left = params.max_tokens - len(prior)
+        if max_tokens is not None:
+            left = min(left, max_tokens)
         if self.settings.greedy_baseline and sample.index == self.settings.n:
             params = replace(params, temperature=0.0)
         request = GenerateRequest(
             request_id=_request_id(self.settings.namespace, sample),
             prompt_ids=tuple(sample.prompt_ids),
             prior_ids=tuple(prior),
-            params=replace(params, max_tokens=params.max_tokens - len(prior)),
+            params=replace(params, max_tokens=left),
             key=sample.noise_key(self.settings.seed, self.settings.namespace),
             group=f"{self.settings.namespace}/{sample.group_index}",
         )
@@ -346,12 +385,15 @@ class AsyncRolloutManager:
             for engine in self._engines:
                 await engine.abort(ids)
 
-    def _keep_unfinished(self, batch: _Batch) -> None:
+    async def _keep_unfinished(self, batch: _Batch) -> None:
         """Carry unfinished and surplus groups over to the next batch, or drop them."""
         left = [*batch.running.values(), *batch.surplus]
         if not self.settings.partial_rollout:
-            for _ in left:
-                self.counts.drop(SURPLUS)
+            async with anyio.create_task_group() as tasks:
+                for group in left:
+                    self.counts.drop(SURPLUS)
+                    for sample in group.members:
+                        tasks.start_soon(self._episodes.discard, sample)
             return
         self._carried = sorted([*self._carried, *left], key=lambda group: group.index)
         self.counts.carried_over = sum(
@@ -387,36 +429,6 @@ class _Batch:
     rejected: list[Group] = field(default_factory=list)
     launch: Callable[[Group], None] = field(default=lambda group: None)
     stopping: bool = False
-
-
-def extend_sample(sample: Sample, generation: Generation) -> bool:
-    """Append generated tokens to a sample. Returns True if it is complete and can be scored.
-
-    An aborted sample keeps its partial tokens and stays PENDING; the next generation continues the
-    same turn.
-    """
-    sample.stop_reason = generation.stop_reason
-    turn = sample.segments[-1] if sample.segments else None
-    if turn is None or turn.role != "assistant":
-        turn = Segment.given("assistant", [])
-        sample.append(turn)
-    start = len(turn.ids)
-    turn.ids.extend(generation.token_ids)
-    turn.loss_mask.extend([1.0] * len(generation.token_ids))
-    turn.log_probs.extend(generation.log_probs)
-    turn.sampling_log_probs.extend(generation.sampling_log_probs)
-    for span in generation.spans:
-        last = turn.spans[-1] if turn.spans else None
-        if last is not None and last.version == span.version and last.end == start + span.start:
-            turn.spans[-1] = VersionSpan(span.version, last.start, start + span.end)
-        else:
-            turn.spans.append(VersionSpan(span.version, start + span.start, start + span.end))
-    turn.drafted.extend(start + place for place in generation.drafted)
-    sample.response += generation.text
-    status = _STATUS[generation.stop_reason]
-    sample.status = Status.PENDING if status is Status.ABORTED else status
-    sample.failure = generation.error
-    return status in (Status.COMPLETED, Status.TRUNCATED)
 
 
 def _request_id(namespace: str, sample: Sample) -> str:
@@ -462,8 +474,13 @@ def _problem(sample: Sample, place: int, group: Group) -> str | None:
             return f"{name}={getattr(sample, name)} is negative or too large"
     if (sample.uid, sample.epoch) != (group.prompt.uid, group.prompt.epoch):
         return f"uid={shown(sample.uid)} or epoch={sample.epoch} is not that of its prompt"
-    if not sample.segments or sample.segments[0].ids != group.prompt.ids:
+    # An environment can change the prompt.
+    given = sample.segments[0].ids if sample.segments else []
+    if not given or (sample.episode is None and given != group.prompt.ids):
         return "ids of its first segment are not those of its prompt"
+    rewards = [] if sample.episode is None else sample.episode.rewards
+    if not all(0 <= reward.place < sample.num_tokens for reward in rewards):
+        return "the place of a reward is not one of its tokens"
     for segment in sample.segments:
         if not all(0 <= token < _MOST_TOKENS for token in segment.ids):
             return "a token of ids is negative or too large"

@@ -111,13 +111,15 @@ def prepare_grpo_batch(
             samples, or a reward that is not finite.
     """
     samples = _samples_of(samples)
+    # Given rewards replace the rewards of turns, too.
+    turns = samples if rewards is None else ()
     if rewards is None:
         rewards = [sample.reward for sample in samples]
     batch = rows_of(samples, temperature=temperature)
     if baseline is None:
         fill_advantages(
             batch,
-            placed_rewards(batch, rewards),
+            placed_rewards(batch, rewards, turns),
             _group_indices(samples),
             adv_estimator=adv_estimator,
             config=AdvantageConfig(norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo),
@@ -164,13 +166,21 @@ def _sampled(segments: Sequence[Segment]) -> Tensor:
     return sampled
 
 
-def placed_rewards(batch: TrainBatch, rewards: Sequence[float]) -> Tensor:
-    """Token-level rewards (T,) in float64: each row's on its last target token.
+def placed_rewards(
+    batch: TrainBatch, rewards: Sequence[float], samples: Sequence[Sample] = ()
+) -> Tensor:
+    """Token-level rewards (T,) in float64: each row's reward on its last target token.
 
-    An empty response still counts in its group's baseline, from a place that is masked. Raises
-    DataError for another number of rewards than of rows, or a reward that is not finite.
+    With `samples`, one per row, `rewards` include the rewards of turns, which are placed at the
+    last sampled token of their turn. An empty response still counts in its group's baseline, from a
+    place that is masked. Raises DataError if the numbers of rewards and rows differ, and for a
+    reward that is not finite.
     """
     _check_rewards(rewards, len(batch))
+    turns = [() if s.episode is None else s.episode.rewards for s in samples]
+    if samples:
+        pairs = zip(rewards, turns, strict=True)
+        rewards = [reward - math.fsum(one.value for one in row) for reward, row in pairs]
     if 0 in batch.lengths:
         raise DataError(f"row {batch.lengths.index(0)} has no tokens, so its reward has no place")
     placed = torch.zeros(batch.num_tokens, dtype=torch.float64)
@@ -178,6 +188,9 @@ def placed_rewards(batch: TrainBatch, rewards: Sequence[float]) -> Tensor:
     targets = _last_targets(batch)[ends]
     places = np.where(targets < 0, ends, targets)
     placed[torch.from_numpy(places)] = torch.tensor(rewards, dtype=torch.float64)
+    for start, row in zip(batch.starts, turns, strict=False):
+        for one in row:
+            placed[start + one.place] += one.value
     return placed
 
 

@@ -191,7 +191,7 @@ class Run:
 
     async def validate(self, engines: Sequence[InferenceEngine]) -> Evaluation:
         """Evaluate the policy on the held-out prompts, sampled with `rollout.val_kwargs`."""
-        settings = eval_settings(self.config)
+        settings = eval_settings(self.config, self.tokenizer)
         batches = -(-len(self.held_out) // (settings.batch_size or len(self.held_out)))
         batches += len(settings.by_source)  # each of them starts a new batch
         with self.deadlines.last_resort(
@@ -254,7 +254,7 @@ def open_run(
     task = make_task(config, tokenizer)
     held_out = validation_prompts(config, tokenizer, task, parts=parts)
     if held_out:
-        check_sources(held_out, eval_settings(config))
+        check_sources(held_out, eval_settings(config, tokenizer))
     return Run(
         config=config,
         folder=folder,

@@ -76,7 +76,7 @@ def evaluate(config: Config, checkpoint: Path, problems: int | None, output: Pat
     engine = compute.run(make)
 
     async def work() -> Evaluation:
-        return await run_evaluation([engine], prompts, rewards, eval_settings(config))
+        return await run_evaluation([engine], prompts, rewards, eval_settings(config, tokenizer))
 
     print(f"evaluating {source} on {len(prompts)} problems", file=sys.stderr)
     try:

@@ -245,6 +245,7 @@ class _RLPhase:
             self._engine,
             self._data,
             run.rewards,
+            run.tokenizer,
             sink=None if self._drafter is None else self._drafter.decoded,
         )
         self._kl = make_kl_in_reward(config)
@@ -302,6 +303,7 @@ class _RLPhase:
         finally:
             run.progress.status(None)
             logger.close()
+            await self._rollouts.close()
         return done + len(history) >= self._total
 
     def close(self) -> None:

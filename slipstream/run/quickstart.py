@@ -298,7 +298,7 @@ async def _rate(run: Run, name: str, policy: Path) -> Rated:
     engine = run.compute.run(make)
     run.progress.note(f"{name}: {len(prompts)} held-out problems")
     started = time.perf_counter()
-    settings = eval_settings(config)
+    settings = eval_settings(config, run.tokenizer)
     evaluation = await run_evaluation([engine], prompts, run.rewards, settings)
     close_parts(run.deadlines, engine)
     return Rated(name=name, evaluation=evaluation, seconds=time.perf_counter() - started)
@@ -349,7 +349,7 @@ async def compare_decoding(run: Run, checkpoint: Path) -> list[SideBySide]:
     engine = run.compute.run(make)
     assert isinstance(engine, EmbeddedEngine)  # the only engine with draft heads
     try:
-        settings = eval_settings(config)
+        settings = eval_settings(config, run.tokenizer)
         return [
             await side_by_side(
                 engine, prompts[:count], run.rewards, settings, at_once=some, rounds=9, warm_up=3

@@ -343,7 +343,6 @@ LINES: dict[str, str] = {
     "fastrl_off": FASTRL.replace("enable=True", "enable=False")
     + "speculative.eagle.mab_configs=[8_4_32,8_4_16]",
     # What VERL's users cannot have here.
-    "tools": GRPO + f"{R}.multi_turn.enable=True {R}.multi_turn.tool_config_path={{data}}/t.yaml",
     "fp8_rollouts": NEWER + f"{R}.quantization=fp8",
     "stale_rollouts": NEWER + "trainer.v1.trainer_mode=separate_async",
     "other_tracker": GRPO.replace('"wandb"', '"swanlab"'),
@@ -351,7 +350,6 @@ LINES: dict[str, str] = {
 """Name -> launch line. `fastrl` lines are for `main_fastrl`, all others for `main_ppo`."""
 
 REFUSED: dict[str, tuple[str, ...]] = {
-    "tools": ("multi_turn.enable=true: ", "multi_turn.tool_config_path="),
     "fp8_rollouts": ("rollout.quantization=fp8: ",),
     "stale_rollouts": ("trainer.v1.trainer_mode=separate_async: ",),
     "other_tracker": ("trainer.logger=swanlab: ",),

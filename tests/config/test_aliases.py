@@ -158,9 +158,8 @@ def test_null_of_verl_equals_our_default() -> None:
         "reward.reward_model.rollout.tensor_model_parallel_size=4",
         "actor_rollout_ref.model.enable_activation_offload=True",
         "+actor_rollout_ref.model.override_config.attn_implementation=eager",
-        f"{ROLLOUT}.multi_turn.format=gpt-oss",
-        f"{ROLLOUT}.multi_turn.tool_response_truncate_side=left",
-        f"{ROLLOUT}.multi_turn.max_tool_response_length=99",
+        f"{ROLLOUT}.multi_turn.use_inference_chat_template=True",
+        f"{ROLLOUT}.multi_turn.tokenization_sanity_check_mode=disable",
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=40",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=40",
         "actor_rollout_ref.model.use_liger=True",
@@ -197,9 +196,9 @@ def test_keys_without_effect_are_accepted_with_one_notice(override: str) -> None
             "set sync",
         ),
         (
-            f"{ROLLOUT}.multi_turn.enable=false",
-            f"{ROLLOUT}.multi_turn.enable=true",
-            "single turns",
+            "data.tool_config_path=null",
+            "data.tool_config_path=tools.yaml",
+            "multi_turn.tool_config_path instead",
         ),
         ("critic.model.lora_rank=0", "critic.model.lora_rank=8", "trains all weights"),
     ],
@@ -231,7 +230,7 @@ def test_a_parallel_size_is_a_count(size: str) -> None:
     "override",
     [
         f"{ROLLOUT}.tensor_model_parallel_size=2",
-        f"{ROLLOUT}.multi_turn.format=hermes",
+        f"{ROLLOUT}.multi_turn.tokenization_sanity_check_mode=strict",
         f"{ROLLOUT}.load_format=dummy",
         f"{ACTOR}.fsdp_config.param_offload=False",
         f"{ACTOR}.fsdp_config.model_dtype=fp32",
@@ -498,7 +497,7 @@ def test_an_adapter_without_alpha_is_an_error() -> None:
 def test_one_error_lists_all_unsupported_settings() -> None:
     with pytest.raises(ConfigError) as caught:
         load(
-            f"{ROLLOUT}.multi_turn.enable=True",  # a missing feature
+            f"{ACTOR}.qat.enable=True",  # a missing feature
             f"{ROLLOUT}.name=vllm",  # a value that only VERL supports
             "trainer.nodes=2",  # no such option
             "data.train_batch_size=many",  # the wrong type
@@ -509,7 +508,7 @@ def test_one_error_lists_all_unsupported_settings() -> None:
     message = str(caught.value)
     assert message.startswith("7 settings cannot be used:")
     for part in (
-        "multi_turn.enable=true: ",
+        "qat.enable=true: ",
         f"{ROLLOUT}.name=vllm: ",
         "trainer.nodes: ",
         "data.train_batch_size: ",

@@ -27,7 +27,7 @@ actor_rollout_ref:
   model: {path: policy}
   rollout:
     name: sglang
-    multi_turn: {enable: False, max_assistant_turns: 5}
+    multi_turn: {enable: False, num_repeat_rollouts: 5}
 trainer:
   project_name: mine
   default_local_dir: out/${trainer.project_name}/${data.train_batch_size}
@@ -55,7 +55,7 @@ def test_a_file_starts_from_verls_configuration(
     assert found["actor_rollout_ref"]["rollout"]["name"] == "embedded"
     assert found["trainer"]["default_local_dir"] == "out/mine/64"
     assert "WARNING: actor_rollout_ref.rollout.name=sglang " in notices
-    assert "note: actor_rollout_ref.rollout.multi_turn.max_assistant_turns has no" in notices
+    assert "note: actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts has no" in notices
     # What the file sets is no default that differs.
     assert "trainer.total_epochs=1 (VERL: 30)" in notices
     assert "trainer.max_actor_ckpt_to_keep=3 (VERL: null)" in notices

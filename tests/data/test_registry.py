@@ -28,6 +28,6 @@ def test_unknown_names_suggest_similar_ones() -> None:
 def test_register_task_adds_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_TASKS", dict(registry._TASKS))
     register_task("mine", CountdownTask)
-    assert task_names() == ["countdown", "mine", "reasoning_gym"]
+    assert task_names() == ["countdown", "lookup", "mine", "reasoning_gym"]
     with pytest.raises(ConfigError, match="'mine' already exists"):
         register_task("mine", CountdownTask)

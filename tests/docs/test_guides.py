@@ -46,7 +46,7 @@ def test_fastrl_guide_states_the_current_defaults() -> None:
 def test_keys_that_the_fastrl_guide_calls_refused_are_refused() -> None:
     table = read("from_fastrl.md").split("## What is refused")[1].split("## What is different")[0]
     keys = re.findall(r"^\| `([\w.]+)`", table, re.MULTILINE)
-    assert len(keys) == 7
+    assert len(keys) == 6
     known = {f"speculative.{key}" for key in REFUSED} | ONLY_NEUTRAL.keys() | REFUSED_VALUES.keys()
     assert set(keys) <= known
 

@@ -126,3 +126,13 @@ def test_selects_only_rows_without_decoded_features(
         assert features.untyped_storage().nbytes() == features.nbytes
         assert (one.step, one.version) == (3, 2)
     assert torch.isfinite(kept[0].sequence.features_TF).all()
+
+
+def test_a_later_turn_of_an_episode_replaces_the_earlier_one(
+    asked: list[GenerateRequest], answers: list[Generation]
+) -> None:
+    decoded = filled(asked[:1], answers[:1])
+    once = decoded.nbytes
+    for _ in range(5):
+        decoded.receive(asked[0], answers[0])
+    assert decoded.nbytes == once

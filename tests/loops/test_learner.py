@@ -24,6 +24,7 @@ from slipstream.algorithms import (
     policy_loss_selection,
 )
 from slipstream.errors import DataError, TrainingError
+from slipstream.loops import learner
 from slipstream.loops.rl import run_rl_training
 from slipstream.loops.rl_batch import KLInReward
 from slipstream.models.value_model import ValueModel
@@ -464,6 +465,11 @@ def test_a_failed_score_counts_as_zero_in_all_reward_parts() -> None:
     )
     assert all(metrics["actor/grad_norm"] > 0 for metrics in history)
     assert history[0]["training/num_failed_rewards"] == 4
+
+
+def test_a_missing_reward_of_a_turn_is_zero() -> None:
+    assert learner._part(Sample(), "turn/look_up") == 0.0
+    assert math.isnan(learner._part(Sample(), "format"))
 
 
 def test_pf_ppo_keeps_the_number_of_rows_and_repeats_some() -> None:

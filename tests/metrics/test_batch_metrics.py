@@ -11,6 +11,7 @@ import pytest
 from slipstream.errors import DataError
 from slipstream.metrics.batch_metrics import (
     accuracy_interval,
+    episode_metrics,
     failures_by_reason,
     mean_interval,
     paired_difference,
@@ -21,7 +22,7 @@ from slipstream.metrics.batch_metrics import (
 )
 from slipstream.metrics.names import check_names
 from slipstream.metrics.resampled import best_and_worst, majority
-from slipstream.types import Group, Prompt, Sample, Segment, Status
+from slipstream.types import EpisodeRecord, Group, Prompt, Sample, Segment, Status
 
 
 def sample(
@@ -104,6 +105,31 @@ def test_consecutive_segments_of_one_role_are_one_turn() -> None:
         many.append(Segment.given(role, [1]))
     metrics = rollout_metrics([group(0, many)], max_prompt_length=9, max_response_length=9)
     assert metrics["num_turns/max"] == 4.0
+
+
+def test_episodes_are_counted() -> None:
+    first, second = sample(4, 1.0), sample(2, 0.0)
+    first.episode = EpisodeRecord(turns=3, calls=2, problems={"raised": 1}, tool_seconds=0.5)
+    second.episode = EpisodeRecord(
+        turns=1, truncated_by="tokens", problems={"raised": 2}, metrics={"found": 1.0}
+    )
+    metrics = episode_metrics([first, second, sample(1, 0.0)])
+    check_names(metrics)
+    assert metrics == {
+        "episode/turns/mean": 2.0,
+        "episode/turns/max": 3.0,
+        "episode/turns/min": 1.0,
+        "tool_call_counts/mean": 1.0,
+        "tool_call_counts/max": 2.0,
+        "tool_call_counts/min": 0.0,
+        "episode/tool_seconds/mean": 0.25,
+        "episode/tool_seconds/max": 0.5,
+        "episode/tool_seconds/min": 0.0,
+        "episode/problems/raised": 3.0,
+        "episode/truncated/tokens": 1.0,
+        "episode/found": 1.0,
+    }
+    assert episode_metrics([sample(1, 0.0)]) == {}
 
 
 def test_summary_of_no_values_is_empty() -> None:

@@ -56,6 +56,14 @@ def test_spread_of_the_reward_or_of_a_part() -> None:
     assert check_spread(group([1.0, 1.0, 1.0])) == rejected("same_score")
 
 
+def test_a_turn_that_a_sample_does_not_have_counts_as_zero() -> None:
+    samples = group([0.0, 1.0])
+    samples[0].reward_parts = {"turn/look_up": 0.0}
+    assert check_spread(samples, "turn/look_up") == rejected("same_turn/look_up")
+    samples[0].reward_parts = {"turn/look_up": -0.5}
+    assert check_spread(samples, "turn/look_up") == KEPT
+
+
 def test_keeps_groups_of_one_like_dapo() -> None:
     assert check_spread(group([0.0])) == KEPT
     assert check_spread(group([0.0, 0.0])) == rejected("same_score")

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from slipstream.rollout.manager import extend_sample
+from slipstream.rollout.episode import extend_sample
 from slipstream.rollout.train_rows import rows_of
 from slipstream.types import Generation, Sample, Segment, StopReason, VersionSpan
 from tests.rollout.samples import make_sample, respond

@@ -24,8 +24,9 @@ from slipstream.errors import (
 )
 from slipstream.inference.fake import FakeEngine, Script, ScriptedCore
 from slipstream.rewards.protocol import Score
+from slipstream.rollout.episode import extend_sample
 from slipstream.rollout.filters import check_reward_nonzero_std
-from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings, extend_sample
+from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings
 from slipstream.types import (
     GenerateRequest,
     Generation,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.algorithms import register_adv_est
+from slipstream.algorithms import AdvantageConfig, register_adv_est
 from slipstream.algorithms import registry as registry_module
 from slipstream.errors import ConfigError, DataError
 from slipstream.rollout.functional import (
@@ -19,8 +19,13 @@ from slipstream.rollout.functional import (
     group_stats,
     prepare_grpo_batch,
 )
-from slipstream.rollout.train_rows import carried_rewards
-from slipstream.types import Sample, Segment, Status
+from slipstream.rollout.train_rows import (
+    carried_rewards,
+    fill_advantages,
+    placed_rewards,
+    rows_of,
+)
+from slipstream.types import EpisodeRecord, PlacedReward, Sample, Segment, Status
 from tests.rollout.samples import make_prompt, make_sample, respond
 from tests.training.helpers import as_rows, by_row
 
@@ -196,3 +201,63 @@ def test_rows_with_a_baseline_need_no_company() -> None:
     assert second.advantages == [0.0, 0.0, -0.25]
     with pytest.raises(DataError, match="reward 1 is nan"):
         prepare_grpo_batch(samples, [1.0, float("nan")], baseline=0.0)
+
+
+def episode(reward: float, rewards: list[PlacedReward], *, index: int = 0) -> Sample:
+    """Prompt [1, 2], a turn [7, 8], a tool's answer [3, 4, 5], a turn [9]."""
+    sample = make_sample(0, reward, [7, 8], index=index)
+    sample.append(Segment.given("tool", [3, 4, 5]))
+    respond(sample, [9])
+    sample.reward = reward
+    sample.episode = EpisodeRecord(turns=2, rewards=rewards)
+    return sample
+
+
+def test_rewards_of_turns_stand_at_the_end_of_their_turn() -> None:
+    sample = episode(2.0, [PlacedReward(3, "tool", -0.5), PlacedReward(7, "end", 1.0)])
+    batch = rows_of([sample])
+    placed = placed_rewards(batch, [2.0], [sample])
+    assert placed.tolist() == [0.0, 0.0, 0.0, -0.5, 0.0, 0.0, 0.0, 2.5]
+
+
+def test_estimators_of_groups_see_the_sum() -> None:
+    samples = [
+        episode(1.0, [PlacedReward(3, "tool", -0.5)]),
+        episode(0.0, [], index=1),
+    ]
+    batch = prepare_grpo_batch(samples, norm_adv_by_std_in_grpo=False)
+    first, second = as_rows(batch)
+    assert first.advantages == [0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.0, 0.5]
+    assert second.advantages == [0.0, 0.0, -0.5, -0.5, 0.0, 0.0, 0.0, -0.5]
+
+
+def test_given_rewards_replace_those_of_turns() -> None:
+    samples = [episode(1.0, [PlacedReward(3, "tool", -0.5)]), episode(0.0, [], index=1)]
+    batch = prepare_grpo_batch(samples, [3.0, 1.0], norm_adv_by_std_in_grpo=False)
+    first, _ = as_rows(batch)
+    assert first.advantages == [0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
+def test_returns_equal_those_without_the_answers_of_tools(estimator: str) -> None:
+    rewards = [PlacedReward(3, "tool", -0.5), PlacedReward(7, "end", 1.0)]
+    with_answer = episode(2.0, rewards)
+    without = make_sample(0, 2.0, [7, 8, 9])
+    without.episode = EpisodeRecord(rewards=[PlacedReward(3, "tool", -0.5)])
+    found = []
+    for sample in (with_answer, without):
+        batch = rows_of([sample])
+        batch.values = torch.where(batch.targets, 0.25, 9.0).double()
+        fill_advantages(
+            batch,
+            placed_rewards(batch, [sample.reward], [sample]),
+            [0],
+            adv_estimator=estimator,
+            config=AdvantageConfig(gamma=0.9, lam=0.8),
+        )
+        assert batch.returns is not None
+        assert batch.advantages is not None
+        targets = batch.targets
+        found.append([*batch.returns[targets].tolist(), *batch.advantages[targets].tolist()])
+    assert found[0] == pytest.approx(found[1])
+    assert len(set(found[0])) == 6

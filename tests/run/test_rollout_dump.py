@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from slipstream.data.tokenizer import build_tokenizer
 from slipstream.rewards.protocol import REWARD_EXTRAS, Score, apply_score
-from slipstream.rollout.manager import extend_sample
+from slipstream.rollout.episode import extend_sample
 from slipstream.run.rollout_dump import dump_groups, dump_tokens, pieces, record, token_record
 from slipstream.types import (
     Generation,

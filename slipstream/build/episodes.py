@@ -1,0 +1,206 @@
+"""Builds what runs episodes of several turns: tools, limits and the renderer of messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.config.schema import Config
+from slipstream.config.tree import to_dict
+from slipstream.environment.adapters.settings import load_class, read_entries
+from slipstream.environment.adapters.verl_interactions import (
+    InteractionEnvironment,
+    load_interactions,
+)
+from slipstream.environment.adapters.verl_tools import load_verl_tools
+from slipstream.environment.protocol import ToolSchema
+from slipstream.environment.tasks.registry import task_tools
+from slipstream.environment.tools.environment import Toolbox, ToolEnvironment, ToolLimits
+from slipstream.environment.tools.function import load_function_tools
+from slipstream.environment.tools.protocol import Tool
+from slipstream.errors import ConfigError
+from slipstream.rollout.agents.verl import (
+    SINGLE_TURN,
+    TOOL_AGENT,
+    AgentLoops,
+    registered_loops,
+)
+from slipstream.rollout.episode import EpisodeLimits, EpisodeRunner, Episodes, SingleTurn
+from slipstream.rollout.formats.registry import format_of_template, get_call_format
+from slipstream.rollout.render import Renderer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_KEY = "actor_rollout_ref.rollout.multi_turn"
+
+
+def make_tools(config: Config) -> Sequence[Tool]:
+    """The tools of the task and of the user."""
+    settings = config.actor_rollout_ref.rollout.multi_turn
+    return _tools(config.data.task, settings.function_tool_path, settings.tool_config_path)
+
+
+@cache
+def _tools(task: str | None, functions: str | None, classes: str | None) -> tuple[Tool, ...]:
+    """Tools are created once, because a user's constructor may open connections."""
+    tools = list(task_tools(task))
+    if functions is not None:
+        tools += load_function_tools(Path(functions))
+    if classes is not None:
+        tools += load_verl_tools(classes)
+    return tuple(tools)
+
+
+@cache
+def _interactions(path: str | None) -> Mapping[str, Any]:
+    """The interactions of a YAML file, by name. They are created once, as tools are."""
+    return {} if path is None else load_interactions(path)
+
+
+def tool_schemas(config: Config) -> list[ToolSchema] | None:
+    """The schemas that the chat template writes into prompts; None without tools."""
+    if not has_tools(config):
+        return None
+    return [tool.schema for tool in make_tools(config)] or None
+
+
+def has_tools(config: Config) -> bool:
+    """Whether the policy can call tools, or an interaction answers it."""
+    settings = config.actor_rollout_ref.rollout.multi_turn
+    if settings.enable is not None:
+        return settings.enable
+    paths = (
+        settings.function_tool_path,
+        settings.tool_config_path,
+        settings.interaction_config_path,
+    )
+    return any(path is not None for path in paths) or bool(task_tools(config.data.task))
+
+
+def has_episodes(config: Config) -> bool:
+    """Whether responses can have several turns."""
+    return has_tools(config) or _has_loops(config)
+
+
+def _has_loops(config: Config) -> bool:
+    agent = config.actor_rollout_ref.rollout.agent
+    own = agent.default_agent_loop not in (None, SINGLE_TURN, TOOL_AGENT)
+    return own or agent.agent_loop_config_path is not None or bool(registered_loops())
+
+
+def make_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> EpisodeRunner | None:
+    """What runs the episodes of a run; None if every response is a single turn.
+
+    Raises ConfigError if multi-turn is enabled without tools, for a chat template without tool
+    calls, and for an unknown agent loop.
+    """
+    tools = _tool_episodes(config, tokenizer) if has_tools(config) else None
+    agent = config.actor_rollout_ref.rollout.agent
+    if agent.default_agent_loop is None and not _has_loops(config):
+        return tools
+    others: dict[str, EpisodeRunner] = {SINGLE_TURN: SingleTurn()}
+    if tools is not None:
+        others[TOOL_AGENT] = tools
+    rollout = config.actor_rollout_ref.rollout
+    return AgentLoops(
+        others,
+        default=agent.default_agent_loop or (SINGLE_TURN if tools is None else TOOL_AGENT),
+        sampling_params={
+            "temperature": rollout.temperature,
+            "top_p": rollout.top_p,
+            "top_k": rollout.top_k,
+            "repetition_penalty": 1.0,
+            "logprobs": True,
+        },
+        max_tokens=config.data.max_response_length,
+        tokenizer=tokenizer,
+        config=_readable(config),
+        loops=_loops_of(agent.agent_loop_config_path),
+    )
+
+
+def _readable(config: Config) -> Any:
+    """The configuration for users' classes: readable by attribute and with `get`."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.create(to_dict(config))
+
+
+@cache
+def _loops_of(path: str | None) -> Mapping[str, Callable[..., Any]]:
+    """The agent loops of a YAML file, by name."""
+    loops: dict[str, Callable[..., Any]] = {}
+    if path is None:
+        return loops
+    key, name_key = "actor_rollout_ref.rollout.agent.agent_loop_config_path", "_target_"
+    for entry in read_entries(path, key=key, section=None, name_key=name_key):
+        cls: Callable[..., Any] = load_class(entry, key=key, name_key=name_key)
+        own = {name: value for name, value in entry.items() if name not in ("name", name_key)}
+        loops[str(entry.get("name") or entry[name_key].rpartition(".")[2])] = partial(cls, **own)
+    return loops
+
+
+def turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Tokens that end a turn with tool calls; none without tools."""
+    return make_renderer(config, tokenizer).end_token_ids if has_tools(config) else ()
+
+
+def _tool_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes:
+    settings = config.actor_rollout_ref.rollout.multi_turn
+    tools, interactions = make_tools(config), _interactions(settings.interaction_config_path)
+    if not tools and not interactions:
+        raise ConfigError(
+            f"{_KEY}.enable=true, but there are no tools and no interactions; set "
+            f"{_KEY}.function_tool_path=FILE, tool_config_path or interaction_config_path, or "
+            f"{_KEY}.enable=null"
+        )
+    toolbox = Toolbox(
+        tools,
+        ToolLimits(
+            max_parallel_calls=settings.max_parallel_calls,
+            max_characters=settings.max_tool_response_length,
+            truncate_side=settings.tool_response_truncate_side,
+        ),
+    )
+
+    def make() -> ToolEnvironment:
+        return ToolEnvironment(
+            toolbox, InteractionEnvironment(interactions) if interactions else None
+        )
+
+    renderer = make_renderer(config, tokenizer)
+    schemas = tool_schemas(config) or []
+    if tools:
+        renderer.check(schemas, results=True)
+    if interactions:
+        renderer.check(schemas, results=False)
+    return Episodes(
+        make,
+        renderer,
+        EpisodeLimits(
+            max_tokens=config.data.max_response_length,
+            max_assistant_turns=settings.max_assistant_turns,
+            max_user_turns=settings.max_user_turns,
+            max_tool_seconds=settings.max_tool_seconds,
+            max_prompt_tokens=config.data.max_prompt_length,
+            prompt_tools=schemas,
+        ),
+    )
+
+
+def make_renderer(config: Config, tokenizer: PreTrainedTokenizerBase) -> Renderer:
+    """The renderer of messages. Raises ConfigError if the format of tool calls is unknown."""
+    wanted = config.actor_rollout_ref.rollout.multi_turn.format
+    if wanted is not None:
+        call_format = get_call_format(wanted)
+    elif tokenizer.chat_template:
+        call_format = format_of_template(str(tokenizer.chat_template))
+    else:
+        raise ConfigError(
+            "tools need a chat template, but the tokenizer has none; set "
+            "actor_rollout_ref.model.custom_chat_template"
+        )
+    return Renderer(tokenizer, call_format, template_kwargs=config.data.apply_chat_template_kwargs)

@@ -1,0 +1,1 @@
+"""verl's `verl.interactions` (up to 0.7.1)."""

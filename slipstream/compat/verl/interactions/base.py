@@ -1,0 +1,5 @@
+"""verl's `verl.interactions.base`."""
+
+from slipstream.environment.adapters.verl_interactions import BaseInteraction
+
+__all__ = ["BaseInteraction"]

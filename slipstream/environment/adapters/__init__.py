@@ -1,0 +1,1 @@
+"""Adapters of tools and environments that were written for other libraries."""

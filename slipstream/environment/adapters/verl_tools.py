@@ -1,0 +1,166 @@
+"""Tools written for VERL: classes derived from `BaseTool`, named in a YAML file.
+
+    tools:
+      - class_name: my_tools.Search
+        config: {type: native, timeout_s: 30}
+        tool_schema: {type: function, function: {name: search, ...}}
+
+VERL creates and releases the state of a tool around every single call. Here it lives as long as the
+episode: `create` before the first turn, `execute` for each call, then `calc_reward` and `release`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from slipstream.environment.adapters.settings import load_class, make_object, read_entries
+from slipstream.environment.protocol import ToolSchema
+from slipstream.environment.tools.function import TIMEOUT_S, as_text, call_either
+from slipstream.environment.tools.protocol import Tool, ToolResult, ToolSession
+from slipstream.errors import ConfigError
+from slipstream.reading import shown
+
+KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
+
+
+def load_verl_tools(path: str | Path) -> list[Tool]:
+    """Return the tools of a YAML file. Raises ConfigError, which names the option, for entries that
+    cannot be used."""
+    return [_tool(entry) for entry in read_entries(path, key=KEY, section="tools")]
+
+
+def _tool(entry: Mapping[str, Any]) -> Tool:
+    cls = load_class(entry, key=KEY)
+    config = dict(entry.get("config") or {})
+    kind = config.get("type", "native")
+    if kind != "native":
+        raise ConfigError(f"{KEY}: {cls.__name__}: config.type={kind} is not supported; use native")
+    given = entry.get("tool_schema")
+    schema = None if given is None else _as_object(given)
+    made = make_object(cls, {"config": config, "tool_schema": schema}, key=KEY)
+    return VerlTool(made, config)
+
+
+def _as_object(given: Mapping[str, Any]) -> Any:
+    """The schema as an object with attributes, which tools read (`tool_schema.function.name`)."""
+    from slipstream.environment.adapters.verl_schemas import OpenAIFunctionToolSchema
+
+    return OpenAIFunctionToolSchema.model_validate(given)
+
+
+class VerlTool:
+    """A `Tool` of an object of VERL's interface.
+
+    Its configuration may have `timeout_s` and `max_concurrent`, the limits of its calls, and
+    `parallel`: whether calls of one turn may run at the same time.
+    """
+
+    def __init__(self, tool: Any, config: Mapping[str, Any] | None = None) -> None:
+        """Raises ConfigError if the tool has no schema."""
+        config = config or {}
+        self._tool = tool
+        self._schema = _schema_of(tool)
+        self._timeout_s = float(config.get("timeout_s", TIMEOUT_S))
+        # One instance answers all calls of an episode, and its state may not allow two at a time.
+        self._parallel = bool(config.get("parallel", False))
+        limit = config.get("max_concurrent")
+        self._max_concurrent = None if limit is None else int(limit)
+
+    @property
+    def schema(self) -> ToolSchema:
+        return self._schema
+
+    @property
+    def timeout_s(self) -> float:
+        return self._timeout_s
+
+    @property
+    def max_concurrent(self) -> int | None:
+        return self._max_concurrent
+
+    @property
+    def parallel(self) -> bool:
+        return self._parallel
+
+    async def open(self, kwargs: Mapping[str, Any]) -> ToolSession:
+        return await VerlToolSession.begin(self._tool, kwargs)
+
+
+class VerlToolSession:
+    """The state of a tool in one episode, under an instance id."""
+
+    def __init__(self, tool: Any, instance_id: str) -> None:
+        self._tool = tool
+        self._id = instance_id
+
+    @classmethod
+    async def begin(cls, tool: Any, kwargs: Mapping[str, Any]) -> VerlToolSession:
+        """Create an instance. Tools read the row's arguments by name, or in `create_kwargs`."""
+        instance_id = str(uuid4())
+        wanted = _accepted(tool.create, {**kwargs, "create_kwargs": dict(kwargs)})
+        found = await call_either(tool.create, instance_id, **wanted)
+        if isinstance(found, tuple) and found:
+            (found, *_) = found
+        return cls(tool, found if isinstance(found, str) else instance_id)
+
+    async def execute(self, arguments: Mapping[str, Any]) -> ToolResult:
+        found = await call_either(self._tool.execute, self._id, dict(arguments))
+        return result_of(found)
+
+    async def score(self) -> float:
+        found = await call_either(self._tool.calc_reward, self._id)
+        return 0.0 if found is None else float(found)
+
+    async def close(self) -> None:
+        await call_either(self._tool.release, self._id)
+
+
+def result_of(found: Any) -> ToolResult:
+    """Return the value of `execute` as a result: an answer, `(answer, reward)`, or `(answer,
+    reward, metrics)`. An answer is a text, an object with `text`, or a JSON value.
+
+    Raises ValueError for tuples of another length.
+    """
+    parts = found if isinstance(found, tuple) else (found,)
+    if not 1 <= len(parts) <= 3:
+        raise ValueError(f"a tool must return an answer, a reward and metrics, not {shown(found)}")
+    answer, reward, metrics = (*parts, None, None)[:3]
+    text = getattr(answer, "text", answer)
+    return ToolResult(text=as_text(text), reward=float(reward or 0.0), metrics=numbers_in(metrics))
+
+
+def numbers_in(metrics: Mapping[Any, Any] | None) -> dict[str, float]:
+    """The metrics of a user's code that are numbers."""
+    found = (metrics or {}).items()
+    return {str(name): float(value) for name, value in found if isinstance(value, int | float)}
+
+
+def _schema_of(tool: Any) -> ToolSchema:
+    found = getattr(tool, "tool_schema", None)
+    if found is None:
+        found = tool.get_openai_tool_schema()
+    plain = found if isinstance(found, Mapping) else _plain(found)
+    name = (plain.get("function") or {}).get("name") if isinstance(plain, Mapping) else None
+    if not name:
+        raise ConfigError(
+            f"{KEY}: {type(tool).__name__} has no tool_schema with function.name; write it in the "
+            "file, or return it from get_openai_tool_schema"
+        )
+    return dict(plain)
+
+
+def _plain(schema: Any) -> Any:
+    dump: Callable[..., Any] | None = getattr(schema, "model_dump", None)
+    return {} if dump is None else dump(exclude_unset=True, exclude_none=True)
+
+
+def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a function has as parameters; all if it takes any."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return dict(arguments)
+    return {name: value for name, value in arguments.items() if name in parameters}

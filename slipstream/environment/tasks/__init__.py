@@ -1,0 +1,1 @@
+"""Tools of the built-in tasks."""

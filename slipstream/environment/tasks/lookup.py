@@ -1,0 +1,37 @@
+"""The tool of the lookup task: `look_up(name)` in the table of the problem."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.data.lookup import SCHEMA, look_up
+from slipstream.environment.protocol import ToolSchema
+from slipstream.environment.tools.protocol import ToolResult, ToolSession
+
+
+class LookUpTool:
+    """Reads the table that a row has in its `tools_kwargs`. Each call costs the row's `cost`."""
+
+    schema: ToolSchema = SCHEMA
+    timeout_s = 30.0
+    max_concurrent = None
+    parallel = True
+
+    async def open(self, kwargs: Mapping[str, Any]) -> ToolSession:
+        return _LookUpSession(kwargs["table"], float(kwargs["cost"]))
+
+
+class _LookUpSession:
+    def __init__(self, table: Mapping[str, Mapping[str, str]], cost: float) -> None:
+        self._table = table
+        self._cost = cost
+
+    async def execute(self, arguments: Mapping[str, Any]) -> ToolResult:
+        return ToolResult(text=look_up(self._table, arguments["name"]), reward=-self._cost)
+
+    async def score(self) -> float:
+        return 0.0
+
+    async def close(self) -> None:
+        return None

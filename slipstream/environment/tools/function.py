@@ -1,0 +1,202 @@
+"""Python functions as tools. Transformers makes their schemas from type hints and docstrings."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import get_json_schema
+
+from slipstream.environment.protocol import ToolSchema
+from slipstream.environment.tools.protocol import ToolResult, ToolSession
+from slipstream.errors import ConfigError, did_you_mean
+from slipstream.reading import reason
+from slipstream.threads import DaemonThreads, arrival
+from slipstream.user_code import import_module
+
+TIMEOUT_S = 30.0
+"""Default time limit of a call in seconds."""
+
+KEY = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
+
+_THREADS = DaemonThreads("slipstream-tool")
+
+_OPTIONS = "__slipstream_tool__"
+"""The attribute of a function with the options of its tool."""
+
+
+class FunctionTool:
+    """A tool that calls a function, or a coroutine function, with the arguments of the call.
+
+    The function returns a text. Other values are written as JSON, None as an empty text. A function
+    that is no coroutine function runs in a thread. After its time limit its answer is not used, but
+    the thread runs on. Parameters in `bound` come from the row (`tools_kwargs`); the policy does
+    not see them.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        schema: ToolSchema | None = None,
+        timeout_s: float = TIMEOUT_S,
+        max_concurrent: int | None = None,
+        parallel: bool = True,
+        bound: Sequence[str] = (),
+    ) -> None:
+        """Raises ConfigError if the function has no type hints or no docstring, and no `schema` is
+        given."""
+        self._function = function
+        self._schema = _without(schema or function_schema(function), bound)
+        self._timeout_s = timeout_s
+        self._max_concurrent = max_concurrent
+        self._parallel = parallel
+
+    @property
+    def schema(self) -> ToolSchema:
+        return self._schema
+
+    @property
+    def timeout_s(self) -> float:
+        return self._timeout_s
+
+    @property
+    def max_concurrent(self) -> int | None:
+        return self._max_concurrent
+
+    @property
+    def parallel(self) -> bool:
+        return self._parallel
+
+    async def open(self, kwargs: Mapping[str, Any]) -> ToolSession:
+        return _FunctionSession(self._function, kwargs)
+
+
+class _FunctionSession:
+    def __init__(self, function: Callable[..., Any], bound: Mapping[str, Any]) -> None:
+        self._function = function
+        self._bound = bound
+
+    async def execute(self, arguments: Mapping[str, Any]) -> ToolResult:
+        value = await call_either(self._function, **{**arguments, **self._bound})
+        return ToolResult(text=as_text(value))
+
+    async def score(self) -> float:
+        return 0.0
+
+    async def close(self) -> None:
+        return None
+
+
+def function_tool(
+    function: Callable[..., Any] | None = None,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    max_concurrent: int | None = None,
+    parallel: bool = True,
+    bound: Sequence[str] = (),
+) -> Any:
+    """A decorator that makes a function a tool of `multi_turn.function_tool_path`.
+
+    It can be used with options or without. The function stays as it is.
+    """
+
+    def mark(found: Callable[..., Any]) -> Callable[..., Any]:
+        options = {
+            "timeout_s": timeout_s,
+            "max_concurrent": max_concurrent,
+            "parallel": parallel,
+            "bound": bound,
+        }
+        setattr(found, _OPTIONS, options)
+        return found
+
+    return mark if function is None else mark(function)
+
+
+def load_function_tools(path: Path) -> list[FunctionTool]:
+    """Return the tools of a Python file: the functions with the decorator `function_tool`, or all
+    public functions that it defines if none has it.
+
+    Raises ConfigError if the file cannot be imported or has no functions.
+    """
+    module = import_module(path, key=KEY)
+    own = [
+        value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value)
+        and value.__module__ == module.__name__
+        and not name.startswith("_")
+    ]
+    marked = [value for value in own if hasattr(value, _OPTIONS)]
+    if not own:
+        raise ConfigError(f"{KEY} {str(path)!r} defines no function; define the tools there")
+    return [FunctionTool(value, **getattr(value, _OPTIONS, {})) for value in marked or own]
+
+
+async def call_either(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function in a thread, or await a coroutine function.
+
+    The thread does not keep the process from ending. A cancelled call leaves it running. Raises
+    RuntimeError if the function calls `sys.exit`.
+    """
+    try:
+        inner = function.func if isinstance(function, partial) else function
+        if inspect.iscoroutinefunction(inner):
+            return await function(*args, **kwargs)
+        work = _THREADS.submit(partial(function, *args, **kwargs))
+        await arrival(work)
+        value = work.result()
+        return await value if inspect.isawaitable(value) else value
+    except SystemExit as error:
+        raise RuntimeError(f"it called sys.exit({error.code})") from error
+
+
+def as_text(value: Any) -> str:
+    """Return the value of a tool as text for the policy."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bytes):
+        return value.decode("utf-8", errors="replace")
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(value)
+
+
+def _without(schema: ToolSchema, bound: Sequence[str]) -> ToolSchema:
+    """The schema without the parameters `bound`. Raises ConfigError for one that it lacks."""
+    if not bound:
+        return schema
+    function = dict(schema["function"])
+    parameters = dict(function.get("parameters") or {})
+    properties = dict(parameters.get("properties") or {})
+    for name in bound:
+        if name not in properties:
+            raise ConfigError(
+                f"tool {function['name']}: bound has {name!r}, which is no parameter"
+                f"{did_you_mean(name, properties)}"
+            )
+        del properties[name]
+    required = [name for name in parameters.get("required") or () if name not in bound]
+    function["parameters"] = {**parameters, "properties": properties, "required": required}
+    return {**schema, "function": function}
+
+
+def function_schema(function: Callable[..., Any]) -> ToolSchema:
+    """Return the schema of a function. Raises ConfigError, which says what it lacks."""
+    try:
+        found: ToolSchema = get_json_schema(function)
+    except Exception as error:  # transformers' own exceptions, and those of hints
+        name = getattr(function, "__qualname__", repr(function))
+        raise ConfigError(
+            f"tool {name}: no schema can be made of it ({reason(error)}); give it type hints and a "
+            "docstring with a description and an `Args:` section that names every parameter"
+        ) from error
+    return found

@@ -1,0 +1,1 @@
+"""Adapters of agent loops that were written for other libraries."""

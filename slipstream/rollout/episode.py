@@ -1,0 +1,491 @@
+"""Episodes: one attempt at a prompt, of one or several turns.
+
+    prompt --> engine --> turn of the policy --> environment --> messages --> engine --> ...
+
+A response of a single turn is an episode whose environment ends it after one turn. A sample gets a
+segment for each turn of the policy, and one with loss mask 0 for each answer of the environment.
+Its tokens are only appended.
+
+An episode that is stopped keeps its tokens and continues later. In the same process it also keeps
+its environment. After a restart it gets a new environment, and the recorded turns are replayed to
+it: tools are called again, and must answer as before.
+
+Knows engines by their protocol only, and nothing about groups and training. Called by
+`rollout.manager`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import anyio
+
+from slipstream.data.messages import continues_message
+from slipstream.environment.protocol import (
+    Answer,
+    AssistantMessage,
+    CallProblem,
+    Environment,
+    EnvironmentFactory,
+    InfrastructureError,
+    ToolSchema,
+    Turn,
+)
+from slipstream.errors import DataError, SlipstreamError, shortened
+from slipstream.reading import reason
+from slipstream.rewards.protocol import TURN_PART
+from slipstream.rollout.render import Renderer
+from slipstream.types import (
+    EpisodeRecord,
+    Generation,
+    Message,
+    NoiseKey,
+    PlacedReward,
+    Prompt,
+    Sample,
+    Segment,
+    Status,
+    StopReason,
+    VersionSpan,
+)
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class Generate(Protocol):
+    """Continues the last turn of a sample, or begins a new one after an answer."""
+
+    def __call__(self, sample: Sample, max_tokens: int | None = None, /) -> Awaitable[Generation]:
+        """Generate at most `max_tokens` tokens; None: what the response may still have."""
+        ...
+
+
+STATUS = {
+    StopReason.EOS: Status.COMPLETED,
+    StopReason.STOP_TOKEN: Status.COMPLETED,
+    StopReason.STOP_STRING: Status.COMPLETED,
+    StopReason.LENGTH: Status.TRUNCATED,
+    StopReason.ABORT: Status.ABORTED,
+    StopReason.ERROR: Status.FAILED,
+}
+
+TOKENS, ASSISTANT_TURNS, USER_TURNS, TOOL_SECONDS, CRASH = (
+    "tokens",
+    "assistant_turns",
+    "user_turns",
+    "tool_seconds",
+    "environment_crash",
+)
+"""Budgets, and a crash that recurs, for `EpisodeRecord.truncated_by`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLimits:
+    """The budgets of an episode; None: no limit.
+
+    `max_tokens` limits all tokens after the prompt, answers of the environment included.
+    `max_assistant_turns` and `max_user_turns` limit the turns of the policy and the answers.
+    `max_tool_seconds` limits the time in tools and the environment, without waiting for a tool to
+    be free. `max_prompt_tokens` limits a prompt that the environment changes. `prompt_tools` are
+    the tools that prompts already list.
+
+    A call of the environment that fails because of the infrastructure is repeated `retries` times.
+    The first repetition waits `backoff_s` seconds, and each later one twice as long as the one
+    before. `close_s` limits the time to release an environment.
+    """
+
+    max_tokens: int
+    max_assistant_turns: int | None = None
+    max_user_turns: int | None = None
+    max_tool_seconds: float | None = None
+    max_prompt_tokens: int | None = None
+    prompt_tools: Sequence[ToolSchema] = ()
+    retries: int = 3
+    backoff_s: float = 0.5
+    close_s: float = 60.0
+
+
+class EpisodeRunner(Protocol):
+    """Runs the episodes of samples."""
+
+    async def run(self, sample: Sample, row: Prompt, generate: Generate, *, seed: int) -> bool:
+        """Run an episode, or continue one that was stopped.
+
+        Returns True if it has ended and can be scored. A sample whose environment or engine failed
+        is `FAILED`; one that was stopped stays `PENDING`.
+        """
+        ...
+
+    async def discard(self, sample: Sample) -> None:
+        """Release what a stopped sample holds, because it will not continue."""
+        ...
+
+    async def close(self) -> None:
+        """Release what all stopped samples hold."""
+        ...
+
+
+class SingleTurn:
+    """Episodes of one turn, without an environment."""
+
+    async def run(self, sample: Sample, row: Prompt, generate: Generate, *, seed: int) -> bool:
+        return extend_sample(sample, await generate(sample))
+
+    async def discard(self, sample: Sample) -> None:
+        return None
+
+    async def close(self) -> None:
+        return None
+
+
+class Episodes:
+    """Episodes with an environment each."""
+
+    def __init__(
+        self,
+        make_environment: EnvironmentFactory,
+        renderer: Renderer,
+        limits: EpisodeLimits,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._make = make_environment
+        self._renderer = renderer
+        self._limits = limits
+        self._clock = clock
+        self._stopped: dict[tuple[int | None, int], _Episode] = {}
+        """Episodes that were stopped in this process, by group and index."""
+
+    async def run(self, sample: Sample, row: Prompt, generate: Generate, *, seed: int) -> bool:
+        """Run an episode, or continue it (see `EpisodeRunner`)."""
+        key = (sample.group_index, sample.index)
+        episode = self._stopped.pop(key, None)
+        if episode is None:
+            episode = _Episode(self._make(), self._renderer, self._limits, self._clock)
+        stopped = False
+        try:
+            ended = await episode.run(sample, row, generate, seed)
+            stopped = sample.status is Status.PENDING
+            return ended
+        finally:
+            if stopped:
+                self._stopped[key] = episode
+            else:
+                await episode.close()
+
+    async def discard(self, sample: Sample) -> None:
+        episode = self._stopped.pop((sample.group_index, sample.index), None)
+        if episode is not None:
+            await episode.close()
+
+    async def close(self) -> None:
+        """Release the environments of all stopped samples."""
+        stopped, self._stopped = self._stopped, {}
+        async with anyio.create_task_group() as tasks:
+            for episode in stopped.values():
+                tasks.start_soon(episode.close)
+
+
+class _EpisodeError(Exception):
+    """The episode cannot continue. Its text is the reason."""
+
+
+class _CrashError(Exception):
+    """A call of the environment raised twice."""
+
+
+class _Episode:
+    """One episode. `run` can be called again after the sample was stopped."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        renderer: Renderer,
+        limits: EpisodeLimits,
+        clock: Callable[[], float],
+    ) -> None:
+        self._environment = environment
+        self._renderer = renderer
+        self._limits = limits
+        self._clock = clock
+        self._tools: Sequence[ToolSchema] = ()
+        self._messages: list[Message] = []
+        self._begun = False
+
+    async def run(self, sample: Sample, row: Prompt, generate: Generate, seed: int) -> bool:
+        try:
+            if not self._begun:
+                await self._begin(sample, row, seed)
+                self._begun = True
+            while True:
+                generation = await generate(sample)
+                extend_sample(sample, generation)
+                if sample.status is Status.PENDING:
+                    return False  # stopped
+                if sample.status is Status.FAILED:
+                    return False
+                if await self._end_turn(sample):
+                    break
+            await self._score(sample)
+        except _EpisodeError as error:
+            sample.status, sample.failure = Status.FAILED, str(error)
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Release the environment. An error is logged: the sample is complete without it."""
+        with anyio.CancelScope(shield=True), anyio.move_on_after(self._limits.close_s) as scope:
+            try:
+                await self._environment.close()
+            except Exception as error:
+                log.warning("an environment could not be closed: %s", reason(error))
+        if scope.cancelled_caught:
+            log.warning("an environment was not closed within %g s", self._limits.close_s)
+
+    async def _begin(self, sample: Sample, row: Prompt, seed: int) -> None:
+        """Reset the environment. Render the prompt, or replay the turns of a sample that was
+        stopped in an earlier process."""
+        recorded, done = sample.segments[1:], sample.episode
+        record = sample.episode = EpisodeRecord()
+        started = self._clock()
+        try:
+            start = await self._call("reset", lambda: self._environment.reset(row, seed))
+        except _CrashError as error:
+            # The policy has done nothing yet, so it cannot be its mistake.
+            raise _EpisodeError(str(error)) from error
+        record.tool_seconds += self._clock() - started
+        self._tools = start.tools
+        given = row.messages
+        self._messages = (
+            [{"role": "user", "content": given}] if isinstance(given, str) else [*given]
+        )
+        self._messages += start.messages
+        if start.messages or list(start.tools) != list(self._limits.prompt_tools):
+            prompt = self._prompt(row)
+            if recorded and prompt != sample.segments[0].ids:
+                raise _EpisodeError("replay: the environment began with another prompt than before")
+            sample.segments[0] = Segment.given("prompt", prompt)
+        if recorded and done is not None:
+            await self._replay(sample, recorded, done)
+
+    async def _replay(
+        self, sample: Sample, recorded: Sequence[Segment], done: EpisodeRecord
+    ) -> None:
+        record = _record(sample)
+        sample.segments[1:] = []
+        for turn, answer in zip(recorded[::2], recorded[1::2], strict=False):
+            sample.append(turn)
+            sample.status = Status.COMPLETED
+            record.tool_seconds = 0.0  # The replay does not use up the budget.
+            if await self._end_turn(sample) or sample.segments[-1] != answer:
+                raise _EpisodeError("replay: the environment answered otherwise than before")
+        if len(recorded) % 2:
+            sample.append(recorded[-1])
+        sample.status = Status.PENDING
+        record.tool_seconds = done.tool_seconds
+
+    def _prompt(self, row: Prompt) -> list[int]:
+        """Render the prompt with what the environment adds."""
+        if isinstance(row.messages, str):
+            raise _EpisodeError(
+                "the environment adds messages or tools, but the prompt is plain text; give the "
+                "prompt as messages"
+            )
+        if continues_message(self._messages):
+            raise _EpisodeError(
+                "the environment adds messages or tools to a prompt that ends with an assistant "
+                "message; end the prompt with a user message"
+            )
+        try:
+            ids = self._renderer.prompt(self._messages, self._tools)
+        except DataError as error:
+            raise _EpisodeError(f"the prompt cannot be rendered: {error}") from error
+        most = self._limits.max_prompt_tokens
+        if most is not None and len(ids) > most:
+            raise _EpisodeError(
+                f"with the messages and tools of the environment the prompt has {len(ids)} tokens, "
+                f"more than data.max_prompt_length {most}"
+            )
+        return ids
+
+    async def _end_turn(self, sample: Sample) -> bool:
+        """Give a turn to the environment and append the answer. Returns whether the episode is
+        over, and sets the status then."""
+        record, limits = _record(sample), self._limits
+        record.turns += 1
+        turn = sample.segments[-1]
+        if sample.status is Status.TRUNCATED:
+            return _truncate(sample, TOKENS)
+        message = self._renderer.parse(turn.ids, self._tools)
+        if message.tool_calls and _reached(record.turns, limits.max_assistant_turns):
+            return _truncate(sample, ASSISTANT_TURNS)
+        self._messages.append(message.as_message())
+        given = Turn(message=message, number=record.turns, messages=tuple(self._messages))
+        started = self._clock()
+        try:
+            answer = await self._call("step", lambda: self._environment.step(given))
+        except _CrashError as error:
+            # Otherwise a policy could avoid a bad reward by crashing its environment.
+            log.warning("sample %s: %s", sample.uid, error)
+            _count_problem(record, CallProblem.RAISED)
+            return _truncate(sample, CRASH)
+        waited = self._clock() - started
+        record.tool_seconds += sum(c.seconds for c in answer.calls) if answer.calls else waited
+        _count(record, answer, place=sample.num_tokens - 1)
+        if answer.done:
+            sample.status = Status.COMPLETED
+            return True
+        if _reached(record.turns, limits.max_assistant_turns):
+            return _truncate(sample, ASSISTANT_TURNS)
+        if _reached(record.turns, limits.max_user_turns):
+            return _truncate(sample, USER_TURNS)
+        if limits.max_tool_seconds is not None and record.tool_seconds > limits.max_tool_seconds:
+            return _truncate(sample, TOOL_SECONDS)
+        return self._append(sample, message, answer.messages)
+
+    def _append(
+        self, sample: Sample, message: AssistantMessage, messages: Sequence[Message]
+    ) -> bool:
+        """Append the messages after a turn. Returns True if they do not fit."""
+        try:
+            end, ids = self._renderer.extend(message, messages, self._tools)
+        except DataError as error:
+            raise _EpisodeError(f"the answer cannot be rendered: {error}") from error
+        last = sample.segments[-1].ids
+        if not last or last[-1] not in self._renderer.end_token_ids:
+            ids = [end, *ids]
+        # At least one more token of the policy must fit.
+        if sample.response_length + len(ids) >= self._limits.max_tokens:
+            return _truncate(sample, TOKENS)
+        self._messages += messages
+        role = str(messages[0].get("role")) if messages else "user"
+        sample.append(Segment.given(role, ids))
+        sample.status = Status.PENDING
+        return False
+
+    async def _score(self, sample: Sample) -> None:
+        record = _record(sample)
+        started = self._clock()
+        try:
+            scores = await self._call("score", self._environment.score)
+        except _CrashError as error:
+            raise _EpisodeError(str(error)) from error
+        record.tool_seconds += self._clock() - started
+        _reward(record, scores, place=sample.num_tokens - 1)
+
+    async def _call(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Call the environment.
+
+        A failure of the infrastructure is repeated, and at last raises _EpisodeError. Another
+        exception is repeated once, and then raises _CrashError.
+        """
+        limits, wait, crashed = self._limits, self._limits.backoff_s, False
+        for attempt in range(limits.retries + 1):
+            try:
+                return await call()
+            except InfrastructureError as error:
+                text = f"environment {what}: {shortened(reason(error))}"
+                if attempt == limits.retries:
+                    raise _EpisodeError(text) from error
+            except SlipstreamError:
+                raise
+            except Exception as error:
+                text = f"environment {what}: {shortened(reason(error))}"
+                if crashed or limits.retries == 0:
+                    raise _CrashError(text) from error
+                crashed = True
+            await anyio.sleep(wait)
+            wait *= 2
+        raise _CrashError(text)
+
+
+def extend_sample(sample: Sample, generation: Generation) -> bool:
+    """Append generated tokens to a sample. Returns True if the turn is complete.
+
+    An aborted sample keeps its partial tokens and stays PENDING; the next generation continues the
+    same turn.
+    """
+    sample.stop_reason = generation.stop_reason
+    turn = sample.segments[-1] if sample.segments else None
+    if turn is None or turn.role != "assistant":
+        turn = Segment.given("assistant", [])
+        sample.append(turn)
+    start = len(turn.ids)
+    turn.ids.extend(generation.token_ids)
+    turn.loss_mask.extend([1.0] * len(generation.token_ids))
+    turn.log_probs.extend(generation.log_probs)
+    turn.sampling_log_probs.extend(generation.sampling_log_probs)
+    for span in generation.spans:
+        last = turn.spans[-1] if turn.spans else None
+        if last is not None and last.version == span.version and last.end == start + span.start:
+            turn.spans[-1] = VersionSpan(span.version, last.start, start + span.end)
+        else:
+            turn.spans.append(VersionSpan(span.version, start + span.start, start + span.end))
+    turn.drafted.extend(start + place for place in generation.drafted)
+    sample.response += generation.text
+    status = STATUS[generation.stop_reason]
+    sample.status = Status.PENDING if status is Status.ABORTED else status
+    sample.failure = generation.error
+    return status in (Status.COMPLETED, Status.TRUNCATED)
+
+
+def episode_seed(key: NoiseKey) -> int:
+    """Return the seed of the environment. All samples of a prompt have the same one."""
+    text = repr((key.seed, key.namespace, key.epoch, key.uid))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
+
+
+def add_turn_rewards(sample: Sample) -> None:
+    """Add the rewards of turns, tools and environment to a scored sample. `reward_parts` get their
+    sums by name."""
+    if sample.episode is None or sample.status is Status.FAILED:
+        return
+    for placed in sample.episode.rewards:
+        part = TURN_PART + placed.name
+        sample.reward_parts[part] = sample.reward_parts.get(part, 0.0) + placed.value
+        sample.reward += placed.value
+
+
+def _record(sample: Sample) -> EpisodeRecord:
+    assert sample.episode is not None
+    return sample.episode
+
+
+def _reached(count: int, limit: int | None) -> bool:
+    return limit is not None and count >= limit
+
+
+def _truncate(sample: Sample, budget: str) -> bool:
+    sample.status = Status.TRUNCATED
+    _record(sample).truncated_by = budget
+    return True
+
+
+def _count(record: EpisodeRecord, answer: Answer, *, place: int) -> None:
+    record.calls += len(answer.calls)
+    for call in answer.calls:
+        if call.problem is not None:
+            _count_problem(record, call.problem)
+    _reward(record, answer.rewards, place=place)
+    for name, value in answer.metrics.items():
+        record.metrics[name] = record.metrics.get(name, 0.0) + value
+
+
+def _count_problem(record: EpisodeRecord, problem: CallProblem) -> None:
+    record.problems[problem] = record.problems.get(problem, 0) + 1
+
+
+def _reward(record: EpisodeRecord, rewards: Mapping[str, float], *, place: int) -> None:
+    """Record rewards. Raises _EpisodeError for one that is not finite."""
+    for name, value in rewards.items():
+        if not math.isfinite(value):
+            raise _EpisodeError(f"the reward {name} of turn {record.turns} is {value}")
+        record.rewards.append(PlacedReward(place, name, float(value)))

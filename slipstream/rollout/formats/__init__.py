@@ -1,0 +1,1 @@
+"""Call formats: how models of different families write tool calls as text."""

@@ -1,0 +1,77 @@
+"""What runs episodes, from the configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.build.episodes import (
+    has_episodes,
+    make_episodes,
+    make_renderer,
+    make_tools,
+    tool_schemas,
+    turn_ends,
+)
+from slipstream.config import Hardware, load_config
+from slipstream.config.schema import Config
+from slipstream.data.lookup import build_tokenizer
+from slipstream.environment.tools.protocol import tool_name
+from slipstream.errors import ConfigError
+from tests.data.helpers import char_tokenizer
+
+KEY = "actor_rollout_ref.rollout.multi_turn"
+TOOL = '''
+def shout(text: str) -> str:
+    """Shout.
+
+    Args:
+        text: A text.
+    """
+    return text.upper()
+'''
+
+
+def config_of(*overrides: str) -> Config:
+    line = ["data.train_files=[train.jsonl]", "actor_rollout_ref.model.path=model", *overrides]
+    return load_config(overrides=line, hardware=Hardware(gpus=0), notify=lambda _: None)
+
+
+def test_without_tools_every_response_is_a_single_turn() -> None:
+    config = config_of()
+    assert not has_episodes(config)
+    assert make_episodes(config, build_tokenizer()) is None
+    assert tool_schemas(config) is None
+
+
+def test_tools_of_task_and_files_are_joined(tmp_path: Path) -> None:
+    path = tmp_path / "tools.py"
+    path.write_text(TOOL)
+    config = config_of(
+        f"{KEY}.function_tool_path={path}", "data.task=lookup", "data.train_files=null"
+    )
+    assert [tool_name(tool.schema) for tool in make_tools(config)] == ["look_up", "shout"]
+    assert [tool_name(schema) for schema in tool_schemas(config) or []] == ["look_up", "shout"]
+    assert make_episodes(config, build_tokenizer()) is not None
+    assert turn_ends(config, build_tokenizer()) == (build_tokenizer().eos_token_id,)
+
+
+def test_multi_turn_can_be_disabled(tmp_path: Path) -> None:
+    config = config_of("data.task=lookup", "data.train_files=null", f"{KEY}.enable=false")
+    assert not has_episodes(config)
+
+
+def test_multi_turn_without_tools_is_refused() -> None:
+    with pytest.raises(ConfigError, match="function_tool_path"):
+        config_of(f"{KEY}.enable=true")
+
+
+def test_the_format_is_named_or_found(tmp_path: Path) -> None:
+    assert make_renderer(config_of(), build_tokenizer()).call_format.name == "hermes"
+    named = config_of(f"{KEY}.format=mistral")
+    assert make_renderer(named, build_tokenizer()).call_format.name == "mistral"
+    with pytest.raises(ConfigError, match=r"multi_turn\.format"):
+        make_renderer(config_of(), char_tokenizer())
+    with pytest.raises(ConfigError, match="custom_chat_template"):
+        make_renderer(config_of(), char_tokenizer(chat_template=None))

@@ -1,0 +1,277 @@
+"""Agent loops written for VERL run unchanged, but for their imports."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import anyio
+import pytest
+
+from slipstream.compat.verl.experimental.agent_loop import register
+from slipstream.compat.verl.experimental.agent_loop.agent_loop import (
+    AgentLoopBase,
+    AgentLoopMetrics,
+    AgentLoopOutput,
+)
+from slipstream.errors import ConfigError, DataError
+from slipstream.rollout.agents import verl as module
+from slipstream.rollout.agents.verl import AgentLoops, registered_loops
+from slipstream.rollout.episode import SingleTurn
+from slipstream.types import (
+    Generation,
+    Prompt,
+    Sample,
+    Status,
+    StopReason,
+    VersionSpan,
+)
+
+PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": True}
+ROW = Prompt(
+    uid="q",
+    ids=[1],
+    messages=[{"role": "user", "content": "hi"}],
+    extra_info={"index": 3, "agent_name": "two_turns"},
+    ground_truth="4",
+)
+ADDED = [50, 51]
+
+
+class Policy:
+    """Writes two tokens per turn, and stops once in the turn `stop_in` after one token."""
+
+    def __init__(self, stop_in: int | None = None, fail: bool = False) -> None:
+        self.stop_in, self.fail = stop_in, fail
+        self.limits: list[int | None] = []
+
+    async def __call__(self, sample: Sample, max_tokens: int | None = None, /) -> Generation:
+        self.limits.append(max_tokens)
+        last = sample.segments[-1]
+        done = len(last.ids) if last.role == "assistant" else 0
+        turn = sum(segment.role == "assistant" for segment in sample.segments) - bool(done)
+        ids = [10 * (turn + 1), 10 * (turn + 1) + 1][done:]
+        reason = StopReason.ERROR if self.fail else StopReason.EOS
+        if turn == self.stop_in:
+            self.stop_in, ids, reason = None, ids[:1], StopReason.ABORT
+        return Generation(
+            request_id="r",
+            token_ids=ids,
+            log_probs=[-1.0] * len(ids),
+            sampling_log_probs=[-1.0] * len(ids),
+            spans=[VersionSpan(0, 0, len(ids))],
+            stop_reason=reason,
+            error="no memory" if self.fail else None,
+        )
+
+
+class TwoTurns(AgentLoopBase):
+    """A turn, two tokens from outside, and another turn."""
+
+    seen: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, *args: Any, mark: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.mark = mark
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        TwoTurns.seen = {**row, "mark": self.mark, "config": self.config}
+        prompt, ids, mask = [1, 2], list[int](), list[int]()
+        for turn in range(2):
+            output = await self.server_manager.generate(
+                request_id="same", prompt_ids=prompt + ids, sampling_params=sampling_params
+            )
+            ids += output.token_ids
+            mask += [1] * len(output.token_ids)
+            assert output.log_probs == [-1.0] * len(output.token_ids)
+            if turn == 0:
+                ids += ADDED
+                mask += [0] * len(ADDED)
+        return AgentLoopOutput(
+            prompt_ids=prompt,
+            response_ids=ids,
+            response_mask=mask,
+            num_turns=3,
+            metrics=AgentLoopMetrics(),
+            reward_score=0.5,
+        )
+
+
+def loops(cls: Callable[..., Any] = TwoTurns, max_tokens: int = 100) -> AgentLoops:
+    return AgentLoops(
+        {"single_turn_agent": SingleTurn()},
+        default="single_turn_agent",
+        sampling_params=PARAMS,
+        max_tokens=max_tokens,
+        tokenizer=None,
+        config="the configuration",
+        loops={"two_turns": cls},
+    )
+
+
+def new_sample() -> Sample:
+    return Sample.from_prompt(ROW, group_index=0, index=0)
+
+
+def run(agents: AgentLoops, sample: Sample, policy: Policy, row: Prompt = ROW) -> bool:
+    return anyio.run(lambda: agents.run(sample, row, policy, seed=1))
+
+
+def test_what_the_loop_adds_has_no_loss() -> None:
+    sample = new_sample()
+    assert run(loops(), sample, Policy())
+    assert sample.prompt_ids == [1, 2]
+    assert sample.response_ids == [10, 11, *ADDED, 20, 21]
+    assert sample.loss_mask == [0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0]
+    assert [s.role for s in sample.segments] == ["prompt", "assistant", "tool", "assistant"]
+    assert sample.status is Status.COMPLETED
+    assert sample.episode is not None
+    assert (sample.episode.turns, sample.episode.score) == (2, 0.5)
+
+
+def test_the_loop_gets_the_columns_of_the_row() -> None:
+    run(loops(), new_sample(), Policy())
+    seen = TwoTurns.seen
+    assert seen["raw_prompt"] == ROW.messages
+    assert (seen["index"], seen["uid"], seen["config"]) == (3, "q", "the configuration")
+    assert seen["reward_model"] == {"ground_truth": "4"}
+    assert seen["tools_kwargs"] == {}
+
+
+def test_other_rows_are_for_other_runners() -> None:
+    sample = new_sample()
+    row = Prompt(uid="q", ids=[1])
+    assert run(loops(), sample, Policy(), row)
+    assert sample.response_ids == [10, 11]
+    assert sample.episode is None
+
+
+@pytest.mark.parametrize("stop_in", [0, 1])
+def test_a_stopped_loop_is_replayed_and_continues(stop_in: int) -> None:
+    whole, sample = new_sample(), new_sample()
+    run(loops(), whole, Policy())
+    policy = Policy(stop_in=stop_in)
+    assert not run(loops(), sample, policy)
+    assert sample.status is Status.PENDING
+    policy.limits.clear()
+    assert run(loops(), copy.deepcopy(sample), copy.deepcopy(policy))
+    assert run(loops(), sample, policy)
+    assert sample == whole
+    assert len(policy.limits) == 2 - stop_in  # recorded turns are not generated again
+
+
+def test_the_limit_of_a_turn_is_what_is_left() -> None:
+    policy = Policy()
+    run(loops(max_tokens=20), new_sample(), policy)
+    assert policy.limits == [20, 16]
+
+
+def test_a_loop_may_ask_for_fewer_tokens() -> None:
+    class Short(AgentLoopBase):
+        async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+            params = {**sampling_params, "max_tokens": 5}
+            out = await self.server_manager.generate("r", prompt_ids=[1], sampling_params=params)
+            ids = out.token_ids
+            return AgentLoopOutput(prompt_ids=[1], response_ids=ids, response_mask=[1] * len(ids))
+
+    policy = Policy()
+    assert run(loops(Short), new_sample(), policy)
+    assert policy.limits == [5]
+
+
+def test_tokens_beyond_the_budget_truncate_the_sample() -> None:
+    sample = new_sample()
+    run(loops(max_tokens=4), sample, Policy())
+    assert sample.status is Status.TRUNCATED
+
+
+class Bad(AgentLoopBase):
+    """Ends in one of several wrong ways."""
+
+    how = ""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        generate = self.server_manager.generate
+        out = await generate("r", prompt_ids=[1], sampling_params=sampling_params)
+        ids = list(out.token_ids)
+        if self.how == "rewrite":
+            await generate("r", prompt_ids=[1, 99], sampling_params=sampling_params)
+        if self.how == "raise":
+            raise RuntimeError("broken agent")
+        if self.how == "other":
+            ids = [77, *ids]
+        if self.how == "temperature":
+            await generate("r", prompt_ids=[1, *ids, 5], sampling_params={"temperature": 0.1})
+        if self.how == "unknown":
+            await generate("r", prompt_ids=[1, *ids, 5], sampling_params={"temprature": 1.0})
+        mask = [1] * (len(ids) - (self.how == "mask"))
+        return AgentLoopOutput(prompt_ids=[1], response_ids=ids, response_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("rewrite", "does not begin with the 3 tokens"),
+        ("raise", "broken agent"),
+        ("other", "not the tokens that were sampled"),
+    ],
+)
+def test_a_loop_that_goes_wrong_fails_its_sample(
+    how: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Bad, "how", how)
+    sample = new_sample()
+    assert not run(loops(Bad), sample, Policy())
+    assert sample.status is Status.FAILED
+    assert words in (sample.failure or "")
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("temperature", "rollout.temperature"),
+        ("unknown", "did you mean temperature"),
+        ("mask", "response_mask"),
+    ],
+)
+def test_a_loop_with_impossible_settings_ends_the_run(
+    how: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Bad, "how", how)
+    with pytest.raises(DataError, match=words):
+        run(loops(Bad), new_sample(), Policy())
+
+
+def test_a_failed_engine_fails_the_sample() -> None:
+    sample = new_sample()
+    assert not run(loops(), sample, Policy(fail=True))
+    assert sample.status is Status.FAILED
+    assert "no memory" in (sample.failure or "")
+
+
+def test_masked_tokens_of_the_policy_are_not_trained_on() -> None:
+    class Masked(TwoTurns):
+        async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+            output = await super().run(sampling_params, **row)
+            output.response_mask[0] = 0
+            # VERL cuts responses that are too long.
+            output.response_ids, output.response_mask = (
+                output.response_ids[:5],
+                output.response_mask[:5],
+            )
+            return output
+
+    sample = new_sample()
+    assert run(loops(Masked), sample, Policy())
+    assert sample.loss_mask == [0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0]
+
+
+def test_registered_loops_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOPS", {})
+    register("mine")(TwoTurns)
+    assert registered_loops() == ["mine"]
+    agents = loops()
+    agents.check("mine")
+    with pytest.raises(ConfigError, match="did you mean mine"):
+        agents.check("minee")

@@ -1,0 +1,212 @@
+"""The manager with episodes of several turns: batches, and groups that are carried over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import anyio
+import pytest
+
+from slipstream.data.data_buffer import DataBuffer
+from slipstream.data.lookup import build_tokenizer
+from slipstream.environment.protocol import Answer, Start, Turn
+from slipstream.errors import DataError
+from slipstream.inference.fake import FakeEngine, ScriptedCore
+from slipstream.rewards.protocol import Score
+from slipstream.rollout.episode import EpisodeLimits, Episodes, extend_sample
+from slipstream.rollout.formats.hermes import HermesFormat
+from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings
+from slipstream.rollout.render import Renderer
+from slipstream.types import (
+    GenerateRequest,
+    Group,
+    PlacedReward,
+    Prompt,
+    Sample,
+    SamplingParams,
+    Status,
+    StopReason,
+)
+
+TOKENIZER = build_tokenizer()
+RENDERER = Renderer(TOKENIZER, HermesFormat())
+CALL = """ana 's boss : <tool_call>{"name": "look_up", "arguments": {"name": "ana"}}</tool_call>"""
+REPLY = "<tool>boss ben<end><assistant>"
+SCORE = 1.0
+
+
+def response(uid: str) -> list[int]:
+    """All tokens of an episode."""
+    calls = {"short": 1, "long": 5, "longest": 9}[uid]
+    return list(TOKENIZER.encode(f"{CALL}<end>{REPLY}" * calls + "answer ben<end>"))
+
+
+class Table:
+    """Answers each call, at a cost."""
+
+    opened = closed = 0
+
+    async def reset(self, row: Prompt, seed: int) -> Start:
+        Table.opened += 1
+        return Start()
+
+    async def step(self, turn: Turn) -> Answer:
+        if not turn.message.tool_calls:
+            return Answer(done=True)
+        reply = {"role": "tool", "name": "look_up", "content": "boss ben"}
+        return Answer(messages=[reply], rewards={"look_up": -0.25})
+
+    async def score(self) -> Mapping[str, float]:
+        return {}
+
+    async def close(self) -> None:
+        Table.closed += 1
+
+
+class Scorer:
+    """Gives every sample the same score."""
+
+    async def score_sample(self, sample: Sample) -> Score:
+        return Score(SCORE)
+
+    async def score_group(self, samples: Sequence[Sample]) -> list[Score]:
+        return [Score(SCORE) for _ in samples]
+
+
+def manager(*uids: str, **settings: object) -> AsyncRolloutManager:
+    messages = [{"role": "user", "content": "who is ana 's boss ?"}]
+    ids = RENDERER.prompt(messages)
+    prompts = [Prompt(uid=uid, ids=ids, messages=messages) for uid in uids]
+    core = ScriptedCore(
+        lambda request: response(request.key.uid),
+        vocab_size=len(TOKENIZER),
+        max_model_len=512,
+        eos_token_ids=[TOKENIZER.eos_token_id],
+    )
+    values = {"batch_size": 1, "n": 2, "seed": 7, "timeout_s": 20.0, **settings}
+    return AsyncRolloutManager(
+        [FakeEngine(core)],
+        DataBuffer(prompts, shuffle=False),
+        Scorer(),
+        RolloutSettings(params=SamplingParams(max_tokens=400), **values),  # type: ignore[arg-type]
+        episodes=Episodes(Table, RENDERER, EpisodeLimits(max_tokens=400)),
+    )
+
+
+def batch(rollouts: AsyncRolloutManager) -> list[Group]:
+    return anyio.run(rollouts.generate_batch)
+
+
+@pytest.fixture(autouse=True)
+def _counts() -> None:
+    Table.opened = Table.closed = 0
+
+
+def test_a_batch_of_episodes() -> None:
+    (group,) = batch(manager("short"))
+    for sample in group.samples:
+        assert sample.response_ids == response("short")
+        assert sample.status is Status.COMPLETED
+        assert sample.reward == SCORE - 0.25
+        assert sample.reward_parts == {"score": SCORE, "turn/look_up": -0.25}
+    assert (Table.opened, Table.closed) == (2, 2)
+
+
+def test_a_stopped_group_continues_in_the_next_batch() -> None:
+    rollouts = manager("short", "long", "longest", over_sampling=1.0, partial_rollout=True)
+    (first,) = batch(rollouts)
+    assert first.prompt.uid == "short"
+    assert rollouts.counts.carried_over == 2
+    (second,) = batch(rollouts)
+    assert second.prompt.uid == "long"
+    for sample in second.samples:
+        assert sample.response_ids == response("long")
+        assert sample.episode is not None
+        assert (sample.episode.turns, len(sample.episode.rewards)) == (6, 5)
+    assert (Table.opened, Table.closed) == (6, 4)
+
+
+def test_a_stopped_group_survives_a_restart() -> None:
+    options = {"over_sampling": 1.0, "partial_rollout": True}
+    rollouts = manager("short", "long", "longest", **options)
+    batch(rollouts)
+    state = json.loads(json.dumps(rollouts.state_dict()))
+    anyio.run(rollouts.close)
+    assert Table.opened == Table.closed == 4
+    again = manager("short", "long", "longest", **options)
+    again._data.get_prompts(2)
+    again.load_state_dict(state)
+    (group,) = batch(again)
+    (whole,) = batch(manager("long"))
+    for sample, other in zip(group.samples, whole.samples, strict=True):
+        assert sample.segments == other.segments
+        assert sample.episode == other.episode
+        assert sample.reward == other.reward
+    anyio.run(again.close)
+    assert Table.opened == Table.closed
+
+
+def test_a_dropped_group_closes_its_environments() -> None:
+    rollouts = manager("short", "long", "longest", over_sampling=1.0)
+    batch(rollouts)
+    assert rollouts.counts.dropped == {"surplus": 1}
+    assert Table.opened == Table.closed == 4
+
+
+@pytest.mark.parametrize("place", [-1, 10_000])
+def test_a_saved_reward_must_belong_to_a_token(place: int) -> None:
+    rollouts = manager("short", "long", "longest", over_sampling=1.0, partial_rollout=True)
+    batch(rollouts)
+    sample = rollouts._carried[0].samples[0]
+    assert sample.episode is not None
+    sample.episode.rewards.append(PlacedReward(place, "x", 1.0))
+    state = json.loads(json.dumps(rollouts.state_dict()))
+    with pytest.raises(DataError, match="place of a reward"):
+        manager("short", "long", "longest").load_state_dict(state)
+
+
+def test_a_score_of_the_episode_replaces_the_reward_function() -> None:
+    rollouts = manager("short")
+
+    class Scored(Episodes):
+        async def run(self, sample, row, generate, *, seed):  # type: ignore[no-untyped-def]
+            ended = await super().run(sample, row, generate, seed=seed)
+            sample.episode.score = 5.0
+            return ended
+
+    rollouts._episodes = Scored(Table, RENDERER, EpisodeLimits(max_tokens=400))
+    (group,) = batch(rollouts)
+    assert [sample.reward for sample in group.samples] == [4.75, 4.75]
+    assert isinstance(group.samples[0], Sample)
+
+
+def test_a_request_continues_at_the_position_in_the_response() -> None:
+    """Noise depends on the position, so answers of tools count."""
+    asked: list[GenerateRequest] = []
+    rollouts = manager("short")
+    inner = rollouts._engines[0].generate
+
+    async def generate(request: GenerateRequest):  # type: ignore[no-untyped-def]
+        asked.append(request)
+        return await inner(request)
+
+    rollouts._engines[0].generate = generate  # type: ignore[method-assign]
+    batch(rollouts)
+    call = list(TOKENIZER.encode(f"{CALL}<end>{REPLY}"))
+    assert [r.prior_ids for r in asked if r.key.index == 0] == [(), tuple(call)]
+    assert [r.params.max_tokens for r in asked if r.key.index == 0] == [400, 400 - len(call)]
+    assert len({r.key for r in asked if r.key.index == 0}) == 1
+
+
+def test_an_episode_may_ask_for_fewer_tokens_than_are_left() -> None:
+    class Short(Episodes):
+        async def run(self, sample, row, generate, *, seed):  # type: ignore[no-untyped-def]
+            generation = await generate(sample, 3)
+            assert generation.stop_reason is StopReason.LENGTH
+            return extend_sample(sample, generation)
+
+    rollouts = manager("short")
+    rollouts._episodes = Short(Table, RENDERER, EpisodeLimits(max_tokens=400))
+    (group,) = batch(rollouts)
+    assert [sample.response_length for sample in group.samples] == [3, 3]

@@ -1,0 +1,260 @@
+"""RL with a tool: the same tokens, log-probs and weights with drafts, at any batch limit, and after
+an interruption."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.cli import main
+from slipstream.data.lookup import LookupTask
+from slipstream.metrics.loggers import read_jsonl
+from tests.run.helpers import ROLLOUT, assert_same_rl, records_of, tiny
+
+STEPS = 3
+TASK = ("data.task=lookup", "data.task_kwargs.max_steps=3")
+SIZE = (
+    "data.max_prompt_length=24",
+    "data.max_response_length=112",
+    "data.train_batch_size=3",
+    "data.val_size=4",
+    f"{ROLLOUT}.n=3",
+    "sft.total_training_steps=60",
+    "sft.batch_tokens=1024",
+    "sft.max_tokens_per_micro_batch=1024",
+    "sft.optim.lr=1e-2",
+)
+MODEL = (
+    "actor_rollout_ref.model.init.hidden_size=64",
+    "actor_rollout_ref.model.init.intermediate_size=128",
+)
+
+
+@pytest.fixture(scope="module")
+def sft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy that imitates conversations with the tool."""
+    folder = tmp_path_factory.mktemp("sft") / "run"
+    assert main(tiny(folder, *TASK, *SIZE, *MODEL, "trainer.total_training_steps=0")) == 0
+    return next((folder / "sft").glob("global_step_*")) / "actor" / "huggingface"
+
+
+def rl(
+    folder: Path,
+    policy: Path,
+    *overrides: str,
+    steps: int = STEPS,
+    data: tuple[str, ...] = TASK,
+) -> int:
+    return main(
+        tiny(
+            folder,
+            *data,
+            *SIZE,
+            "sft.total_training_steps=0",
+            "actor_rollout_ref.model.init=null",
+            f"actor_rollout_ref.model.path={policy}",
+            f"trainer.total_training_steps={steps}",
+            "trainer.save_freq=1",
+            *overrides,
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(sft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    assert rl(folder, sft) == 0
+    return folder
+
+
+def samples(folder: Path) -> list[dict[str, Any]]:
+    return [record for records in records_of(folder / "rollouts").values() for record in records]
+
+
+def test_episodes_call_the_tool_and_are_trained_on(plain: Path) -> None:
+    steps = [metrics for step, metrics in read_jsonl(plain / "metrics.jsonl") if step > 0]
+    assert len(steps) == STEPS
+    for metrics in steps:
+        assert metrics["training/rollout_log_probs_differing"] == 0
+        assert metrics["episode/turns/mean"] > 1
+    calls = sum(metrics["tool_call_counts/mean"] for metrics in steps)
+    assert calls > 0
+    assert any("<tool>" in sample["output"] for sample in samples(plain))
+    # Each look-up that was executed costs 0.03.
+    assert any(metrics["reward/turn/look_up/min"] <= -0.03 for metrics in steps)
+
+
+def test_tool_answers_have_no_log_probs(plain: Path) -> None:
+    for sample in samples(plain):
+        text, tool = sample["output"], "<tool>"
+        zeros = sum(x == 0.0 for x in sample["log_probs"])
+        assert (zeros > 0) == (tool in text)
+        assert len(sample["log_probs"]) == len(sample["response_ids"])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (f"{ROLLOUT}.max_num_seqs=1",),
+        (f"{ROLLOUT}.max_num_seqs=7",),
+        (f"{ROLLOUT}.enable_prefix_caching=false",),
+        ("speculative.enable=true", "speculative.spec_strategy=history"),
+    ],
+    ids=["one", "seven", "no prefix cache", "history"],
+)
+def test_tokens_and_weights_do_not_depend_on_how_they_are_computed(
+    plain: Path, sft: Path, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    assert rl(tmp_path / "run", sft, *overrides) == 0
+    assert_same_rl(tmp_path / "run", plain, STEPS)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(plain: Path, sft: Path, tmp_path: Path) -> None:
+    assert rl(tmp_path / "run", sft, steps=1) == 0
+    assert rl(tmp_path / "run", sft) == 0
+    assert_same_rl(tmp_path / "run", plain, STEPS)
+
+
+def test_a_run_without_its_tools_is_a_single_turn(sft: Path, tmp_path: Path) -> None:
+    assert rl(tmp_path / "run", sft, f"{ROLLOUT}.multi_turn.enable=false", steps=1) == 0
+    assert not any("<tool>" in sample["output"] for sample in samples(tmp_path / "run"))
+
+
+TOOL = """
+from slipstream.compat.verl.tools.base_tool import BaseTool, ToolResponse
+
+
+class LookUp(BaseTool):
+    def __init__(self, config, tool_schema):
+        super().__init__(config, tool_schema)
+        self._tables = {}
+
+    async def create(self, instance_id=None, table=None, **kwargs):
+        self._tables[instance_id] = table
+        return instance_id, ToolResponse()
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        record = self._tables[instance_id].get(parameters["name"])
+        if record is None:
+            return ToolResponse(text="no such name"), -0.5, {}
+        text = " , ".join(f"{relation} {name}" for relation, name in record.items())
+        return ToolResponse(text=text), 0.25, {"known": 1}
+
+    async def release(self, instance_id, **kwargs):
+        del self._tables[instance_id]
+"""
+TOOLS = """
+tools:
+  - class_name: verl_look_up.LookUp
+    config: {type: native}
+    tool_schema:
+      type: function
+      function:
+        name: look_up
+        description: Look up a person.
+        parameters:
+          type: object
+          properties: {name: {type: string, description: The name.}}
+          required: [name]
+"""
+USER = """
+from slipstream.compat.verl.interactions.base import BaseInteraction
+
+
+class DoubtfulInteraction(BaseInteraction):
+    async def start_interaction(self, instance_id=None, doubts=1, **kwargs):
+        self.left = {**getattr(self, "left", {}), instance_id: doubts}
+        return instance_id
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        assert messages[-1]["role"] == "assistant"
+        self.left[instance_id] -= 1
+        return self.left[instance_id] < 0, "who is ana ?", 0.125, {}
+
+    async def finalize_interaction(self, instance_id, **kwargs):
+        del self.left[instance_id]
+"""
+LOOP = """
+from slipstream.compat.verl.experimental.agent_loop.agent_loop import (
+    AgentLoopBase, AgentLoopOutput, register,
+)
+
+
+@register("twice")
+class Twice(AgentLoopBase):
+    async def run(self, sampling_params, **row):
+        prompt = self.tokenizer.apply_chat_template(
+            row["raw_prompt"], add_generation_prompt=True, return_dict=False
+        )
+        more = self.tokenizer.encode("<user>who is ana ?<end><assistant>")
+        ids, mask = [], []
+        for turn in range(2):
+            output = await self.server_manager.generate(
+                request_id="one", prompt_ids=prompt + ids, sampling_params=sampling_params
+            )
+            ids += output.token_ids
+            mask += [1] * len(output.token_ids)
+            if turn == 0:
+                ids, mask = ids + more, mask + [0] * len(more)
+        limit = self.config.data.max_response_length
+        return AgentLoopOutput(
+            prompt_ids=prompt, response_ids=ids[:limit], response_mask=mask[:limit], num_turns=4,
+            metrics={},
+        )
+"""
+
+
+def write_rows(folder: Path, **more: Any) -> Path:
+    """Questions of the lookup task as a data file."""
+    task, path = LookupTask(0), folder / "rows.jsonl"
+    lines = []
+    for number in range(8):
+        prompt = task.prompt("train", number)
+        table = prompt.extra_info["tools_kwargs"]["look_up"]["create_kwargs"]["table"]
+        row = {
+            "data_source": "lookup",
+            "prompt": prompt.messages,
+            "reward_model": {"style": "rule", "ground_truth": prompt.ground_truth},
+            "extra_info": {
+                "index": number,
+                "tools_kwargs": {"look_up": {"create_kwargs": {"table": table}}},
+                "interaction_kwargs": {"name": "doubtful", "doubts": 1},
+            },
+            **more,
+        }
+        lines.append(json.dumps(row))
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["tool", "interaction", "agent loop"])
+def test_code_written_for_verl_trains(
+    kind: str, sft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("slipstream.rollout.agents.verl._LOOPS", {})
+    (tmp_path / "verl_look_up.py").write_text(TOOL)
+    (tmp_path / "tools.yaml").write_text(TOOLS)
+    (tmp_path / "verl_user.py").write_text(USER)
+    user = "interaction: [{class_name: verl_user.DoubtfulInteraction}]"
+    (tmp_path / "user.yaml").write_text(user)
+    (tmp_path / "verl_loop.py").write_text(LOOP)
+    (tmp_path / "loops.yaml").write_text("[{name: twice, _target_: verl_loop.Twice}]")
+    rows = write_rows(tmp_path, **({"agent_name": "twice"} if kind == "agent loop" else {}))
+    setting = {
+        "tool": f"{ROLLOUT}.multi_turn.tool_config_path={tmp_path}/tools.yaml",
+        "interaction": f"{ROLLOUT}.multi_turn.interaction_config_path={tmp_path}/user.yaml",
+        "agent loop": f"{ROLLOUT}.agent.agent_loop_config_path={tmp_path}/loops.yaml",
+    }[kind]
+    files = ("data.task=null", f"data.train_files=[{rows}]")
+    assert rl(tmp_path / "run", sft, setting, steps=2, data=files) == 0
+    for step, metrics in read_jsonl(tmp_path / "run" / "metrics.jsonl"):
+        if step > 0:
+            assert metrics["training/rollout_log_probs_differing"] == 0
+            assert metrics["episode/turns/mean"] > 1
+    texts = [sample["output"] for sample in samples(tmp_path / "run")]
+    mark = "<tool>" if kind == "tool" else "<user>who is ana ?<end><assistant>"
+    assert sum(mark in text for text in texts) >= len(texts) / 2
