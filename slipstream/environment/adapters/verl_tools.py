@@ -13,14 +13,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from slipstream.environment.adapters.settings import load_class, make_object, read_entries
 from slipstream.environment.protocol import ToolSchema
-from slipstream.environment.tools.function import TIMEOUT_S, as_text, call_either
-from slipstream.environment.tools.protocol import Tool, ToolResult, ToolSession
+from slipstream.environment.tools.function import as_text, call_either
+from slipstream.environment.tools.protocol import (
+    TIMEOUT_S,
+    Tool,
+    ToolInfo,
+    ToolResult,
+    ToolSession,
+)
 from slipstream.errors import ConfigError
 from slipstream.reading import shown
 
@@ -42,7 +49,7 @@ def _tool(entry: Mapping[str, Any]) -> Tool:
     given = entry.get("tool_schema")
     schema = None if given is None else _as_object(given)
     made = make_object(cls, {"config": config, "tool_schema": schema}, key=KEY)
-    return VerlTool(made, config)
+    return VerlTool.of(made, config)
 
 
 def _as_object(given: Mapping[str, Any]) -> Any:
@@ -52,42 +59,33 @@ def _as_object(given: Mapping[str, Any]) -> Any:
     return OpenAIFunctionToolSchema.model_validate(given)
 
 
-class VerlTool:
-    """A `Tool` of an object of VERL's interface.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerlTool(ToolInfo):
+    """A `Tool` of an object of VERL's interface."""
 
-    Its configuration may have `timeout_s` and `max_concurrent`, the limits of its calls, and
-    `parallel`: whether calls of one turn may run at the same time.
-    """
+    tool: Any
 
-    def __init__(self, tool: Any, config: Mapping[str, Any] | None = None) -> None:
-        """Raises ConfigError if the tool has no schema."""
+    @classmethod
+    def of(cls, tool: Any, config: Mapping[str, Any] | None = None) -> VerlTool:
+        """Return the tool of an object.
+
+        Its configuration may have `timeout_s` and `max_concurrent`, the limits of its calls, and
+        `parallel`: whether calls of one turn may run at the same time. Raises ConfigError if the
+        object has no schema.
+        """
         config = config or {}
-        self._tool = tool
-        self._schema = _schema_of(tool)
-        self._timeout_s = float(config.get("timeout_s", TIMEOUT_S))
-        # One instance answers all calls of an episode, and its state may not allow two at a time.
-        self._parallel = bool(config.get("parallel", False))
         limit = config.get("max_concurrent")
-        self._max_concurrent = None if limit is None else int(limit)
-
-    @property
-    def schema(self) -> ToolSchema:
-        return self._schema
-
-    @property
-    def timeout_s(self) -> float:
-        return self._timeout_s
-
-    @property
-    def max_concurrent(self) -> int | None:
-        return self._max_concurrent
-
-    @property
-    def parallel(self) -> bool:
-        return self._parallel
+        return cls(
+            tool=tool,
+            schema=_schema_of(tool),
+            timeout_s=float(config.get("timeout_s", TIMEOUT_S)),
+            max_concurrent=None if limit is None else int(limit),
+            # One instance answers all calls of an episode, and its state may not allow two at once.
+            parallel=bool(config.get("parallel", False)),
+        )
 
     async def open(self, kwargs: Mapping[str, Any]) -> ToolSession:
-        return await VerlToolSession.begin(self._tool, kwargs)
+        return await VerlToolSession.begin(self.tool, kwargs)
 
 
 class VerlToolSession:

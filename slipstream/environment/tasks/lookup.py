@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.data.lookup import SCHEMA, look_up
 from slipstream.environment.protocol import ToolSchema
-from slipstream.environment.tools.protocol import ToolResult, ToolSession
+from slipstream.environment.tools.protocol import ToolInfo, ToolResult, ToolSession
 
 
-class LookUpTool:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookUpTool(ToolInfo):
     """Reads the table that a row has in its `tools_kwargs`. Each call costs the row's `cost`."""
 
-    schema: ToolSchema = SCHEMA
-    timeout_s = 30.0
-    max_concurrent = None
-    parallel = True
+    schema: ToolSchema = field(default_factory=lambda: SCHEMA)
 
     async def open(self, kwargs: Mapping[str, Any]) -> ToolSession:
         return _LookUpSession(kwargs["table"], float(kwargs["cost"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,11 @@ from typing import Any
 from transformers.utils import get_json_schema
 
 from slipstream.environment.protocol import ToolSchema
-from slipstream.environment.tools.protocol import ToolResult, ToolSession
+from slipstream.environment.tools.protocol import TIMEOUT_S, ToolInfo, ToolResult, ToolSession
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.reading import reason
 from slipstream.threads import DaemonThreads, arrival
 from slipstream.user_code import import_module
-
-TIMEOUT_S = 30.0
-"""Default time limit of a call in seconds."""
 
 KEY = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
 
@@ -29,51 +27,37 @@ _OPTIONS = "__slipstream_tool__"
 """The attribute of a function with the options of its tool."""
 
 
-class FunctionTool:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionTool(ToolInfo):
     """A tool that calls a function, or a coroutine function, with the arguments of the call.
 
     The function returns a text. Other values are written as JSON, None as an empty text. A function
     that is no coroutine function runs in a thread. After its time limit its answer is not used, but
-    the thread runs on. Parameters in `bound` come from the row (`tools_kwargs`); the policy does
-    not see them.
+    the thread runs on.
     """
 
-    def __init__(
-        self,
+    function: Callable[..., Any]
+
+    @classmethod
+    def of(
+        cls,
         function: Callable[..., Any],
         *,
         schema: ToolSchema | None = None,
-        timeout_s: float = TIMEOUT_S,
-        max_concurrent: int | None = None,
-        parallel: bool = True,
         bound: Sequence[str] = (),
-    ) -> None:
-        """Raises ConfigError if the function has no type hints or no docstring, and no `schema` is
-        given."""
-        self._function = function
-        self._schema = _without(schema or function_schema(function), bound)
-        self._timeout_s = timeout_s
-        self._max_concurrent = max_concurrent
-        self._parallel = parallel
+        **options: Any,
+    ) -> FunctionTool:
+        """Return the tool of a function. `options` are fields of `ToolInfo`.
 
-    @property
-    def schema(self) -> ToolSchema:
-        return self._schema
-
-    @property
-    def timeout_s(self) -> float:
-        return self._timeout_s
-
-    @property
-    def max_concurrent(self) -> int | None:
-        return self._max_concurrent
-
-    @property
-    def parallel(self) -> bool:
-        return self._parallel
+        Parameters in `bound` come from the row (`tools_kwargs`); the policy does not see them.
+        Raises ConfigError if the function has no type hints or no docstring, and no `schema` is
+        given.
+        """
+        found = _without(schema or function_schema(function), bound)
+        return cls(function=function, schema=found, **options)
 
     async def open(self, kwargs: Mapping[str, Any]) -> ToolSession:
-        return _FunctionSession(self._function, kwargs)
+        return _FunctionSession(self.function, kwargs)
 
 
 class _FunctionSession:
@@ -135,7 +119,7 @@ def load_function_tools(path: Path) -> list[FunctionTool]:
     marked = [value for value in own if hasattr(value, _OPTIONS)]
     if not own:
         raise ConfigError(f"{KEY} {str(path)!r} defines no function; define the tools there")
-    return [FunctionTool(value, **getattr(value, _OPTIONS, {})) for value in marked or own]
+    return [FunctionTool.of(value, **getattr(value, _OPTIONS, {})) for value in marked or own]
 
 
 async def call_either(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,9 @@ from typing import Any, Protocol
 
 from slipstream.environment.protocol import ToolSchema
 
+TIMEOUT_S = 30.0
+"""Default time limit of a call in seconds."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
@@ -65,6 +68,16 @@ class Tool(Protocol):
     async def open(self, kwargs: Mapping[str, Any]) -> ToolSession:
         """Begin an episode. `kwargs` are the row's `tools_kwargs` for this tool."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolInfo:
+    """The properties of a `Tool`, for its classes."""
+
+    schema: ToolSchema
+    timeout_s: float = TIMEOUT_S
+    max_concurrent: int | None = None
+    parallel: bool = True
 
 
 def tool_name(schema: ToolSchema) -> str:

@@ -138,7 +138,7 @@ def test_a_tool_may_have_its_schema_in_code() -> None:
             return instance_id
 
     async def work() -> str:
-        session = await VerlTool(Own()).open({"unknown": 1})
+        session = await VerlTool.of(Own()).open({"unknown": 1})
         return (await session.execute({})).text
 
     assert anyio.run(work) == "mine"

@@ -51,25 +51,25 @@ def execute(tool: FunctionTool, arguments: dict[str, Any], **kwargs: Any) -> str
 
 
 def test_the_schema_comes_from_hints_and_docstring() -> None:
-    function = FunctionTool(add).schema["function"]
+    function = FunctionTool.of(add).schema["function"]
     assert (function["name"], function["description"]) == ("add", "Add two numbers.")
     assert function["parameters"]["required"] == ["a"]
     assert function["parameters"]["properties"]["a"]["type"] == "integer"
 
 
 def test_functions_and_coroutine_functions_are_called() -> None:
-    assert execute(FunctionTool(add), {"a": 1}) == "3"
-    assert execute(FunctionTool(later), {"a": 1}) == "later 1"
+    assert execute(FunctionTool.of(add), {"a": 1}) == "3"
+    assert execute(FunctionTool.of(later), {"a": 1}) == "later 1"
 
 
 def test_a_row_binds_parameters_that_the_policy_does_not_see() -> None:
-    tool = FunctionTool(add, bound=("a",))
+    tool = FunctionTool.of(add, bound=("a",))
     parameters = tool.schema["function"]["parameters"]
     assert (list(parameters["properties"]), parameters["required"]) == (["b"], [])
     assert execute(tool, {"b": 1}, a=10) == "11"
     assert execute(tool, {"a": 5, "b": 1}, a=10) == "11"
     with pytest.raises(ConfigError, match="bound"):
-        FunctionTool(add, bound=("c",))
+        FunctionTool.of(add, bound=("c",))
 
 
 @pytest.mark.parametrize("coroutine", [False, True])
@@ -115,7 +115,7 @@ def test_a_function_without_hints_names_the_remedy() -> None:
         return x
 
     with pytest.raises(ConfigError, match="docstring"):
-        FunctionTool(bare)
+        FunctionTool.of(bare)
 
 
 _FILE = '''
