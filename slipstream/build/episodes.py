@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -9,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.config.schema import Config
 from slipstream.config.tree import to_dict
+from slipstream.environment.adapters.gymnasium import (
+    GymnasiumEnvironment,
+    is_gymnasium_environment,
+)
 from slipstream.environment.adapters.settings import load_class, read_entries
+from slipstream.environment.adapters.trl import TrlFactory, is_trl_environment
 from slipstream.environment.adapters.verl_interactions import (
     InteractionEnvironment,
     load_interactions,
@@ -30,6 +36,7 @@ from slipstream.rollout.agents.verl import (
 from slipstream.rollout.episode import EpisodeLimits, EpisodeRunner, Episodes, SingleTurn
 from slipstream.rollout.formats.registry import format_of_template, get_call_format
 from slipstream.rollout.render import Renderer
+from slipstream.user_code import created, load_named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,6 +83,7 @@ def has_tools(config: Config) -> bool:
         settings.function_tool_path,
         settings.tool_config_path,
         settings.interaction_config_path,
+        settings.environment.path,
     )
     return any(path is not None for path in paths) or bool(task_tools(config.data.task))
 
@@ -150,6 +158,8 @@ def turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, 
 
 def _tool_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes:
     settings = config.actor_rollout_ref.rollout.multi_turn
+    if settings.environment.path is not None:
+        return _environment_episodes(config, tokenizer)
     tools, interactions = make_tools(config), _interactions(settings.interaction_config_path)
     if not tools and not interactions:
         raise ConfigError(
@@ -157,14 +167,7 @@ def _tool_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episod
             f"{_KEY}.function_tool_path=FILE, tool_config_path or interaction_config_path, or "
             f"{_KEY}.enable=null"
         )
-    toolbox = Toolbox(
-        tools,
-        ToolLimits(
-            max_parallel_calls=settings.max_parallel_calls,
-            max_characters=settings.max_tool_response_length,
-            truncate_side=settings.tool_response_truncate_side,
-        ),
-    )
+    toolbox = Toolbox(tools, _tool_limits(config))
 
     def make() -> ToolEnvironment:
         return ToolEnvironment(
@@ -177,17 +180,67 @@ def _tool_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episod
         renderer.check(schemas, results=True)
     if interactions:
         renderer.check(schemas, results=False)
-    return Episodes(
-        make,
-        renderer,
-        EpisodeLimits(
-            max_tokens=config.data.max_response_length,
-            max_assistant_turns=settings.max_assistant_turns,
-            max_user_turns=settings.max_user_turns,
-            max_tool_seconds=settings.max_tool_seconds,
-            max_prompt_tokens=config.data.max_prompt_length,
-            prompt_tools=schemas,
-        ),
+    return Episodes(make, renderer, _episode_limits(config, schemas))
+
+
+def _environment_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes:
+    """Episodes of the environment that the user names."""
+    settings = config.actor_rollout_ref.rollout.multi_turn.environment
+    assert settings.path is not None
+    key = f"{_KEY}.environment"
+    found = load_named(
+        settings.path,
+        settings.name,
+        path_key=f"{key}.path",
+        name_key=f"{key}.name",
+        what="classes",
+    )
+    renderer = make_renderer(config, tokenizer)
+
+    def make() -> Any:
+        return created(found, {}, settings.kwargs, what=key, own_key=f"{key}.kwargs")
+
+    if is_trl_environment(found):
+        factory = TrlFactory(make, _tool_limits(config))
+        renderer.check(factory.schemas, results=True)
+        alone = factory.gives_reward and config.custom_reward_function.path is None
+        return Episodes(factory, renderer, _episode_limits(config, scores_itself=alone))
+    renderer.check([], results=False)
+    if is_gymnasium_environment(found):
+        alone = config.custom_reward_function.path is None
+        limits = _episode_limits(config, scores_itself=alone)
+        return Episodes(lambda: GymnasiumEnvironment(make), renderer, limits)
+    for method in ("reset", "step", "score", "close"):
+        if not inspect.iscoroutinefunction(getattr(found, method, None)):
+            raise ConfigError(
+                f"{key}.name={settings.name}: the class has no coroutine method {method!r}, and it "
+                "has not the form of TRL's or gymnasium's environments; see "
+                "slipstream.environment.protocol.Environment"
+            )
+    return Episodes(make, renderer, _episode_limits(config))
+
+
+def _tool_limits(config: Config) -> ToolLimits:
+    settings = config.actor_rollout_ref.rollout.multi_turn
+    return ToolLimits(
+        max_parallel_calls=settings.max_parallel_calls,
+        max_characters=settings.max_tool_response_length,
+        truncate_side=settings.tool_response_truncate_side,
+    )
+
+
+def _episode_limits(
+    config: Config, prompt_tools: Sequence[ToolSchema] = (), *, scores_itself: bool = False
+) -> EpisodeLimits:
+    settings = config.actor_rollout_ref.rollout.multi_turn
+    return EpisodeLimits(
+        max_tokens=config.data.max_response_length,
+        max_assistant_turns=settings.max_assistant_turns,
+        max_user_turns=settings.max_user_turns,
+        max_tool_seconds=settings.max_tool_seconds,
+        max_prompt_tokens=config.data.max_prompt_length,
+        prompt_tools=prompt_tools,
+        scores_itself=scores_itself,
     )
 
 

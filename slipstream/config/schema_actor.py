@@ -299,6 +299,19 @@ class ValKwargsSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSection:
+    """A class whose objects answer the policy: of TRL's `environment_factory`, of gymnasium, or
+    with the methods of `slipstream.environment.protocol.Environment`."""
+
+    path: str | None = None
+    """Python file with the class, or `pkg://package.module`."""
+    name: str = "Environment"
+    """Name of the class, or of a function that returns an object."""
+    kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
+    """Arguments of the class."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MultiTurnSection:
     """Episodes of several turns, with tools."""
 
@@ -312,6 +325,8 @@ class MultiTurnSection:
     interaction_config_path: str | None = None
     """YAML file with classes derived from VERL's `BaseInteraction`, which answer the turns without
     tool calls. Rows choose one by `extra_info.interaction_kwargs.name`."""
+    environment: EnvironmentSection = field(default_factory=EnvironmentSection)
+    """An environment. It replaces tools and interactions."""
     format: str | None = None
     """How the policy writes tool calls: `hermes`, `qwen3_coder`, `llama3_json`, `mistral`,
     `gpt-oss`, or a registered format; null: as the chat template does."""

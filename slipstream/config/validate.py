@@ -584,12 +584,17 @@ _TOOL_KEYS = ("function_tool_path", "tool_config_path", "interaction_config_path
 def _multi_turn(config: Config) -> Iterator[str]:
     settings, key = config.actor_rollout_ref.rollout.multi_turn, f"{_ROLLOUT}.multi_turn"
     given = [name for name in _TOOL_KEYS if getattr(settings, name) is not None]
+    if settings.environment.path is not None:
+        for name in given:
+            yield f"{key}.environment.path replaces {key}.{name}; set one of them to null"
     # A user's module can register tools.
     known = config.actor_rollout_ref.model.external_lib is None
-    if settings.enable and known and not given and config.data.task not in TASKS_WITH_TOOLS:
+    without = not given and settings.environment.path is None
+    if settings.enable and known and without and config.data.task not in TASKS_WITH_TOOLS:
         yield (
             f"{key}.enable=true: there are no tools and no interactions; set one of "
-            f"{', '.join(f'{key}.{name}' for name in _TOOL_KEYS)}, or {key}.enable=false"
+            f"{', '.join(f'{key}.{name}' for name in _TOOL_KEYS)}, {key}.environment.path, or "
+            f"{key}.enable=false"
         )
     if settings.enable is False:
         for name in given:

@@ -122,8 +122,10 @@ class CallRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The answer of `reset`: messages that follow the prompt, and the tools."""
+    """The answer of `reset`: text to add to the last message of the prompt, messages to add to the
+    prompt, and the tools."""
 
+    prompt_text: str = ""
     messages: Sequence[Message] = ()
     tools: Sequence[ToolSchema] = ()
 

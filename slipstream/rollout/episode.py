@@ -99,7 +99,8 @@ class EpisodeLimits:
 
     A call of the environment that fails because of the infrastructure is repeated `retries` times.
     The first repetition waits `backoff_s` seconds, and each later one twice as long as the one
-    before. `close_s` limits the time to release an environment.
+    before. `close_s` limits the time to release an environment. With `scores_itself` the rewards of
+    the environment are the only ones: the reward function is not called.
     """
 
     max_tokens: int
@@ -111,6 +112,7 @@ class EpisodeLimits:
     retries: int = 3
     backoff_s: float = 0.5
     close_s: float = 60.0
+    scores_itself: bool = False
 
 
 class EpisodeRunner(Protocol):
@@ -267,8 +269,15 @@ class _Episode:
         self._messages = (
             [{"role": "user", "content": given}] if isinstance(given, str) else [*given]
         )
+        if start.prompt_text:
+            last = self._messages[-1]
+            self._messages[-1] = {**last, "content": f"{last['content']}{start.prompt_text}"}
         self._messages += start.messages
-        if start.messages or list(start.tools) != list(self._limits.prompt_tools):
+        if (
+            start.prompt_text
+            or start.messages
+            or list(start.tools) != list(self._limits.prompt_tools)
+        ):
             prompt = self._prompt(row)
             if recorded and prompt != sample.segments[0].ids:
                 raise _EpisodeError("replay: the environment began with another prompt than before")
@@ -380,6 +389,8 @@ class _Episode:
             raise _EpisodeError(str(error)) from error
         record.tool_seconds += self._clock() - started
         _reward(record, scores, place=sample.num_tokens - 1)
+        if self._limits.scores_itself:
+            record.score = 0.0
 
     async def _call(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         """Call the environment.

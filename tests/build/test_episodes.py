@@ -19,6 +19,7 @@ from slipstream.config.schema import Config
 from slipstream.data.lookup import build_tokenizer
 from slipstream.environment.tools.protocol import tool_name
 from slipstream.errors import ConfigError
+from slipstream.rollout.episode import Episodes
 from tests.data.helpers import char_tokenizer
 
 KEY = "actor_rollout_ref.rollout.multi_turn"
@@ -75,3 +76,70 @@ def test_the_format_is_named_or_found(tmp_path: Path) -> None:
         make_renderer(config_of(), char_tokenizer())
     with pytest.raises(ConfigError, match="custom_chat_template"):
         make_renderer(config_of(), char_tokenizer(chat_template=None))
+
+
+ENVIRONMENTS = '''
+import gymnasium
+
+class Trl:
+    def reset(self, **row): ...
+
+    def guess(self, number: int) -> str:
+        """Guess.
+
+        Args:
+            number: A number.
+        """
+        return "no"
+
+    def get_reward(self) -> float:
+        return 1.0
+
+class Gym(gymnasium.Env):
+    def __init__(self, size=1):
+        self.size = size
+
+class Own:
+    async def reset(self, row, seed): ...
+    async def step(self, turn): ...
+    async def score(self): ...
+    async def close(self): ...
+
+class Half:
+    async def reset(self, row, seed): ...
+    async def step(self, turn): ...
+'''
+
+
+@pytest.mark.parametrize(("name", "itself"), [("Trl", True), ("Gym", True), ("Own", False)])
+def test_an_environment_is_recognized_by_its_form(tmp_path: Path, name: str, itself: bool) -> None:
+    path = tmp_path / "environments.py"
+    path.write_text(ENVIRONMENTS)
+    line = [f"{KEY}.environment.path={path}", f"{KEY}.environment.name={name}"]
+    episodes = make_episodes(config_of(*line), build_tokenizer())
+    assert isinstance(episodes, Episodes)
+    assert episodes._limits.scores_itself == itself
+    assert episodes._make() is not None
+    # With a reward function of its own, the run scores the answers, too.
+    reward = tmp_path / "reward.py"
+    reward.write_text("def compute_score(**kwargs): return 1.0")
+    config = config_of(*line, f"custom_reward_function.path={reward}")
+    scored = make_episodes(config, build_tokenizer())
+    assert isinstance(scored, Episodes)
+    assert not scored._limits.scores_itself
+
+
+@pytest.mark.parametrize(("name", "words"), [("Half", "'score'"), ("Nothing", "'Nothing'")])
+def test_an_environment_that_cannot_be_used_is_refused(
+    tmp_path: Path, name: str, words: str
+) -> None:
+    path = tmp_path / "environments.py"
+    path.write_text(ENVIRONMENTS)
+    line = [f"{KEY}.environment.path={path}", f"{KEY}.environment.name={name}"]
+    with pytest.raises(ConfigError, match=words):
+        make_episodes(config_of(*line), build_tokenizer())
+
+
+def test_an_environment_replaces_tools() -> None:
+    with pytest.raises(ConfigError, match="replaces"):
+        config_of(f"{KEY}.environment.path=a.py", f"{KEY}.function_tool_path=b.py")

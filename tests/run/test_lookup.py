@@ -207,6 +207,42 @@ class Twice(AgentLoopBase):
 """
 
 
+TRL = '''
+class People:
+    def reset(self, tools_kwargs=None, **row):
+        self.table, self.calls = tools_kwargs["look_up"]["create_kwargs"]["table"], 0
+        return " "
+
+    def look_up(self, name: str) -> str:
+        """Look up a person.
+
+        Args:
+            name: The name.
+        """
+        self.calls += 1
+        return " , ".join(f"{r} {n}" for r, n in self.table[name].items())
+
+    def get_reward(self) -> float:
+        return self.calls / 8
+'''
+GYM = """
+import gymnasium
+
+
+class Twice(gymnasium.Env):
+    observation_space = action_space = gymnasium.spaces.Text(512)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.left = 1
+        return " ", {}
+
+    def step(self, action):
+        self.left -= 1
+        return "who is ana ?", len(action) / 100, self.left < 0, False, {"length": len(action)}
+"""
+
+
 def write_rows(folder: Path, **more: Any) -> Path:
     """Questions of the lookup task as a data file."""
     task, path = LookupTask(0), folder / "rows.jsonl"
@@ -230,8 +266,8 @@ def write_rows(folder: Path, **more: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["tool", "interaction", "agent loop"])
-def test_code_written_for_verl_trains(
+@pytest.mark.parametrize("kind", ["tool", "interaction", "agent loop", "trl", "gymnasium"])
+def test_code_written_for_other_libraries_trains(
     kind: str, sft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -243,11 +279,15 @@ def test_code_written_for_verl_trains(
     (tmp_path / "user.yaml").write_text(user)
     (tmp_path / "verl_loop.py").write_text(LOOP)
     (tmp_path / "loops.yaml").write_text("[{name: twice, _target_: verl_loop.Twice}]")
+    (tmp_path / "people.py").write_text(TRL)
+    (tmp_path / "twice.py").write_text(GYM)
     rows = write_rows(tmp_path, **({"agent_name": "twice"} if kind == "agent loop" else {}))
     setting = {
         "tool": f"{ROLLOUT}.multi_turn.tool_config_path={tmp_path}/tools.yaml",
         "interaction": f"{ROLLOUT}.multi_turn.interaction_config_path={tmp_path}/user.yaml",
         "agent loop": f"{ROLLOUT}.agent.agent_loop_config_path={tmp_path}/loops.yaml",
+        "trl": f"{ROLLOUT}.multi_turn.environment={{path: {tmp_path}/people.py, name: People}}",
+        "gymnasium": f"{ROLLOUT}.multi_turn.environment={{path: {tmp_path}/twice.py, name: Twice}}",
     }[kind]
     files = ("data.task=null", f"data.train_files=[{rows}]")
     assert rl(tmp_path / "run", sft, setting, steps=2, data=files) == 0
@@ -256,5 +296,5 @@ def test_code_written_for_verl_trains(
             assert metrics["training/rollout_log_probs_differing"] == 0
             assert metrics["episode/turns/mean"] > 1
     texts = [sample["output"] for sample in samples(tmp_path / "run")]
-    mark = "<tool>" if kind == "tool" else "<user>who is ana ?<end><assistant>"
+    mark = "<tool>" if kind in ("tool", "trl") else "<user>who is ana ?<end><assistant>"
     assert sum(mark in text for text in texts) >= len(texts) / 2
