@@ -25,6 +25,7 @@ from slipstream.environment.protocol import ToolSchema
 from slipstream.environment.tasks.registry import task_tools
 from slipstream.environment.tools.environment import Toolbox, ToolEnvironment, ToolLimits
 from slipstream.environment.tools.function import load_function_tools
+from slipstream.environment.tools.mcp import load_mcp_tools
 from slipstream.environment.tools.protocol import Tool
 from slipstream.errors import ConfigError
 from slipstream.rollout.agents.verl import (
@@ -47,17 +48,26 @@ _KEY = "actor_rollout_ref.rollout.multi_turn"
 def make_tools(config: Config) -> Sequence[Tool]:
     """The tools of the task and of the user."""
     settings = config.actor_rollout_ref.rollout.multi_turn
-    return _tools(config.data.task, settings.function_tool_path, settings.tool_config_path)
+    return _tools(
+        config.data.task,
+        settings.function_tool_path,
+        settings.tool_config_path,
+        settings.mcp_config_path,
+    )
 
 
 @cache
-def _tools(task: str | None, functions: str | None, classes: str | None) -> tuple[Tool, ...]:
+def _tools(
+    task: str | None, functions: str | None, classes: str | None, servers: str | None
+) -> tuple[Tool, ...]:
     """Tools are created once, because a user's constructor may open connections."""
     tools = list(task_tools(task))
     if functions is not None:
         tools += load_function_tools(Path(functions))
     if classes is not None:
         tools += load_verl_tools(classes)
+    if servers is not None:
+        tools += load_mcp_tools(servers)
     return tuple(tools)
 
 
@@ -82,6 +92,7 @@ def has_tools(config: Config) -> bool:
     paths = (
         settings.function_tool_path,
         settings.tool_config_path,
+        settings.mcp_config_path,
         settings.interaction_config_path,
         settings.environment.path,
     )

@@ -322,6 +322,10 @@ class MultiTurnSection:
     decorates, or all public functions if there are none."""
     tool_config_path: str | None = None
     """YAML file with tools that are classes derived from VERL's `BaseTool`."""
+    mcp_config_path: str | None = None
+    """JSON file with MCP servers whose tools the policy can call:
+    `{"mcpServers": {NAME: {"command": PROGRAM, "args": []}}}`, or `"url"` instead of
+    `"command"`."""
     interaction_config_path: str | None = None
     """YAML file with classes derived from VERL's `BaseInteraction`, which answer the turns without
     tool calls. Rows choose one by `extra_info.interaction_kwargs.name`."""

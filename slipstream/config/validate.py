@@ -578,7 +578,12 @@ def _rollout(config: Config) -> Iterator[str]:
 TASKS_WITH_TOOLS = ("lookup",)
 """Tasks of `environment.tasks.registry`, which is not imported here."""
 
-_TOOL_KEYS = ("function_tool_path", "tool_config_path", "interaction_config_path")
+_TOOL_KEYS = (
+    "function_tool_path",
+    "tool_config_path",
+    "mcp_config_path",
+    "interaction_config_path",
+)
 
 
 def _multi_turn(config: Config) -> Iterator[str]:

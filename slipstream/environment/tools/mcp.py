@@ -1,0 +1,286 @@
+"""Tools of MCP servers, over standard input and output or HTTP.
+
+    {"mcpServers": {"search": {"command": "search-server", "args": ["--small"]},
+                    "maps": {"url": "http://localhost:8000/mcp"}}}
+
+Each server has one connection in a run, on a thread of its own. After a lost connection, the next
+call connects again. Needs the package `mcp` (extra `mcp`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from slipstream.environment.protocol import InfrastructureError
+from slipstream.environment.tools.protocol import (
+    TIMEOUT_S,
+    Tool,
+    ToolInfo,
+    ToolResult,
+    ToolSession,
+)
+from slipstream.errors import ConfigError, shortened
+from slipstream.reading import reason
+from slipstream.threads import arrival
+
+T = TypeVar("T")
+
+KEY = "actor_rollout_ref.rollout.multi_turn.mcp_config_path"
+
+START_S = 60.0
+"""Time limit to start a server and to read its tools, in seconds."""
+
+_KNOWN = {"command", "args", "env", "cwd", "url", "timeout_s", "max_concurrent", "type"}
+
+
+def load_mcp_tools(path: str | Path) -> list[Tool]:
+    """Start or reach the servers of a JSON file, and return their tools.
+
+    Raises ConfigError if the file or a server cannot be used, or the package `mcp` is missing.
+    """
+    tools: list[Tool] = []
+    for name, entry in _entries(path).items():
+        server = McpServer(name, _target(name, entry))
+        limit = entry.get("max_concurrent")
+        try:
+            listed = server.tools()
+        except InfrastructureError as error:
+            raise ConfigError(f"{KEY}={path}: {error}; check its command or URL") from error
+        tools += [
+            McpTool(
+                server=server,
+                schema=schema,
+                timeout_s=float(entry.get("timeout_s", TIMEOUT_S)),
+                max_concurrent=None if limit is None else int(limit),
+            )
+            for schema in listed
+        ]
+    return tools
+
+
+def _entries(path: str | Path) -> Mapping[str, Mapping[str, Any]]:
+    try:
+        found = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{KEY}={path} cannot be read ({reason(error)})") from error
+    servers = found.get("mcpServers") if isinstance(found, Mapping) else None
+    if not isinstance(servers, Mapping) or not servers:
+        raise ConfigError(
+            f'{KEY}={path} has no "mcpServers"; write {{"mcpServers": {{"NAME": {{"command": '
+            '"PROGRAM", "args": []}}}}, or "url" instead of "command"'
+        )
+    for name, entry in servers.items():
+        if not isinstance(entry, Mapping) or ("command" in entry) == ("url" in entry):
+            raise ConfigError(f'{KEY}={path}: server {name!r} needs either "command" or "url"')
+        if unknown := sorted(entry.keys() - _KNOWN):
+            raise ConfigError(
+                f"{KEY}={path}: server {name!r} has unknown keys: {', '.join(unknown)} (known: "
+                f"{', '.join(sorted(_KNOWN))})"
+            )
+    return servers
+
+
+def _target(name: str, entry: Mapping[str, Any]) -> Any:
+    """What `mcp.Client` connects to: a URL, or the parameters of a program."""
+    try:
+        from mcp import StdioServerParameters
+    except ImportError as error:
+        raise ConfigError(
+            f"{KEY} needs the package mcp (MCP server {name!r}): pip install slipstream-rl[mcp]"
+        ) from error
+    if "url" in entry:
+        return str(entry["url"])
+    chosen = {key: entry[key] for key in ("command", "args", "env", "cwd") if key in entry}
+    return StdioServerParameters(**chosen)
+
+
+class McpServer:
+    """A connection to one server. Its event loop runs on a daemon thread."""
+
+    def __init__(self, name: str, target: Any) -> None:
+        """`target` is what `mcp.Client` connects to. The connection opens at the first use."""
+        self.name = name
+        self._target = target
+        self._lock = threading.Lock()
+        self._connection: _Connection | None = None
+
+    def tools(self) -> list[dict[str, Any]]:
+        """Return the schemas of the server's tools. Raises InfrastructureError if it cannot be
+        reached within `START_S`."""
+        connection = self._connected()
+        future = connection.submit(_all_tools)
+        try:
+            return future.result(START_S)
+        except TimeoutError as error:
+            raise self._failed(connection, f"no list of tools within {START_S:g} s") from error
+        except Exception as error:
+            raise self._failed(connection, reason(error)) from error
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
+        """Call a tool and return the text of its answer.
+
+        Raises RuntimeError for an error that the tool reports, and InfrastructureError if the
+        server does not answer.
+        """
+        # Connecting may start a program, so it must not block the event loop.
+        started: Future[_Connection] = Future()
+        threading.Thread(target=self._connect_into, args=(started,), daemon=True).start()
+        await arrival(started)
+        connection = started.result()
+        future = connection.submit(lambda client: client.call_tool(tool, dict(arguments)))
+        try:
+            await arrival(future)
+            result = future.result()
+        except asyncio.CancelledError:
+            future.cancel()
+            raise
+        except Exception as error:
+            if connection.is_open and type(error).__name__ == "MCPError" and not _is_closed(error):
+                raise RuntimeError(shortened(str(error))) from error
+            raise self._failed(connection, reason(error)) from error
+        text = "\n".join(_text(part) for part in result.content)
+        if result.is_error:
+            raise RuntimeError(shortened(text))
+        return text
+
+    def close(self) -> None:
+        """End the connection, and the program if there is one."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None
+
+    def _connect_into(self, answer: Future[_Connection]) -> None:
+        try:
+            answer.set_result(self._connected())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    def _connected(self) -> _Connection:
+        with self._lock:
+            if self._connection is None or not self._connection.is_open:
+                self._connection = _Connection(self.name, self._target)
+            return self._connection
+
+    def _failed(self, connection: _Connection, why: str) -> InfrastructureError:
+        connection.close()
+        return InfrastructureError(f"MCP server {self.name!r}: {shortened(why)}")
+
+
+class _Connection:
+    """An open `mcp.Client`, on an event loop of its own thread."""
+
+    def __init__(self, name: str, target: Any) -> None:
+        """Raises InfrastructureError if the server cannot be reached within `START_S`."""
+        self._target = target
+        self._ready: Future[Any] = Future()
+        self._loop = asyncio.new_event_loop()
+        self._stop: asyncio.Event | None = None
+        self.is_open = True
+        thread = threading.Thread(target=self._run, name=f"slipstream-mcp-{name}", daemon=True)
+        thread.start()
+        try:
+            self._client = self._ready.result(START_S)
+        except Exception as error:
+            self.close()
+            text = f"no connection within {START_S:g} s" if not str(error) else reason(error)
+            raise InfrastructureError(f"MCP server {name!r}: {shortened(text)}") from error
+
+    def submit(self, call: Callable[[Any], Coroutine[Any, Any, T]]) -> Future[T]:
+        """Run a coroutine of the client."""
+        return asyncio.run_coroutine_threadsafe(call(self._client), self._loop)
+
+    def close(self) -> None:
+        """End the connection soon."""
+        self.is_open = False
+        if self._stop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stop.set)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        except BaseException as error:
+            if not self._ready.done():
+                self._ready.set_exception(error)
+        finally:
+            self.is_open = False
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        from mcp import Client
+
+        self._stop = asyncio.Event()
+        async with Client(self._target) as client:
+            self._ready.set_result(client)
+            await self._stop.wait()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class McpTool(ToolInfo):
+    """A tool of a server. Its sessions have no state: the server keeps its own."""
+
+    server: McpServer
+
+    async def open(self, kwargs: Mapping[str, Any]) -> ToolSession:
+        return _McpSession(self.server, self.schema["function"]["name"], kwargs)
+
+
+class _McpSession:
+    def __init__(self, server: McpServer, tool: str, bound: Mapping[str, Any]) -> None:
+        self._server = server
+        self._tool = tool
+        self._bound = bound
+
+    async def execute(self, arguments: Mapping[str, Any]) -> ToolResult:
+        return ToolResult(text=await self._server.call(self._tool, {**arguments, **self._bound}))
+
+    async def score(self) -> float:
+        return 0.0
+
+    async def close(self) -> None:
+        return None
+
+
+async def _all_tools(client: Any) -> list[dict[str, Any]]:
+    """The schemas of all tools, over all pages."""
+    found: list[dict[str, Any]] = []
+    cursor: str | None = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        found += [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description or "",
+                    "parameters": dict(tool.input_schema),
+                },
+            }
+            for tool in page.tools
+        ]
+        cursor = page.next_cursor
+        if not cursor:
+            return found
+
+
+def _text(part: Any) -> str:
+    """The text of a part of an answer."""
+    text = getattr(part, "text", None)
+    return text if isinstance(text, str) else f"({part.type}, which the policy cannot read)"
+
+
+def _is_closed(error: Exception) -> bool:
+    return "closed" in str(error).lower()
+
+
+def close_servers(tools: Sequence[Tool]) -> None:
+    """End the connections of the tools that belong to servers."""
+    for server in {id(t.server): t.server for t in tools if isinstance(t, McpTool)}.values():
+        server.close()
