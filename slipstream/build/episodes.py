@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -118,8 +119,8 @@ def make_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episode
     """
     tools = _tool_episodes(config, tokenizer) if has_tools(config) else None
     agent = config.actor_rollout_ref.rollout.agent
-    if agent.default_agent_loop is None and not _has_loops(config):
-        return tools
+    if tools is None and agent.default_agent_loop is None and not _has_loops(config):
+        return None
     others: dict[str, EpisodeRunner] = {SINGLE_TURN: SingleTurn()}
     if tools is not None:
         others[TOOL_AGENT] = tools
@@ -135,6 +136,7 @@ def make_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episode
             "logprobs": True,
         },
         max_tokens=config.data.max_response_length,
+        max_prompt_tokens=config.data.max_prompt_length,
         tokenizer=tokenizer,
         config=_readable(config),
         loops=_loops_of(agent.agent_loop_config_path),
@@ -145,7 +147,13 @@ def _readable(config: Config) -> Any:
     """The configuration for users' classes: readable by attribute and with `get`."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.create(to_dict(config))
+    plain = to_dict(config)
+    # VERL's names.
+    plain["actor_rollout_ref"]["rollout"] |= {
+        "prompt_length": config.data.max_prompt_length,
+        "response_length": config.data.max_response_length,
+    }
+    return OmegaConf.create(plain)
 
 
 @cache
@@ -199,45 +207,82 @@ def _environment_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) ->
     settings = config.actor_rollout_ref.rollout.multi_turn.environment
     assert settings.path is not None
     key = f"{_KEY}.environment"
-    found = load_named(
-        settings.path,
-        settings.name,
-        path_key=f"{key}.path",
-        name_key=f"{key}.name",
-        what="classes",
-    )
+    found = _environment_class(settings.path, settings.name)
     renderer = make_renderer(config, tokenizer)
 
     def make() -> Any:
         return created(found, {}, settings.kwargs, what=key, own_key=f"{key}.kwargs")
 
     if is_trl_environment(found):
-        factory = TrlFactory(make, _tool_limits(config))
+        kwargs = json.dumps(to_dict(config)["actor_rollout_ref"]["rollout"]["multi_turn"])
+        factory = _trl_factory(found, kwargs, _Checked(make, partial(found, **settings.kwargs)))
         renderer.check(factory.schemas, results=True)
-        alone = factory.gives_reward and config.custom_reward_function.path is None
+        alone = factory.gives_reward and not _has_rewards(config)
         return Episodes(factory, renderer, _episode_limits(config, scores_itself=alone))
     renderer.check([], results=False)
     if is_gymnasium_environment(found):
-        alone = config.custom_reward_function.path is None
-        limits = _episode_limits(config, scores_itself=alone)
-        return Episodes(lambda: GymnasiumEnvironment(make), renderer, limits)
+        limits = _episode_limits(config, scores_itself=not _has_rewards(config))
+        # Checks the arguments before the run starts.
+        make().close()
+        own = partial(found, **settings.kwargs)
+        return Episodes(lambda: GymnasiumEnvironment(own), renderer, limits)
     for method in ("reset", "step", "score", "close"):
         if not inspect.iscoroutinefunction(getattr(found, method, None)):
             raise ConfigError(
                 f"{key}.name={settings.name}: the class has no coroutine method {method!r}, and it "
-                "has not the form of TRL's or gymnasium's environments; see "
+                "does not have the form of TRL's or gymnasium's environments; see "
                 "slipstream.environment.protocol.Environment"
             )
     return Episodes(make, renderer, _episode_limits(config))
 
 
+@cache
+def _environment_class(path: str, name: str) -> Any:
+    """The user's class. The file is executed once, although training and validation ask for it."""
+    key = f"{_KEY}.environment"
+    return load_named(path, name, path_key=f"{key}.path", name_key=f"{key}.name", what="classes")
+
+
+class _Checked:
+    """Makes objects: the first with errors that name the setting, later ones in a running episode,
+    whose exceptions fail its sample."""
+
+    def __init__(self, first: Callable[[], Any], later: Callable[[], Any]) -> None:
+        self._next, self._later = first, later
+
+    def __call__(self) -> Any:
+        made, self._next = self._next(), self._later
+        return made
+
+
+_factories: dict[tuple[Any, str], TrlFactory] = {}
+
+
+def _trl_factory(found: Any, settings: str, make: Callable[[], Any]) -> TrlFactory:
+    """The factory of a class and its settings; training and validation share its objects."""
+    if (found, settings) not in _factories:
+        limits = ToolLimits(**_limits_in(json.loads(settings)))
+        _factories[found, settings] = TrlFactory(make, limits)
+    return _factories[found, settings]
+
+
+def _limits_in(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "max_parallel_calls": settings["max_parallel_calls"],
+        "max_characters": settings["max_tool_response_length"],
+        "truncate_side": settings["tool_response_truncate_side"],
+    }
+
+
+def _has_rewards(config: Config) -> bool:
+    """Whether the user names something that scores responses."""
+    rewards = config.reward_model
+    return bool(config.custom_reward_function.path or rewards.enable or rewards.terms)
+
+
 def _tool_limits(config: Config) -> ToolLimits:
-    settings = config.actor_rollout_ref.rollout.multi_turn
-    return ToolLimits(
-        max_parallel_calls=settings.max_parallel_calls,
-        max_characters=settings.max_tool_response_length,
-        truncate_side=settings.tool_response_truncate_side,
-    )
+    settings = to_dict(config)["actor_rollout_ref"]["rollout"]["multi_turn"]
+    return ToolLimits(**_limits_in(settings))
 
 
 def _episode_limits(

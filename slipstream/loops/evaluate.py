@@ -62,8 +62,11 @@ class Evaluation:
 
 
 def _score(sample: Sample) -> float:
-    """The accuracy of a sample, or its score without rewards of turns."""
+    """The accuracy of a sample, or its score without rewards of turns. The reward, if the
+    environment alone gives rewards."""
     parts = sample.reward_parts
+    if sample.episode is not None and sample.episode.score is not None:
+        return sample.reward
     return parts.get("acc", parts.get(SCORE_PART, sample.reward))
 
 

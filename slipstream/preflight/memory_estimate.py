@@ -71,12 +71,14 @@ of its `TrainBatch` and in padded tensors. Measured with GRPO and responses of e
 (`python -m bench.train_batch --spread 0`).
 """
 
-_HEAP_FACTOR, _HEAP_FACTOR_SHARDED, _HEAP_FACTOR_CHECKPOINTING = 1.35, 1.2, 2.3
+_HEAP_FACTOR, _HEAP_FACTOR_FP32 = 1.35, 1.25
+_HEAP_FACTOR_SHARDED, _HEAP_FACTOR_CHECKPOINTING = 1.2, 2.45
 """Resident bytes of an optimizer step on a CPU, divided by its allocated bytes.
 
 Freed memory leaves gaps in the heap of the C library. Several processes return it to the system,
-one process keeps it. With gradient checkpointing, which allocates activations again, the gaps are
-larger. Measured with glibc (`python -m bench.memory`).
+one process keeps it. With `actor.dtype=float32` the gaps are smaller. With gradient
+checkpointing, which allocates activations again, the gaps are larger. Measured with glibc
+(`python -m bench.memory`).
 """
 
 _KV_GROWTH = {"cuda": 1.5, "cpu": 1 + 1 / SLAB_SHARE}
@@ -390,8 +392,12 @@ def _step(
 def _resident(config: Config, step: int, *, recomputes: bool) -> int:
     if device_of(config).type != "cpu":
         return step
-    factor = _HEAP_FACTOR if process_count(config) == 1 else _HEAP_FACTOR_SHARDED
-    return round((_HEAP_FACTOR_CHECKPOINTING if recomputes else factor) * step)
+    if recomputes:
+        return round(_HEAP_FACTOR_CHECKPOINTING * step)
+    if process_count(config) > 1:
+        return round(_HEAP_FACTOR_SHARDED * step)
+    fp32 = config.actor_rollout_ref.actor.dtype == "float32"
+    return round((_HEAP_FACTOR_FP32 if fp32 else _HEAP_FACTOR) * step)
 
 
 def _optimizer_state(config: Config, trainer: TrainerBytes, policy: ModelConfig) -> int:

@@ -334,8 +334,11 @@ class _Episode:
         if sample.status is Status.TRUNCATED:
             return _truncate(sample, TOKENS)
         message = self._renderer.parse(turn.ids, self._tools)
+        answers = record.turns - 1
         if message.tool_calls and _reached(record.turns, limits.max_assistant_turns):
             return _truncate(sample, ASSISTANT_TURNS)
+        if message.tool_calls and _reached(answers, limits.max_user_turns):
+            return _truncate(sample, USER_TURNS)
         self._messages.append(message.as_message())
         given = Turn(message=message, number=record.turns, messages=tuple(self._messages))
         started = self._clock()
@@ -354,7 +357,7 @@ class _Episode:
             return True
         if _reached(record.turns, limits.max_assistant_turns):
             return _truncate(sample, ASSISTANT_TURNS)
-        if _reached(record.turns, limits.max_user_turns):
+        if _reached(answers, limits.max_user_turns):
             return _truncate(sample, USER_TURNS)
         if limits.max_tool_seconds is not None and record.tool_seconds > limits.max_tool_seconds:
             return _truncate(sample, TOOL_SECONDS)

@@ -19,6 +19,7 @@ from slipstream.config.schema import Config
 from slipstream.data.lookup import build_tokenizer
 from slipstream.environment.tools.protocol import tool_name
 from slipstream.errors import ConfigError
+from slipstream.rollout.agents.verl import AgentLoops
 from slipstream.rollout.episode import Episodes
 from tests.data.helpers import char_tokenizer
 
@@ -116,17 +117,44 @@ def test_an_environment_is_recognized_by_its_form(tmp_path: Path, name: str, its
     path = tmp_path / "environments.py"
     path.write_text(ENVIRONMENTS)
     line = [f"{KEY}.environment.path={path}", f"{KEY}.environment.name={name}"]
-    episodes = make_episodes(config_of(*line), build_tokenizer())
-    assert isinstance(episodes, Episodes)
+    episodes = with_tools(config_of(*line))
     assert episodes._limits.scores_itself == itself
     assert episodes._make() is not None
     # With a reward function of its own, the run scores the answers, too.
     reward = tmp_path / "reward.py"
     reward.write_text("def compute_score(**kwargs): return 1.0")
     config = config_of(*line, f"custom_reward_function.path={reward}")
-    scored = make_episodes(config, build_tokenizer())
-    assert isinstance(scored, Episodes)
-    assert not scored._limits.scores_itself
+    assert not with_tools(config)._limits.scores_itself
+    config = config_of(*line, f"reward_model.terms={{mine: {{path: {reward}}}}}")
+    assert not with_tools(config)._limits.scores_itself
+
+
+def with_tools(config: Config) -> Episodes:
+    runner = make_episodes(config, build_tokenizer())
+    assert isinstance(runner, AgentLoops)
+    episodes = runner._others["tool_agent"]
+    assert isinstance(episodes, Episodes)
+    return episodes
+
+
+def test_objects_of_an_environment_are_shared_by_training_and_validation(tmp_path: Path) -> None:
+    path = tmp_path / "environments.py"
+    path.write_text(ENVIRONMENTS)
+    config = config_of(f"{KEY}.environment.path={path}", f"{KEY}.environment.name=Trl")
+    assert with_tools(config)._make is with_tools(config)._make
+
+
+def test_a_row_may_ask_for_a_single_turn_or_for_an_unknown_loop() -> None:
+    runner = make_episodes(
+        config_of("data.task=lookup", "data.train_files=null"), build_tokenizer()
+    )
+    assert isinstance(runner, AgentLoops)
+    runner.check("single_turn_agent")
+    with pytest.raises(ConfigError, match="my_agent"):
+        runner.check("my_agent")
+    agent = "actor_rollout_ref.rollout.agent.default_agent_loop"
+    with pytest.raises(ConfigError, match="tool_config_path"):
+        make_episodes(config_of(f"{agent}=tool_agent"), build_tokenizer())
 
 
 @pytest.mark.parametrize(("name", "words"), [("Half", "'score'"), ("Nothing", "'Nothing'")])

@@ -181,7 +181,7 @@ def test_problems_are_counted_by_kind() -> None:
     ("limits", "budget", "turns"),
     [
         ({"max_assistant_turns": 2}, ASSISTANT_TURNS, 2),
-        ({"max_user_turns": 1}, USER_TURNS, 1),
+        ({"max_user_turns": 1}, USER_TURNS, 2),
         ({"max_tool_seconds": 0.0}, TOOL_SECONDS, 1),
         ({"max_tokens": 14}, TOKENS, 1),
     ],

@@ -6,13 +6,19 @@ are rewards of the turns. The environment ends the episode if it is terminated o
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from slipstream.environment.protocol import Answer, Start, Turn
+from slipstream.environment.protocol import Answer, Start, Turn, within
 from slipstream.environment.tools.function import call_either
+from slipstream.environment.tools.protocol import numbers_in
 from slipstream.types import Prompt
+
+TIMEOUT_S = 600.0
+"""Time limit of the constructor, `reset` and `step`, in seconds."""
 
 
 def is_gymnasium_environment(cls: Any) -> bool:
@@ -37,23 +43,21 @@ class GymnasiumEnvironment:
 
     async def reset(self, row: Prompt, seed: int) -> Start:
         if self._held is None:
-            self._held = await call_either(self._make)
-        options = dict(row.extra_info)
-        observation, _ = await call_either(self._held.reset, seed=seed, options=options)
+            self._held = await within(TIMEOUT_S, "constructor", partial(call_either, self._make))
+        options = copy.deepcopy(row.extra_info)
+        reset = partial(call_either, self._held.reset, seed=seed, options=options)
+        observation, _ = await within(TIMEOUT_S, "reset", reset)
         return Start(prompt_text=str(observation))
 
     async def step(self, turn: Turn) -> Answer:
-        found = await call_either(self._held.step, turn.message.content)
+        step = partial(call_either, self._held.step, turn.message.content)
+        found = await within(TIMEOUT_S, "step", step)
         observation, reward, terminated, truncated, info = found
         return Answer(
             messages=[{"role": "user", "content": str(observation)}],
             rewards={"environment": float(reward)} if reward else {},
             done=bool(terminated or truncated),
-            metrics={
-                name: float(value)
-                for name, value in info.items()
-                if isinstance(value, int | float) and isinstance(name, str)
-            },
+            metrics=numbers_in(info),
         )
 
     async def score(self) -> Mapping[str, float]:

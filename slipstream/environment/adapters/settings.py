@@ -39,8 +39,8 @@ def read_entries(
     good = isinstance(entries, list) and all(isinstance(entry, Mapping) for entry in entries)
     if not good or not entries:
         raise ConfigError(
-            f"{key}={path} has not {what} of mappings, each with a {name_key} such as "
-            "package.module.Class; write such a list"
+            f"{key}={path} must have {what} of mappings, each with a {name_key} such as "
+            "package.module.Class"
         )
     listed: list[Mapping[str, Any]] = list(entries)
     return listed

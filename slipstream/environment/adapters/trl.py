@@ -5,7 +5,8 @@
         def guess(self, number: int) -> str: ...     public methods are tools
         def get_reward(self) -> float: ...           optional
 
-Each episode has an object of its own, which is used again for later episodes, as in TRL.
+No two running episodes share an object. After an episode, its object is used again, as in TRL,
+unless something went wrong in it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,17 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from slipstream.environment.protocol import Answer, InfrastructureError, Start, Turn
+from slipstream.environment.protocol import Answer, CallProblem, Start, Turn, within
 from slipstream.environment.tools.environment import Toolbox, ToolEnvironment, ToolLimits
-from slipstream.environment.tools.function import FunctionTool, call_either, function_schema
+from slipstream.environment.tools.function import (
+    FunctionTool,
+    accepted,
+    call_either,
+    function_schema,
+)
 from slipstream.errors import ConfigError
 from slipstream.types import Prompt
 
@@ -46,6 +53,10 @@ def _tool_names(cls: Any) -> list[str]:
     return list(found)
 
 
+TIMEOUT_S = 600.0
+"""Time limit of the constructor, `reset`, a method and `get_reward`, in seconds."""
+
+
 class TrlFactory:
     """Makes environments of a TRL class, and keeps their objects for later episodes."""
 
@@ -54,7 +65,6 @@ class TrlFactory:
         docstring."""
         self._make = make
         self._limits = limits
-        self._free: list[Any] = []
         first = make()
         cls = type(first)
         self._schemas = {name: function_schema(getattr(first, name)) for name in _tool_names(cls)}
@@ -63,7 +73,7 @@ class TrlFactory:
                 f"{cls.__name__} has no public method besides reset and get_reward, so there is no "
                 "tool; define one with type hints and a docstring"
             )
-        self._free.append(first)
+        self._free: list[Any] = [first]
         self.gives_reward = callable(getattr(first, "get_reward", None))
         """Whether the environment scores its episodes."""
         self.schemas = list(self._schemas.values())
@@ -71,39 +81,64 @@ class TrlFactory:
 
     def __call__(self) -> TrlEnvironment:
         """Return the environment of a new episode."""
-        held = self._free.pop() if self._free else self._make()
+        return TrlEnvironment(self)
+
+    async def take(self) -> tuple[Any, Toolbox]:
+        """Return an object that no episode uses, and its tools."""
+        held = self._free.pop() if self._free else await call_either(self._make)
         tools = [
-            FunctionTool.of(getattr(held, name), schema=schema, parallel=False)
+            FunctionTool.of(getattr(held, name), schema=schema, parallel=False, timeout_s=TIMEOUT_S)
             for name, schema in self._schemas.items()
         ]
-        return TrlEnvironment(held, Toolbox(tools, self._limits), self._free.append)
+        return held, Toolbox(tools, self._limits)
+
+    def give_back(self, held: Any) -> None:
+        """Keep an object for later episodes."""
+        self._free.append(held)
 
 
 class TrlEnvironment:
     """An `Environment` of one object."""
 
-    def __init__(self, held: Any, toolbox: Toolbox, release: Callable[[Any], None]) -> None:
-        self._held = held
-        self._tools = ToolEnvironment(toolbox)
-        self._release = release
+    def __init__(self, factory: TrlFactory) -> None:
+        self._factory = factory
+        self._held: Any = None
+        self._tools: ToolEnvironment | None = None
+        self._is_usable = True
+        """False if a call may still run in a thread, or failed: the object is not used again."""
 
     async def reset(self, row: Prompt, seed: int) -> Start:
+        self._is_usable = False
+        if self._tools is None:
+            self._held, toolbox = await within(TIMEOUT_S, "constructor", self._factory.take)
+            self._tools = ToolEnvironment(toolbox)
         start = await self._tools.reset(row, seed)
-        text = await call_either(self._held.reset, **_columns(row))
-        return Start(prompt_text=_text(text), tools=start.tools)
+        columns = accepted(self._held.reset, _columns(row))
+        reset = partial(call_either, self._held.reset, **columns)
+        text = _text(await within(TIMEOUT_S, "reset", reset))
+        self._is_usable = True
+        return Start(prompt_text=text, tools=start.tools)
 
     async def step(self, turn: Turn) -> Answer:
-        return await self._tools.step(turn)
+        assert self._tools is not None
+        usable, self._is_usable = self._is_usable, False
+        answer = await self._tools.step(turn)
+        late = any(call.problem is CallProblem.TIMEOUT for call in answer.calls)
+        self._is_usable = usable and not late
+        return answer
 
     async def score(self) -> Mapping[str, float]:
         get_reward = getattr(self._held, "get_reward", None)
         if get_reward is None:
             return {}
-        return {type(self._held).__name__: float(await call_either(get_reward))}
+        self._is_usable = False
+        reward = await within(TIMEOUT_S, "get_reward", partial(call_either, get_reward))
+        self._is_usable = True
+        return {type(self._held).__name__: float(reward)}
 
     async def close(self) -> None:
-        await self._tools.close()
-        self._release(self._held)
+        if self._tools is not None and self._is_usable:
+            self._factory.give_back(self._held)
 
 
 def _columns(row: Prompt) -> dict[str, Any]:
@@ -112,6 +147,7 @@ def _columns(row: Prompt) -> dict[str, Any]:
         **copy.deepcopy(row.extra_info),
         "prompt": copy.deepcopy(row.messages),
         "data_source": row.data_source,
+        "ability": row.ability,
         "ground_truth": row.ground_truth,
     }
 
@@ -127,6 +163,6 @@ def _text(found: Any) -> str:
         texts = [part for part in parts if isinstance(part, str)]
         if len(texts) == len(parts):
             return "".join(texts)
-    raise InfrastructureError(
+    raise TypeError(
         f"reset must return None, a text or a list of texts, not {type(found).__name__}"
     )

@@ -13,6 +13,7 @@ end. VERL never calls the last one.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -20,9 +21,9 @@ from typing import Any
 from uuid import uuid4
 
 from slipstream.environment.adapters.settings import load_class, make_object, read_entries
-from slipstream.environment.adapters.verl_tools import numbers_in
 from slipstream.environment.protocol import Answer, Start, Turn, within
 from slipstream.environment.tools.function import call_either
+from slipstream.environment.tools.protocol import numbers_in
 from slipstream.errors import ConfigError, DataError, did_you_mean
 from slipstream.types import Prompt
 
@@ -66,7 +67,7 @@ class InteractionEnvironment:
                 f"row {row.uid}: extra_info.interaction_kwargs.name is {name!r}{hint} (known: "
                 f"{known}); each row must name an interaction of {KEY}"
             )
-        self._kwargs = {key: value for key, value in given.items() if key != "name"}
+        self._kwargs = copy.deepcopy(dict(given))
         self._interaction = self._interactions[name]
         self._id = await self._call("start_interaction") or self._id
         return Start()

@@ -11,7 +11,7 @@ episode: `create` before the first turn, `execute` for each call, then `calc_rew
 
 from __future__ import annotations
 
-import inspect
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +20,16 @@ from uuid import uuid4
 
 from slipstream.environment.adapters.settings import load_class, make_object, read_entries
 from slipstream.environment.protocol import ToolSchema
-from slipstream.environment.tools.function import as_text, call_either
+from slipstream.environment.tools.function import accepted, call_either
 from slipstream.environment.tools.protocol import (
-    TIMEOUT_S,
     Tool,
     ToolInfo,
     ToolResult,
     ToolSession,
+    result_of,
+    tool_limits,
 )
 from slipstream.errors import ConfigError
-from slipstream.reading import shown
 
 KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
 
@@ -74,12 +74,10 @@ class VerlTool(ToolInfo):
         object has no schema.
         """
         config = config or {}
-        limit = config.get("max_concurrent")
         return cls(
             tool=tool,
             schema=_schema_of(tool),
-            timeout_s=float(config.get("timeout_s", TIMEOUT_S)),
-            max_concurrent=None if limit is None else int(limit),
+            **tool_limits(config, f"{KEY}: {type(tool).__name__}"),
             # One instance answers all calls of an episode, and its state may not allow two at once.
             parallel=bool(config.get("parallel", False)),
         )
@@ -99,7 +97,8 @@ class VerlToolSession:
     async def begin(cls, tool: Any, kwargs: Mapping[str, Any]) -> VerlToolSession:
         """Create an instance. Tools read the row's arguments by name, or in `create_kwargs`."""
         instance_id = str(uuid4())
-        wanted = _accepted(tool.create, {**kwargs, "create_kwargs": dict(kwargs)})
+        own = copy.deepcopy(dict(kwargs))
+        wanted = accepted(tool.create, {**own, "create_kwargs": own})
         found = await call_either(tool.create, instance_id, **wanted)
         if isinstance(found, tuple) and found:
             (found, *_) = found
@@ -115,26 +114,6 @@ class VerlToolSession:
 
     async def close(self) -> None:
         await call_either(self._tool.release, self._id)
-
-
-def result_of(found: Any) -> ToolResult:
-    """Return the value of `execute` as a result: an answer, `(answer, reward)`, or `(answer,
-    reward, metrics)`. An answer is a text, an object with `text`, or a JSON value.
-
-    Raises ValueError for tuples of another length.
-    """
-    parts = found if isinstance(found, tuple) else (found,)
-    if not 1 <= len(parts) <= 3:
-        raise ValueError(f"a tool must return an answer, a reward and metrics, not {shown(found)}")
-    answer, reward, metrics = (*parts, None, None)[:3]
-    text = getattr(answer, "text", answer)
-    return ToolResult(text=as_text(text), reward=float(reward or 0.0), metrics=numbers_in(metrics))
-
-
-def numbers_in(metrics: Mapping[Any, Any] | None) -> dict[str, float]:
-    """The metrics of a user's code that are numbers."""
-    found = (metrics or {}).items()
-    return {str(name): float(value) for name, value in found if isinstance(value, int | float)}
 
 
 def _schema_of(tool: Any) -> ToolSchema:
@@ -154,11 +133,3 @@ def _schema_of(tool: Any) -> ToolSchema:
 def _plain(schema: Any) -> Any:
     dump: Callable[..., Any] | None = getattr(schema, "model_dump", None)
     return {} if dump is None else dump(exclude_unset=True, exclude_none=True)
-
-
-def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that a function has as parameters; all if it takes any."""
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return dict(arguments)
-    return {name: value for name, value in arguments.items() if name in parameters}

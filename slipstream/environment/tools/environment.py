@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import anyio
 
@@ -71,11 +71,11 @@ class Toolbox:
     def tools(self) -> Mapping[str, Tool]:
         return self._tools
 
-    def slot(self, name: str) -> anyio.Semaphore | AsyncExitStack:
+    def slot(self, name: str) -> AbstractAsyncContextManager[Any]:
         """A context manager that waits until one more call of the tool may run."""
         limit = self._tools[name].max_concurrent
         if limit is None:
-            return AsyncExitStack()
+            return nullcontext()
         if name not in self._slots:
             self._slots[name] = anyio.Semaphore(limit)
         return self._slots[name]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +12,16 @@ from typing import Any
 from transformers.utils import get_json_schema
 
 from slipstream.environment.protocol import ToolSchema
-from slipstream.environment.tools.protocol import TIMEOUT_S, ToolInfo, ToolResult, ToolSession
-from slipstream.errors import ConfigError, did_you_mean
+from slipstream.environment.tools.protocol import (
+    TIMEOUT_S,
+    ToolInfo,
+    ToolResult,
+    ToolSession,
+    result_of,
+    tool_limits,
+    tool_name,
+)
+from slipstream.errors import ConfigError, DataError, did_you_mean
 from slipstream.reading import reason
 from slipstream.threads import DaemonThreads, arrival
 from slipstream.user_code import import_module
@@ -31,12 +38,13 @@ _OPTIONS = "__slipstream_tool__"
 class FunctionTool(ToolInfo):
     """A tool that calls a function, or a coroutine function, with the arguments of the call.
 
-    The function returns a text. Other values are written as JSON, None as an empty text. A function
-    that is no coroutine function runs in a thread. After its time limit its answer is not used, but
-    the thread runs on.
+    The function returns a text, or a tuple of a text, a reward and metrics. Other values are
+    written as JSON, None as an empty text. A function that is no coroutine function runs in a
+    thread. After its time limit its answer is not used, but the thread runs on.
     """
 
     function: Callable[..., Any]
+    bound: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -54,10 +62,19 @@ class FunctionTool(ToolInfo):
         given.
         """
         found = _without(schema or function_schema(function), bound)
-        return cls(function=function, schema=found, **options)
+        name = found["function"]["name"]
+        options |= tool_limits(options, f"tool {name}")
+        return cls(function=function, schema=found, bound=tuple(bound), **options)
 
     async def open(self, kwargs: Mapping[str, Any]) -> ToolSession:
-        return _FunctionSession(self.function, kwargs)
+        if missing := [name for name in self.bound if name not in kwargs]:
+            raise DataError(
+                f"a row has no {missing[0]!r} in tools_kwargs[{tool_name(self.schema)!r}]"
+                f"[create_kwargs], which the tool binds; add it to every row"
+            )
+        # Other tools of the row's library may have more.
+        own = {name: kwargs[name] for name in self.bound}
+        return _FunctionSession(self.function, own)
 
 
 class _FunctionSession:
@@ -66,8 +83,7 @@ class _FunctionSession:
         self._bound = bound
 
     async def execute(self, arguments: Mapping[str, Any]) -> ToolResult:
-        value = await call_either(self._function, **{**arguments, **self._bound})
-        return ToolResult(text=as_text(value))
+        return result_of(await call_either(self._function, **{**arguments, **self._bound}))
 
     async def score(self) -> float:
         return 0.0
@@ -77,8 +93,9 @@ class _FunctionSession:
 
 
 def function_tool(
-    function: Callable[..., Any] | None = None,
+    function: Callable[..., Any] | str | None = None,
     *,
+    schema: ToolSchema | None = None,
     timeout_s: float = TIMEOUT_S,
     max_concurrent: int | None = None,
     parallel: bool = True,
@@ -86,11 +103,18 @@ def function_tool(
 ) -> Any:
     """A decorator that makes a function a tool of `multi_turn.function_tool_path`.
 
-    It can be used with options or without. The function stays as it is.
+    It can be used with options or without. As in VERL, a text in place of the function is the name
+    of the tool. The function stays as it is.
     """
+    name = function if isinstance(function, str) else None
 
     def mark(found: Callable[..., Any]) -> Callable[..., Any]:
+        own = schema
+        if name is not None:
+            own = own or function_schema(found)
+            own = {**own, "function": {**own["function"], "name": name}}
         options = {
+            "schema": own,
             "timeout_s": timeout_s,
             "max_concurrent": max_concurrent,
             "parallel": parallel,
@@ -99,7 +123,7 @@ def function_tool(
         setattr(found, _OPTIONS, options)
         return found
 
-    return mark if function is None else mark(function)
+    return mark(function) if callable(function) else mark
 
 
 def load_function_tools(path: Path) -> list[FunctionTool]:
@@ -140,18 +164,12 @@ async def call_either(function: Callable[..., Any], /, *args: Any, **kwargs: Any
         raise RuntimeError(f"it called sys.exit({error.code})") from error
 
 
-def as_text(value: Any) -> str:
-    """Return the value of a tool as text for the policy."""
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, bytes):
-        return value.decode("utf-8", errors="replace")
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        return str(value)
+def accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a function has as parameters; all if it takes any."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return dict(arguments)
+    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def _without(schema: ToolSchema, bound: Sequence[str]) -> ToolSchema:

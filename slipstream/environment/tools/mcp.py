@@ -10,6 +10,7 @@ call connects again. Needs the package `mcp` (extra `mcp`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -20,11 +21,12 @@ from typing import Any, TypeVar
 
 from slipstream.environment.protocol import InfrastructureError
 from slipstream.environment.tools.protocol import (
-    TIMEOUT_S,
     Tool,
     ToolInfo,
     ToolResult,
     ToolSession,
+    clean,
+    tool_limits,
 )
 from slipstream.errors import ConfigError, shortened
 from slipstream.reading import reason
@@ -37,7 +39,7 @@ KEY = "actor_rollout_ref.rollout.multi_turn.mcp_config_path"
 START_S = 60.0
 """Time limit to start a server and to read its tools, in seconds."""
 
-_KNOWN = {"command", "args", "env", "cwd", "url", "timeout_s", "max_concurrent", "type"}
+_KNOWN = {"command", "args", "env", "cwd", "url", "timeout_s", "max_concurrent"}
 
 
 def load_mcp_tools(path: str | Path) -> list[Tool]:
@@ -48,20 +50,12 @@ def load_mcp_tools(path: str | Path) -> list[Tool]:
     tools: list[Tool] = []
     for name, entry in _entries(path).items():
         server = McpServer(name, _target(name, entry))
-        limit = entry.get("max_concurrent")
+        limits = tool_limits(entry, f"{KEY}={path}: server {name!r}")
         try:
             listed = server.tools()
         except InfrastructureError as error:
             raise ConfigError(f"{KEY}={path}: {error}; check its command or URL") from error
-        tools += [
-            McpTool(
-                server=server,
-                schema=schema,
-                timeout_s=float(entry.get("timeout_s", TIMEOUT_S)),
-                max_concurrent=None if limit is None else int(limit),
-            )
-            for schema in listed
-        ]
+        tools += [McpTool(server=server, schema=schema, **limits) for schema in listed]
     return tools
 
 
@@ -98,7 +92,10 @@ def _target(name: str, entry: Mapping[str, Any]) -> Any:
     if "url" in entry:
         return str(entry["url"])
     chosen = {key: entry[key] for key in ("command", "args", "env", "cwd") if key in entry}
-    return StdioServerParameters(**chosen)
+    try:
+        return StdioServerParameters(**chosen)
+    except ValueError as error:
+        raise ConfigError(f"{KEY}: server {name!r}: {reason(error)}") from error
 
 
 class McpServer:
@@ -114,37 +111,54 @@ class McpServer:
     def tools(self) -> list[dict[str, Any]]:
         """Return the schemas of the server's tools. Raises InfrastructureError if it cannot be
         reached within `START_S`."""
-        connection = self._connected()
-        future = connection.submit(_all_tools)
+        connection = self._current()
         try:
-            return future.result(START_S)
+            connection.ready.result(START_S)
+            return connection.submit(_all_tools).result(START_S)
         except TimeoutError as error:
-            raise self._failed(connection, f"no list of tools within {START_S:g} s") from error
+            raise self._failed(connection, f"no answer within {START_S:g} s") from error
         except Exception as error:
-            raise self._failed(connection, reason(error)) from error
+            raise self._failed(connection, _innermost(error)) from error
+
+    async def connect(self) -> None:
+        """Wait until the connection is open. Raises InfrastructureError if it cannot be opened
+        within `START_S`."""
+        connection = self._current()
+        await arrival(connection.ready, START_S)
+        if not connection.ready.done():
+            raise self._failed(connection, f"no connection within {START_S:g} s")
+        if (error := connection.ready.exception()) is not None:
+            raise self._failed(connection, _innermost(error))
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
         """Call a tool and return the text of its answer.
 
         Raises RuntimeError for an error that the tool reports, and InfrastructureError if the
-        server does not answer.
+        connection is lost.
         """
-        # Connecting may start a program, so it must not block the event loop.
-        started: Future[_Connection] = Future()
-        threading.Thread(target=self._connect_into, args=(started,), daemon=True).start()
-        await arrival(started)
-        connection = started.result()
-        future = connection.submit(lambda client: client.call_tool(tool, dict(arguments)))
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
+
+        connection = self._current()
+        try:
+            future = connection.submit(lambda client: client.call_tool(tool, dict(arguments)))
+        except RuntimeError as error:  # its event loop has ended
+            raise self._failed(connection, "the connection is closed") from error
         try:
             await arrival(future)
+        finally:
+            future.cancel()  # has no effect on a call that has ended
+        try:
             result = future.result()
-        except asyncio.CancelledError:
-            future.cancel()
-            raise
+        except MCPError as error:
+            lost = error.error.code == CONNECTION_CLOSED or str(error) in _LOST
+            if lost or not connection.is_open:
+                raise self._failed(connection, str(error)) from error
+            raise RuntimeError(shortened(str(error))) from error
         except Exception as error:
-            if connection.is_open and type(error).__name__ == "MCPError" and not _is_closed(error):
-                raise RuntimeError(shortened(str(error))) from error
-            raise self._failed(connection, reason(error)) from error
+            if not connection.is_open:
+                raise self._failed(connection, reason(error)) from error
+            raise RuntimeError(shortened(reason(error))) from error
         text = "\n".join(_text(part) for part in result.content)
         if result.is_error:
             raise RuntimeError(shortened(text))
@@ -157,13 +171,8 @@ class McpServer:
                 self._connection.close()
             self._connection = None
 
-    def _connect_into(self, answer: Future[_Connection]) -> None:
-        try:
-            answer.set_result(self._connected())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    def _connected(self) -> _Connection:
+    def _current(self) -> _Connection:
+        """The connection; a new one, which is not open yet, if the last one was lost."""
         with self._lock:
             if self._connection is None or not self._connection.is_open:
                 self._connection = _Connection(self.name, self._target)
@@ -174,61 +183,83 @@ class McpServer:
         return InfrastructureError(f"MCP server {self.name!r}: {shortened(why)}")
 
 
+_LOST = frozenset(
+    {
+        "Session terminated",
+        "Server returned an error response",
+        "SSE stream ended without a response",
+    }
+)
+"""Messages of the client, not of tools, about HTTP servers that went away."""
+
+
 class _Connection:
-    """An open `mcp.Client`, on an event loop of its own thread."""
+    """A `mcp.Client`, on an event loop of its own thread. `ready` has it when it is open."""
 
     def __init__(self, name: str, target: Any) -> None:
-        """Raises InfrastructureError if the server cannot be reached within `START_S`."""
         self._target = target
-        self._ready: Future[Any] = Future()
+        self.ready: Future[Any] = Future()
         self._loop = asyncio.new_event_loop()
-        self._stop: asyncio.Event | None = None
+        self._task: asyncio.Task[None] | None = None
         self.is_open = True
         thread = threading.Thread(target=self._run, name=f"slipstream-mcp-{name}", daemon=True)
         thread.start()
-        try:
-            self._client = self._ready.result(START_S)
-        except Exception as error:
-            self.close()
-            text = f"no connection within {START_S:g} s" if not str(error) else reason(error)
-            raise InfrastructureError(f"MCP server {name!r}: {shortened(text)}") from error
 
     def submit(self, call: Callable[[Any], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Run a coroutine of the client."""
-        return asyncio.run_coroutine_threadsafe(call(self._client), self._loop)
+        """Run a coroutine of the open client. Raises RuntimeError after the connection ended."""
+        if not self.is_open:
+            raise RuntimeError("the connection is closed")
+        return asyncio.run_coroutine_threadsafe(call(self.ready.result()), self._loop)
 
     def close(self) -> None:
-        """End the connection soon."""
+        """End the connection soon, also while it is being opened."""
         self.is_open = False
-        if self._stop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._stop.set)
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
 
     def _run(self) -> None:
         try:
-            self._loop.run_until_complete(self._serve())
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                # The runner cancels the calls that are left, so that nobody waits for them.
+                runner.run(self._serve())
         except BaseException as error:
-            if not self._ready.done():
-                self._ready.set_exception(error)
+            if not self.ready.done():
+                self.ready.set_exception(_as_exception(error))
         finally:
             self.is_open = False
-            self._loop.close()
 
     async def _serve(self) -> None:
         from mcp import Client
 
-        self._stop = asyncio.Event()
+        self._task = asyncio.current_task()
         async with Client(self._target) as client:
-            self._ready.set_result(client)
-            await self._stop.wait()
+            self.ready.set_result(client)
+            await asyncio.Event().wait()
+
+
+def _as_exception(error: BaseException) -> Exception:
+    return error if isinstance(error, Exception) else RuntimeError("the connection was closed")
+
+
+def _innermost(error: BaseException) -> str:
+    """The reason of an error; of the first one in a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return reason(error) if isinstance(error, Exception) else str(error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class McpTool(ToolInfo):
-    """A tool of a server. Its sessions have no state: the server keeps its own."""
+    """A tool of a server. All episodes share the server, and its state."""
 
     server: McpServer
 
     async def open(self, kwargs: Mapping[str, Any]) -> ToolSession:
+        await self.server.connect()
         return _McpSession(self.server, self.schema["function"]["name"], kwargs)
 
 
@@ -239,7 +270,8 @@ class _McpSession:
         self._bound = bound
 
     async def execute(self, arguments: Mapping[str, Any]) -> ToolResult:
-        return ToolResult(text=await self._server.call(self._tool, {**arguments, **self._bound}))
+        given = clean({**arguments, **self._bound})
+        return ToolResult(text=await self._server.call(self._tool, given))
 
     async def score(self) -> float:
         return 0.0
@@ -274,10 +306,6 @@ def _text(part: Any) -> str:
     """The text of a part of an answer."""
     text = getattr(part, "text", None)
     return text if isinstance(text, str) else f"({part.type}, which the policy cannot read)"
-
-
-def _is_closed(error: Exception) -> bool:
-    return "closed" in str(error).lower()
 
 
 def close_servers(tools: Sequence[Tool]) -> None:

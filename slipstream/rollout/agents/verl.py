@@ -14,13 +14,16 @@ recorded turns without generating them again. Knows engines by `Generate` only.
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+from slipstream.data.chat_template import apply_chat_template
 from slipstream.errors import (
     ConfigError,
     DataError,
@@ -108,6 +111,23 @@ class AgentLoopBase(ABC):
         self.processor = processor
         self.dataset_cls = dataset_cls
         self.data_config = getattr(data_config, "config", data_config)
+        actor = getattr(self.config, "actor_rollout_ref", None)
+        self.rollout_config = getattr(actor, "rollout", None)
+        self.loop = asyncio.get_running_loop()
+
+    async def apply_chat_template(
+        self, messages: list[dict[str, Any]], tools: Any = None, **_: Any
+    ) -> list[int]:
+        """Return the ids of a conversation, with the generation prompt."""
+        ids = apply_chat_template(
+            self.tokenizer,
+            messages,
+            tools=tools,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+        )
+        return [int(i) for i in ids]
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
@@ -147,16 +167,18 @@ class AgentLoops:
         sampling_params: Mapping[str, Any],
         max_tokens: int,
         tokenizer: Any,
+        max_prompt_tokens: int | None = None,
         config: Any = None,
         loops: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        """`others` are runners by name. `default` is the name for rows without `agent_name`.
+        """`others` run the rows of other names. `default` is the name of rows without `agent_name`.
         `loops` are classes by name, in addition to the registered ones. `max_tokens` limits the
         tokens after the prompt."""
         self._others = others
         self._default = default
         self._params = dict(sampling_params)
         self._max_tokens = max_tokens
+        self._max_prompt_tokens = max_prompt_tokens
         self._tokenizer = tokenizer
         self._config = config
         self._loops = {**_LOOPS, **(loops or {})}
@@ -165,6 +187,11 @@ class AgentLoops:
     def check(self, name: str) -> None:
         """Raise ConfigError, with similar names, if there is no loop `name`."""
         known = [*self._loops, *self._others]
+        if name == TOOL_AGENT and name not in known:
+            raise ConfigError(
+                f"the agent loop {name!r} needs tools; set "
+                "actor_rollout_ref.rollout.multi_turn.tool_config_path or function_tool_path"
+            )
         if name not in known:
             raise ConfigError(
                 f"there is no agent loop {name!r}{did_you_mean(name, known)} (known: "
@@ -179,7 +206,7 @@ class AgentLoops:
         if name not in self._loops and name in self._others:
             return await self._others[name].run(sample, row, generate, seed=seed)
         self.check(name)
-        server = _Server(sample, generate, self._params, self._max_tokens)
+        server = _Server(sample, generate, self._params, self._max_tokens, self._max_prompt_tokens)
         try:
             loop = self._loops[name](
                 trainer_config=SimpleNamespace(config=self._config),
@@ -190,16 +217,20 @@ class AgentLoops:
                 data_config=SimpleNamespace(config=getattr(self._config, "data", None)),
             )
             output = await loop.run(dict(self._params), **_columns(row))
-            server.finish(output)
+            if server.ended is None:
+                server.finish(output)
         except EpisodeStopped:
             return False
         except SlipstreamError:
             raise
-        except Exception as error:
+        except (Exception, BaseExceptionGroup) as error:
+            # A task group of the loop wraps what `generate` raised.
+            if server.ended is None:
+                server.ended = _LoopError(reason(error))
+        if server.ended is not None and not isinstance(server.ended, EpisodeStopped):
             sample.status = Status.FAILED
-            sample.failure = f"agent loop {name}: {shortened(reason(error))}"
-            return False
-        return sample.status is not Status.FAILED
+            sample.failure = f"agent loop {name}: {shortened(str(server.ended))}"
+        return server.ended is None
 
     async def discard(self, sample: Sample) -> None:
         """Release what a stopped sample holds."""
@@ -239,13 +270,19 @@ class _Server:
         generate: Generate,
         params: Mapping[str, Any],
         max_tokens: int,
+        max_prompt_tokens: int | None,
     ) -> None:
         self._sample = sample
         self._generate = generate
         self._params = params
         self._max_tokens = max_tokens
+        self._max_prompt_tokens = max_prompt_tokens
+        self._prompt = sample.segments[0]
         self._recorded = sample.segments[1:]
         self._record = EpisodeRecord()
+        self._begun = False
+        self.ended: BaseException | None = None
+        """Why the episode cannot continue. The loop may have caught the exception."""
         sample.segments[1:] = []
         sample.episode = self._record
 
@@ -258,53 +295,75 @@ class _Server:
         **_: Any,
     ) -> TokenOutput:
         """Generate the next turn after `prompt_ids`, which begin with all tokens so far."""
+        if self.ended is not None:
+            raise self.ended
+        try:
+            return await self._turn(list(prompt_ids), sampling_params or {})
+        except (EpisodeStopped, _LoopError) as error:
+            self.ended = error
+            raise
+
+    async def _turn(self, ids: list[int], params: Mapping[str, Any]) -> TokenOutput:
         sample = self._sample
-        self._place(list(prompt_ids))
-        limit = self._limit(sampling_params or {})
-        if limit < 1:
+        fits = self._place(ids)
+        limit = self._limit(params)
+        if not fits or limit < 1:
             sample.status = Status.TRUNCATED
             return TokenOutput([], [])
+        turn = Segment.given("assistant", [])
         if self._recorded:
             turn = self._recorded.pop(0)
-            sample.append(turn)
-            if self._recorded:  # The last recorded turn may be incomplete.
-                sample.status = Status.COMPLETED
-                return self._turn(turn)
-        extend_sample(sample, await self._generate(sample, limit))
+            if turn.role != "assistant":
+                raise _LoopError("replay: the agent loop continued otherwise than before")
+        sample.append(turn)
+        if self._recorded:
+            sample.status = Status.COMPLETED
+        else:  # a new turn, or the last recorded one, which is incomplete
+            extend_sample(sample, await self._generate(sample, limit - len(turn.ids)))
         if sample.status is Status.PENDING:
             raise EpisodeStopped
         if sample.status is Status.FAILED:
-            raise _EngineFailedError(sample.failure or "the engine failed")
-        return self._turn(sample.segments[-1])
-
-    def _turn(self, turn: Segment) -> TokenOutput:
+            raise _LoopError(sample.failure or "the engine failed")
         self._record.turns += 1
         return TokenOutput(list(turn.ids), list(turn.log_probs))
 
-    def _place(self, ids: list[int]) -> None:
-        """Append the tokens that the loop added; the first call sets the prompt."""
+    def _place(self, ids: list[int]) -> bool:
+        """Append the tokens that the loop added; the first call sets the prompt. Returns whether
+        they fit."""
         sample = self._sample
-        if len(sample.segments) == 1:
-            if not ids:
-                raise DataError("an agent loop asked for a turn after an empty prompt")
+        if not self._begun:
+            self._begun = True
+            most = self._max_prompt_tokens
+            if not ids or (most is not None and len(ids) > most):
+                raise _LoopError(
+                    f"the prompt has {len(ids)} tokens; it must have from 1 to "
+                    f"data.max_prompt_length={most}"
+                )
+            if self._recorded and ids != self._prompt.ids:
+                raise _LoopError("replay: the agent loop began with another prompt than before")
             sample.segments[0] = Segment.given("prompt", ids)
-            return
+            return True
         known = sample.tokens
         if ids[: len(known)] != known:
-            raise _NotAppendedError(
+            raise _LoopError(
                 f"the prompt of turn {self._record.turns + 1} does not begin with the "
                 f"{len(known)} tokens so far; an agent loop must append to them, and never decode "
                 "and tokenize them again"
             )
-        self._observe(ids[len(known) :])
+        return self._observe(ids[len(known) :])
 
-    def _observe(self, added: list[int]) -> None:
+    def _observe(self, added: list[int]) -> bool:
+        """Append tokens without loss if at least one more token of the policy fits. Returns
+        whether they fit."""
         if not added:
-            return
+            return True
+        if self._sample.response_length + len(added) >= self._max_tokens:
+            return False
         segment = Segment.given("tool", added)
         if self._recorded and self._recorded.pop(0) != segment:
-            raise _NotAppendedError("replay: the agent loop continued otherwise than before")
+            raise _LoopError("replay: the agent loop continued otherwise than before")
         self._sample.append(segment)
+        return True
 
     def _limit(self, given: Mapping[str, Any]) -> int:
         """Tokens that the next turn may have."""
@@ -330,29 +389,33 @@ class _Server:
         if len(outputs) != 1 or not hasattr(outputs[0], "response_ids"):
             raise DataError("an agent loop must return one AgentLoopOutput")
         (output,) = outputs
+        if self._recorded:
+            raise _LoopError("replay: the agent loop ended earlier than before")
         written = sample.response_ids
-        ids = list(output.response_ids)
+        ids, mask = list(output.response_ids), list(output.response_mask)
         common = min(len(ids), len(written))
         if ids[:common] != written[:common]:
-            raise _NotAppendedError(
+            raise _LoopError(
                 "response_ids of the agent loop are not the tokens that were sampled and appended"
             )
-        self._observe(ids[common:] if len(written) == common else [])
-        mask = list(output.response_mask)
         if len(mask) != len(ids):
             raise DataError(
                 f"an agent loop returned {len(ids)} response_ids and {len(mask)} entries of "
                 "response_mask; they must have the same length"
             )
-        _apply_mask(sample, mask)
+        # Tokens after the last turn teach nothing, so they are left out.
+        _apply_mask(sample, mask[:common])
         if sample.status is Status.PENDING:
             sample.status = Status.COMPLETED
-        if output.reward_score is not None:
-            self._record.score = float(output.reward_score)
+        score = output.reward_score
+        if score is not None:
+            if not math.isfinite(score):
+                raise _LoopError(f"reward_score is {score}")
+            self._record.score = float(score)
 
 
 def _apply_mask(sample: Sample, mask: list[int]) -> None:
-    """Exclude sampled tokens that the loop excludes, and those behind its response."""
+    """Exclude sampled tokens that the loop excludes, and all tokens after its response."""
     start = 0
     for segment in sample.segments[1:]:
         own = mask[start : start + len(segment.ids)]
@@ -363,9 +426,5 @@ def _apply_mask(sample: Sample, mask: list[int]) -> None:
         start += len(segment.ids)
 
 
-class _EngineFailedError(Exception):
-    """The engine failed; its text is the reason."""
-
-
-class _NotAppendedError(Exception):
-    """The loop did not append to the tokens so far."""
+class _LoopError(Exception):
+    """The episode cannot continue; its text is the reason."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import anyio
 import pytest
 
 from slipstream.environment.adapters.trl import TrlFactory, is_trl_environment
-from slipstream.environment.protocol import AssistantMessage, InfrastructureError, ToolCall, Turn
+from slipstream.environment.protocol import AssistantMessage, ToolCall, Turn
 from slipstream.environment.tools.environment import ToolLimits
 from slipstream.errors import ConfigError
 from slipstream.types import Prompt
@@ -88,9 +89,65 @@ def test_objects_are_used_again() -> None:
     for _ in range(3):
         assert play(factory, 3)[1] == {"Game": 0.0}
     assert Game.made == 1
-    one, other = factory(), factory()
-    assert Game.made == 2
-    assert one._held is not other._held
+
+
+def test_two_episodes_at_once_have_objects_of_their_own() -> None:
+    async def work() -> bool:
+        factory = TrlFactory(Game, ToolLimits())
+        one, other = factory(), factory()
+        await one.reset(ROW, 0)
+        await other.reset(ROW, 0)
+        return one._held is not other._held
+
+    assert anyio.run(work)
+
+
+@pytest.mark.parametrize("wrong", ["reset", "late"])
+def test_an_object_is_not_used_again_after_something_went_wrong(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.environment.adapters.trl.TIMEOUT_S", 0.1)
+
+    class Odd(Game):
+        def reset(self, secret: int = 0, **row: Any) -> str | None:
+            if wrong == "reset":
+                raise OSError("dead")
+            return super().reset(secret, **row)
+
+        def guess(self, number: int) -> str:
+            """Guess the number.
+
+            Args:
+                number: The guess.
+            """
+            time.sleep(0.3)
+            return ""
+
+    factory = TrlFactory(Odd, ToolLimits())
+
+    async def work() -> None:
+        environment = factory()
+        if wrong == "reset":
+            with pytest.raises(OSError, match="dead"):
+                await environment.reset(ROW, 0)
+        else:
+            await environment.reset(ROW, 0)
+            await environment.step(turn(3))
+        await environment.close()
+
+    anyio.run(work)
+    assert factory._free == []
+
+
+def test_reset_may_name_only_the_columns_that_it_needs() -> None:
+    class Few(Game):
+        def reset(self, ground_truth: str) -> str | None:  # type: ignore[override]
+            return f" {ground_truth}"
+
+    async def work() -> str:
+        return (await TrlFactory(Few, ToolLimits())().reset(ROW, 0)).prompt_text
+
+    assert anyio.run(work) == " 4"
 
 
 def test_reset_gets_the_columns_of_the_row() -> None:
@@ -120,7 +177,7 @@ def test_another_value_of_reset_is_a_failure() -> None:
         def reset(self, secret: int = 0, **row: Any) -> Any:
             return 3
 
-    with pytest.raises(InfrastructureError, match="int"):
+    with pytest.raises(TypeError, match="int"):
         anyio.run(TrlFactory(Other, ToolLimits())().reset, ROW, 0)
 
 

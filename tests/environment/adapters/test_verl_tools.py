@@ -12,9 +12,8 @@ import pytest
 from slipstream.environment.adapters.verl_tools import (
     VerlTool,
     load_verl_tools,
-    result_of,
 )
-from slipstream.environment.tools.protocol import tool_name
+from slipstream.environment.tools.protocol import result_of, tool_name
 from slipstream.errors import ConfigError
 
 CODE = """
@@ -147,9 +146,9 @@ def test_a_tool_may_have_its_schema_in_code() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "has not a list 'tools'"),
-        ("tools: 3", "has not a list 'tools'"),
-        ("tools: [3]", "has not a list 'tools'"),
+        ("", "must have a list 'tools'"),
+        ("tools: 3", "must have a list 'tools'"),
+        ("tools: [3]", "must have a list 'tools'"),
         ("tools: [", "cannot be read"),
         ("tools: [{config: {}}]", "class_name"),
         ("tools: [{class_name: no_such_module.Tool}]", "no_such_module"),

@@ -13,13 +13,12 @@ import pytest
 
 from slipstream.environment.tools.function import (
     FunctionTool,
-    as_text,
     call_either,
     function_tool,
     load_function_tools,
 )
-from slipstream.environment.tools.protocol import tool_name
-from slipstream.errors import ConfigError
+from slipstream.environment.tools.protocol import ToolResult, as_text, tool_name
+from slipstream.errors import ConfigError, DataError
 
 
 def add(a: int, b: int = 2) -> int:
@@ -174,3 +173,43 @@ def test_the_decorator_keeps_the_function() -> None:
     assert function_tool(add) is add
     assert function_tool(parallel=False)(add) is add
     del add.__slipstream_tool__
+
+
+def test_a_function_may_return_a_reward_and_metrics() -> None:
+    def scored(text: str) -> tuple[str, float, dict[str, int]]:
+        """Score.
+
+        Args:
+            text: A text.
+        """
+        return text, 0.5, {"n": 2}
+
+    async def work() -> ToolResult:
+        session = await FunctionTool.of(scored).open({})
+        return await session.execute({"text": "a"})
+
+    assert anyio.run(work) == ToolResult(text="a", reward=0.5, metrics={"n": 2.0})
+
+
+def test_a_row_without_a_bound_value_is_refused() -> None:
+    tool = FunctionTool.of(add, bound=("a",))
+    with pytest.raises(DataError, match="'a'"):
+        anyio.run(tool.open, {})
+    # What is not bound does not reach the function.
+    assert execute(tool, {}, a=1, other=3) == "3"
+
+
+@pytest.mark.parametrize("options", [{"max_concurrent": 0}, {"timeout_s": 0}, {"timeout_s": "x"}])
+def test_impossible_limits_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        FunctionTool.of(add, **options)
+
+
+def test_the_decorator_takes_a_name_as_in_verl(tmp_path: Path) -> None:
+    path = tmp_path / "tools.py"
+    text = _FILE.format(decorator='@function_tool("yell")')
+    path.write_text(text.replace("slipstream.environment.tools", "slipstream.compat.verl.tools"))
+    source = path.read_text().replace("tools.function ", "tools.function_tool ")
+    path.write_text(source)
+    (tool,) = load_function_tools(path)
+    assert tool_name(tool.schema) == "yell"

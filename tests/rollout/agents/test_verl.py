@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -49,8 +51,9 @@ class Policy:
     async def __call__(self, sample: Sample, max_tokens: int | None = None, /) -> Generation:
         self.limits.append(max_tokens)
         last = sample.segments[-1]
-        done = len(last.ids) if last.role == "assistant" else 0
-        turn = sum(segment.role == "assistant" for segment in sample.segments) - bool(done)
+        done = len(last.ids)
+        # The segment of the turn that begins or continues is already there.
+        turn = sum(segment.role == "assistant" for segment in sample.segments) - 1
         ids = [10 * (turn + 1), 10 * (turn + 1) + 1][done:]
         reason = StopReason.ERROR if self.fail else StopReason.EOS
         if turn == self.stop_in:
@@ -140,10 +143,16 @@ def test_the_loop_gets_the_columns_of_the_row() -> None:
 
 
 def test_other_rows_are_for_other_runners() -> None:
+    class Single(SingleTurn):
+        async def run(self, sample: Sample, row: Prompt, generate: Any, *, seed: int) -> bool:
+            sample.response = "single"
+            return True
+
     sample = new_sample()
-    row = Prompt(uid="q", ids=[1])
-    assert run(loops(), sample, Policy(), row)
-    assert sample.response_ids == [10, 11]
+    agents = loops()
+    agents._others = {"single_turn_agent": Single()}
+    assert run(agents, sample, Policy(), Prompt(uid="q", ids=[1]))
+    assert sample.response == "single"
     assert sample.episode is None
 
 
@@ -178,6 +187,84 @@ def test_a_loop_may_ask_for_fewer_tokens() -> None:
     policy = Policy()
     assert run(loops(Short), new_sample(), policy)
     assert policy.limits == [5]
+
+
+def test_turns_without_tokens_between_them_stay_apart() -> None:
+    class Chunks(AgentLoopBase):
+        async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+            ids: list[int] = []
+            for turn in range(2):
+                out = await self.server_manager.generate("r", prompt_ids=[1, *ids])
+                assert out.token_ids == [10 * (turn + 1), 10 * (turn + 1) + 1]
+                ids += out.token_ids
+            return AgentLoopOutput(prompt_ids=[1], response_ids=ids, response_mask=[1] * len(ids))
+
+    sample = new_sample()
+    assert run(loops(Chunks), sample, Policy())
+    assert sample.response_ids == [10, 11, 20, 21]
+
+
+def test_what_does_not_fit_is_not_appended() -> None:
+    class Long(AgentLoopBase):
+        async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+            out = await self.server_manager.generate("r", prompt_ids=[1])
+            ids = [*out.token_ids, *[5] * 1000]
+            more = await self.server_manager.generate("r", prompt_ids=[1, *ids])
+            assert more.token_ids == []
+            mask = [1] * len(out.token_ids) + [0] * 1000
+            return AgentLoopOutput(prompt_ids=[1], response_ids=ids, response_mask=mask)
+
+    sample = new_sample()
+    assert run(loops(Long), sample, Policy())
+    assert sample.status is Status.TRUNCATED
+    assert sample.response_ids == [10, 11]
+
+
+@pytest.mark.parametrize("way", ["bare", "group"])
+def test_a_stop_that_the_loop_catches_still_stops(way: str) -> None:
+    class Catches(AgentLoopBase):
+        async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+            if way == "group":
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self.server_manager.generate("r", prompt_ids=[1]))
+            with contextlib.suppress(BaseException):
+                await self.server_manager.generate("r", prompt_ids=[1])
+            return AgentLoopOutput(prompt_ids=[1], response_ids=[10], response_mask=[1])
+
+    sample = new_sample()
+    assert not run(loops(Catches), sample, Policy(stop_in=0))
+    assert sample.status is Status.PENDING
+    failed = new_sample()
+    assert not run(loops(Catches), failed, Policy(fail=True))
+    assert failed.status is Status.FAILED
+
+
+def test_another_prompt_in_the_replay_fails_the_sample() -> None:
+    class Dated(TwoTurns):
+        async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+            self.tokenizer.append(1)
+            await self.server_manager.generate("r", prompt_ids=[len(self.tokenizer)])
+            raise AssertionError
+
+    agents, sample = loops(Dated), new_sample()
+    agents._tokenizer = []
+    policy = Policy(stop_in=0)
+    assert not run(agents, sample, policy)
+    assert not run(agents, sample, policy)
+    assert "another prompt" in (sample.failure or "")
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf")])
+def test_a_reward_that_is_not_finite_fails_the_sample(score: float) -> None:
+    class Odd(TwoTurns):
+        async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+            output = await super().run(sampling_params, **row)
+            output.reward_score = score
+            return output
+
+    sample = new_sample()
+    assert not run(loops(Odd), sample, Policy())
+    assert "reward_score" in (sample.failure or "")
 
 
 def test_tokens_beyond_the_budget_truncate_the_sample() -> None:
