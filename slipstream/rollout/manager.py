@@ -314,7 +314,12 @@ class AsyncRolloutManager:
             return await self._generate(sample, max_tokens, engine, batch)
 
         seed = episode_seed(sample.noise_key(self.settings.seed, self.settings.namespace))
-        if await self._episodes.run(sample, prompt, generate, seed=seed):
+        ended = False
+        with anyio.CancelScope() as scope:
+            batch.episodes[id(sample)] = sample, scope
+            ended = await self._episodes.run(sample, prompt, generate, seed=seed)
+        del batch.episodes[id(sample)]
+        if ended:
             # Pending until it is scored, so that no other task takes it for finished.
             status, sample.status = sample.status, Status.PENDING
             score = await self._score(sample)
@@ -384,6 +389,11 @@ class AsyncRolloutManager:
         if ids:
             for engine in self._engines:
                 await engine.abort(ids)
+        if not self.settings.partial_rollout:
+            # Episodes that will be dropped must not wait for their tools.
+            for sample, scope in batch.episodes.values():
+                if sample.episode is not None:
+                    scope.cancel()
 
     async def _keep_unfinished(self, batch: _Batch) -> None:
         """Carry unfinished and surplus groups over to the next batch, or drop them."""
@@ -426,6 +436,8 @@ class _Batch:
     running: dict[int, Group] = field(default_factory=dict)
     done: list[Group] = field(default_factory=list)
     surplus: list[Group] = field(default_factory=list)
+    episodes: dict[int, tuple[Sample, anyio.CancelScope]] = field(default_factory=dict)
+    """The running episodes, by `id` of their sample."""
     rejected: list[Group] = field(default_factory=list)
     launch: Callable[[Group], None] = field(default=lambda group: None)
     stopping: bool = False

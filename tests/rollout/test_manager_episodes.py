@@ -210,3 +210,24 @@ def test_an_episode_may_ask_for_fewer_tokens_than_are_left() -> None:
     rollouts._episodes = Short(Table, RENDERER, EpisodeLimits(max_tokens=400))
     (group,) = batch(rollouts)
     assert [sample.response_length for sample in group.samples] == [3, 3]
+
+
+def test_a_dropped_episode_does_not_wait_for_its_tool() -> None:
+    class Slow(Table):
+        async def step(self, turn: Turn) -> Answer:
+            if turn.number > 1:
+                await anyio.sleep(60)
+            return await super().step(turn)
+
+    rollouts = manager("short", "long", over_sampling=1.0, timeout_s=5.0)
+
+    class Quick(Table):
+        async def step(self, turn: Turn) -> Answer:
+            return await super().step(turn)
+
+    made = iter([Quick, Quick, Slow, Slow])
+    limits = EpisodeLimits(max_tokens=400)
+    rollouts._episodes = Episodes(lambda: next(made)(), RENDERER, limits)
+    (group,) = batch(rollouts)
+    assert group.prompt.uid == "short"
+    assert Table.opened == Table.closed == 4
