@@ -31,7 +31,7 @@ from slipstream.kernels.memory import (
     words_at,
 )
 from slipstream.kernels.numeric import ZERO
-from slipstream.kernels.processor import BF16_BACKWARD, has_avx512_bf16, is_intel, is_set
+from slipstream.kernels.processor import NO_BF16_BACKWARD, has_avx512_bf16, is_intel, is_set
 from slipstream.kernels.product_amx import USE_AMX
 from slipstream.kernels.tile import PANEL
 from slipstream.kernels.tile_amx import (
@@ -44,7 +44,7 @@ from slipstream.kernels.tile_amx import (
 )
 from slipstream.kernels.tile_bf16 import panels_bf16
 
-USE_BF16 = USE_AMX or (is_set(BF16_BACKWARD) and has_avx512_bf16() and not is_intel())
+USE_BF16 = USE_AMX or (has_avx512_bf16() and not is_intel() and not is_set(NO_BF16_BACKWARD))
 """Whether this version is used. With Intel's AVX512_BF16 it is not faster than the fp32 version."""
 
 ROWS = MOST_ROWS

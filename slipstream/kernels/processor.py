@@ -13,10 +13,10 @@ from llvmlite import binding
 NO_AMX = "SLIPSTREAM_NO_AMX"
 """An environment variable. If it is set to anything but 0, the kernels do not use AMX."""
 
-BF16_BACKWARD = "SLIPSTREAM_BF16_BACKWARD"
-"""An environment variable. If it is set to anything but 0, attention's backward pass rounds to bf16
-on CPUs with AVX512_BF16, as it always does with AMX. It is faster. It is off by default, because
-its effect on RL is not yet known well enough (docs/log/training_step.md)."""
+NO_BF16_BACKWARD = "SLIPSTREAM_NO_BF16_BACKWARD"
+"""An environment variable. If it is set to anything but 0, attention's backward pass of a bf16
+policy computes in fp32 on CPUs with AVX512_BF16 and without AMX. Otherwise it rounds to bf16, which
+is faster (docs/log/training_step.md)."""
 
 _REQUEST_PERMISSION, _TILE_DATA = 0x1023, 18
 """Arguments of arch_prctl(2). Linux lets a process use AMX tiles only after this request."""

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from slipstream.kernels.attend_backward import attend_backward
 from slipstream.kernels.attend_backward_bf16 import USE_BF16
-from slipstream.kernels.processor import BF16_BACKWARD, has_avx512_bf16, is_intel
+from slipstream.kernels.processor import NO_BF16_BACKWARD
+from slipstream.kernels.product_amx import USE_AMX
 
 
 def sample(B: int, T: int, Q: int, H: int, K: int) -> dict[str, Tensor]:
@@ -226,8 +227,8 @@ def test_nan_in_a_gradient_propagates(K: int, bf16: bool) -> None:
     assert dv[0, :11, 0, 3].isnan().all()
 
 
-@pytest.mark.skipif(USE_BF16 or not has_avx512_bf16() or is_intel(), reason="no other kernel")
-def test_gradients_by_avx512_bf16() -> None:
-    """The tests above, in a process that may use the kernel."""
+@pytest.mark.skipif(not USE_BF16 or USE_AMX, reason="the variable has no effect")
+def test_gradients_without_avx512_bf16() -> None:
+    """The tests above, in a process that must not use the kernel for bf16."""
     line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    subprocess.run(line, check=True, env={**os.environ, BF16_BACKWARD: "1"})
+    subprocess.run(line, check=True, env={**os.environ, NO_BF16_BACKWARD: "1"})
