@@ -38,6 +38,7 @@ from slipstream.rollout.agents.verl import (
 from slipstream.rollout.episode import EpisodeLimits, EpisodeRunner, Episodes, SingleTurn
 from slipstream.rollout.formats.registry import format_of_template, get_call_format
 from slipstream.rollout.render import Renderer
+from slipstream.rollout.render_check import CONVERSATIONS, changed_conversations
 from slipstream.user_code import created, load_named
 
 if TYPE_CHECKING:
@@ -297,6 +298,23 @@ def _episode_limits(
         max_prompt_tokens=config.data.max_prompt_length,
         prompt_tools=prompt_tools,
         scores_itself=scores_itself,
+    )
+
+
+def changed_turns(config: Config, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """A note for the user if the chat template changes earlier turns; None if it only appends, or
+    if the policy has no tools."""
+    if not has_tools(config):
+        return None
+    schemas = tool_schemas(config)
+    names = changed_conversations(
+        make_renderer(config, tokenizer), schemas or [], results=schemas is not None
+    )
+    if not names:
+        return None
+    return (
+        f"the chat template changes earlier turns of {len(names)} of {len(CONVERSATIONS)} trial "
+        f"conversations ({', '.join(names)}); episodes keep all turns as they were sampled"
     )
 
 

@@ -138,6 +138,25 @@ class Renderer:
             answer = {"role": "tool", "tool_call_id": call.id, "name": "tool", "content": "x"}
         self.extend(turn, [answer], tools)
 
+    def appends(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> bool:
+        """Return whether a conversation that ends with a message for the policy has the same text
+        turn by turn as in the template's whole rendering."""
+        turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        ids = self._encode(self._render(messages[: turns[0]], tools), {})
+        for turn, following in zip(turns, [*turns[1:], len(messages)], strict=True):
+            opened = self._render(messages[:turn], tools)
+            closed = self._render(messages[: turn + 1], tools, more=False)
+            ends = [closed.rfind(end) + len(end) for end in self._end_texts if end in closed]
+            if not closed.startswith(opened) or not ends or max(ends) <= len(opened):
+                return False
+            written = self._encode(closed[len(opened) : max(ends)], {})
+            parsed = self.parse(written, tools)
+            _, added = self.extend(parsed, messages[turn + 1 : following], tools)
+            ids += [*written, *added]
+        # Texts, because tokens of the whole text may cross the end of the generation prompt.
+        whole = self._encode(self._render(messages, tools), {})
+        return str(self._tokenizer.decode(ids)) == str(self._tokenizer.decode(whole))
+
     def _render(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, more: bool = True
     ) -> str:

@@ -23,6 +23,7 @@ from slipstream.build.data import (
     use_template_date,
     validation_prompts,
 )
+from slipstream.build.episodes import changed_turns
 from slipstream.build.policy import initial_policy
 from slipstream.build.rollouts import eval_settings
 from slipstream.checkpoint.interrupt import GracefulInterrupt
@@ -252,6 +253,8 @@ def open_run(
         )
     use_template_date(config, tokenizer)
     task = make_task(config, tokenizer)
+    if (note := changed_turns(config, tokenizer)) is not None:
+        progress.note(note)
     held_out = validation_prompts(config, tokenizer, task, parts=parts)
     if held_out:
         check_sources(held_out, eval_settings(config, tokenizer))

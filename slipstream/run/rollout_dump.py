@@ -162,7 +162,8 @@ def record(
 ) -> dict[str, Any]:
     """A sample as JSON values: `input`, `output`, `gts`, `score`, `step` as in verl.
 
-    `text` is the response that reward functions get, `messages` the prompt if it has messages.
+    `text` is the response that reward functions get, `messages` the prompt if it has messages,
+    `episode` the counts and rewards of its turns if it has an environment.
     Log-probs that are not finite become null.
     """
     return {
@@ -188,7 +189,30 @@ def record(
             for x in sample.rollout_log_probs[len(sample.prompt_ids) :]
         ],
         "versions": sorted(set(sample.versions) - {-1}),
+        **_episode(sample),
         **_logged(sample),
+    }
+
+
+def _episode(sample: Sample) -> dict[str, Any]:
+    """The counts of an episode with an environment, without times; and its rewards, each with the
+    index of its last token in `response_ids`."""
+    record = sample.episode
+    if record is None:
+        return {}
+    start = len(sample.prompt_ids)
+    return {
+        "episode": {
+            "turns": record.turns,
+            "calls": record.calls,
+            "problems": dict(sorted(record.problems.items())),
+            "truncated_by": record.truncated_by,
+            "rewards": [
+                {"name": one.name, "value": one.value, "place": one.place - start}
+                for one in record.rewards
+            ],
+            "metrics": record.metrics,
+        }
     }
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.build.episodes import (
+    changed_turns,
     has_episodes,
     make_episodes,
     make_renderer,
@@ -22,6 +23,7 @@ from slipstream.errors import ConfigError
 from slipstream.rollout.agents.verl import AgentLoops
 from slipstream.rollout.episode import Episodes
 from tests.data.helpers import char_tokenizer
+from tests.rollout.tool_templates import tool_tokenizer
 
 KEY = "actor_rollout_ref.rollout.multi_turn"
 TOOL = '''
@@ -171,3 +173,14 @@ def test_an_environment_that_cannot_be_used_is_refused(
 def test_an_environment_replaces_tools() -> None:
     with pytest.raises(ConfigError, match="replaces"):
         config_of(f"{KEY}.environment.path=a.py", f"{KEY}.function_tool_path=b.py")
+
+
+def test_a_template_that_changes_earlier_turns_is_announced(tmp_path: Path) -> None:
+    path = tmp_path / "tools.py"
+    path.write_text(TOOL)
+    config = config_of(f"{KEY}.function_tool_path={path}")
+    assert changed_turns(config, build_tokenizer()) is None
+    assert changed_turns(config_of(), tool_tokenizer("mistral")) is None
+    note = changed_turns(config, tool_tokenizer("mistral"))
+    assert note is not None
+    assert "a second question" in note

@@ -14,8 +14,10 @@ from slipstream.rewards.protocol import REWARD_EXTRAS, Score, apply_score
 from slipstream.rollout.episode import extend_sample
 from slipstream.run.rollout_dump import dump_groups, dump_tokens, pieces, record, token_record
 from slipstream.types import (
+    EpisodeRecord,
     Generation,
     Group,
+    PlacedReward,
     Prompt,
     Sample,
     Segment,
@@ -60,6 +62,27 @@ def test_record_has_what_the_reward_function_logged() -> None:
     assert REWARD_EXTRAS not in record(sample, tokenizer, 1, tokenizer.decode)
     apply_score(sample, Score(1.0, extras={"parsed": "5"}))
     assert record(sample, tokenizer, 1, tokenizer.decode)[REWARD_EXTRAS] == {"parsed": "5"}
+
+
+def test_record_has_turns_calls_and_rewards_of_an_episode() -> None:
+    sample, tokenizer = Sample(segments=[Segment.given("prompt", [1, 2])]), build_tokenizer()
+    sample.append(Segment.given("assistant", [3, 4]))
+    assert "episode" not in record(sample, tokenizer, 1, tokenizer.decode)
+    sample.episode = EpisodeRecord(
+        turns=2,
+        calls=1,
+        problems={"raised": 1},
+        rewards=[PlacedReward(3, "tool", -0.5)],
+        tool_seconds=4.0,
+    )
+    assert record(sample, tokenizer, 1, tokenizer.decode)["episode"] == {
+        "turns": 2,
+        "calls": 1,
+        "problems": {"raised": 1},
+        "truncated_by": None,
+        "rewards": [{"name": "tool", "value": -0.5, "place": 1}],
+        "metrics": {},
+    }
 
 
 def test_pieces_are_the_texts_of_the_tokens() -> None:
