@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from slipstream.rewards.scorers.truth import text_of
+
 _ANSWER = re.compile(r"(?<![\w<])answer(?![\w>])\s*:?\s*([a-z]+)")
 
 
@@ -24,7 +26,11 @@ def compute_score(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return 1.0 as `score` and `acc` if the answer is the name `ground_truth`, else 0.0."""
+    """Return 1.0 as `score` and `acc` if the answer is the name `ground_truth`, else 0.0.
+
+    Raises ValueError if there is no ground truth.
+    """
+    truth = text_of(ground_truth, "lookup", data_source)
     answer = answer_of(solution_str)
-    right = float(answer == str(ground_truth))
+    right = float(answer == truth)
     return {"score": right, "acc": right, "pred": answer or ""}

@@ -461,7 +461,7 @@ def test_external_lib_registers_a_task_and_a_logger(
     line = [word for word in rl_only(tmp_path / "run") if not word.startswith("data.task=")]
     assert main([*line, *named]) == 2
     refusal = capsys.readouterr().err
-    assert "data.task=small is not known (known: countdown, reasoning_gym)" in refusal
+    assert "data.task=small is not known (known: countdown, lookup, reasoning_gym)" in refusal
     assert "trainer.logger=mine is not known" in refusal
     assert main([*line, *named, f"{INIT}.external_lib=tasks_of_mine"]) == 0
     assert (tmp_path / "run" / "mine.txt").exists()
