@@ -72,7 +72,7 @@ of its `TrainBatch` and in padded tensors. Measured with GRPO and responses of e
 """
 
 _HEAP_FACTOR, _HEAP_FACTOR_FP32 = 1.35, 1.25
-_HEAP_FACTOR_SHARDED, _HEAP_FACTOR_CHECKPOINTING = 1.2, 2.45
+_HEAP_FACTOR_SHARDED, _HEAP_FACTOR_CHECKPOINTING = 1.2, 2.7
 """Resident bytes of an optimizer step on a CPU, divided by its allocated bytes.
 
 Freed memory leaves gaps in the heap of the C library. Several processes return it to the system,
