@@ -18,6 +18,7 @@ from slipstream.build.dataset import (
 )
 from slipstream.build.episodes import has_episodes
 from slipstream.build.policy import device_of
+from slipstream.build.sandbox import make_sandbox
 from slipstream.checkpoint.saved import Saved
 from slipstream.config.schema import Config
 from slipstream.data.data_buffer import DataBuffer, ListSource, MixtureSource, TaskSource
@@ -35,8 +36,6 @@ from slipstream.models.numerics import dtype_from_name
 from slipstream.reading import shown_path
 from slipstream.rewards.load import load_reward_manager
 from slipstream.rewards.protocol import RewardManager
-from slipstream.rewards.sandbox.load import load_sandbox
-from slipstream.rewards.sandbox.protocol import ProgramLimits, Sandbox
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.training.reward_model import RewardModel
 from slipstream.types import Prompt, Sample
@@ -61,9 +60,6 @@ class GivenParts:
     val_reward_fn: Callable[..., Any] | RewardManager | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
 
-
-_SANDBOX_STARTS_S = 2.0
-"""Extra seconds for starting and ending a program."""
 
 _LEARNED_AT_ONCE = 16
 """The number of responses in one call of a learned reward model."""
@@ -135,31 +131,6 @@ def make_decode(
         ends={*own, *ends},
         skip_special_tokens=config.reward_model.skip_special_tokens,
         config=config,
-    )
-
-
-def make_sandbox(config: Config) -> Sandbox:
-    """The sandbox for programs in responses."""
-    rewards = config.reward_model
-    fusion, local = rewards.sandbox_fusion, rewards.sandbox
-    total = local.total_timeout_s
-    if total is None:
-        total = max(rewards.timeout_s - local.run_timeout_s - _SANDBOX_STARTS_S, 0.0)
-    limits = ProgramLimits(
-        run_timeout_s=local.run_timeout_s,
-        compile_timeout_s=local.compile_timeout_s,
-        total_timeout_s=total,
-        memory_mb=fusion.memory_limit_mb,
-        files_mb=local.files_mb,
-        output_kb=local.output_kb,
-        processes=local.processes,
-    )
-    return load_sandbox(
-        limits,
-        url=fusion.url,
-        max_concurrent=fusion.max_concurrent,
-        python=local.python,
-        isolated=not local.run_untrusted_code_without_isolation,
     )
 
 

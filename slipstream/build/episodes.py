@@ -9,6 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.build.sandbox import make_sandbox
 from slipstream.config.schema import Config
 from slipstream.config.tree import to_dict
 from slipstream.environment.adapters.gymnasium import (
@@ -27,7 +28,8 @@ from slipstream.environment.tasks.registry import task_tools
 from slipstream.environment.tools.environment import Toolbox, ToolEnvironment, ToolLimits
 from slipstream.environment.tools.function import load_function_tools
 from slipstream.environment.tools.mcp import load_mcp_tools
-from slipstream.environment.tools.protocol import Tool
+from slipstream.environment.tools.protocol import TIMEOUT_S, Tool
+from slipstream.environment.tools.sandboxed import PythonTool
 from slipstream.errors import ConfigError
 from slipstream.rollout.agents.verl import (
     SINGLE_TURN,
@@ -50,12 +52,17 @@ _KEY = "actor_rollout_ref.rollout.multi_turn"
 def make_tools(config: Config) -> Sequence[Tool]:
     """The tools of the task and of the user."""
     settings = config.actor_rollout_ref.rollout.multi_turn
-    return _tools(
+    tools = _tools(
         config.data.task,
         settings.function_tool_path,
         settings.tool_config_path,
         settings.mcp_config_path,
     )
+    if not settings.python_tool:
+        return tools
+    # The sandbox ends a program after ten times this time at the latest.
+    limit = 10 * config.reward_model.sandbox.run_timeout_s + TIMEOUT_S
+    return [*tools, PythonTool(sandbox=make_sandbox(config), timeout_s=limit)]
 
 
 @cache
@@ -98,7 +105,8 @@ def has_tools(config: Config) -> bool:
         settings.interaction_config_path,
         settings.environment.path,
     )
-    return any(path is not None for path in paths) or bool(task_tools(config.data.task))
+    given = settings.python_tool or any(path is not None for path in paths)
+    return given or bool(task_tools(config.data.task))
 
 
 def has_episodes(config: Config) -> bool:

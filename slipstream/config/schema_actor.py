@@ -322,6 +322,9 @@ class MultiTurnSection:
     decorates, or all public functions if there are none."""
     tool_config_path: str | None = None
     """YAML file with tools that are classes derived from VERL's `BaseTool`."""
+    python_tool: bool = False
+    """Let the policy run Python programs, with the tool `python`. They run in the sandbox of
+    `reward_model.sandbox`, with its limits."""
     mcp_config_path: str | None = None
     """JSON file with MCP servers whose tools the policy can call:
     `{"mcpServers": {NAME: {"command": PROGRAM, "args": []}}}`, or `"url"` instead of

@@ -594,7 +594,7 @@ def _multi_turn(config: Config) -> Iterator[str]:
             yield f"{key}.environment.path replaces {key}.{name}; set one of them to null"
     # A user's module can register tools.
     known = config.actor_rollout_ref.model.external_lib is None
-    without = not given and settings.environment.path is None
+    without = not given and not settings.python_tool and settings.environment.path is None
     if settings.enable and known and without and config.data.task not in TASKS_WITH_TOOLS:
         yield (
             f"{key}.enable=true: there are no tools and no interactions; set one of "

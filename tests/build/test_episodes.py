@@ -184,3 +184,11 @@ def test_a_template_that_changes_earlier_turns_is_announced(tmp_path: Path) -> N
     note = changed_turns(config, tool_tokenizer("mistral"))
     assert note is not None
     assert "a second question" in note
+
+
+def test_the_sandbox_can_be_a_tool() -> None:
+    (tool,) = make_tools(config_of(f"{KEY}.python_tool=true"))
+    assert tool_name(tool.schema) == "python"
+    # The sandbox ends a program first.
+    assert tool.timeout_s > 50.0
+    assert has_episodes(config_of(f"{KEY}.python_tool=true"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.build import data as build_data
+from slipstream.build import sandbox as build_sandbox
 from slipstream.build.engine import engine_settings
 from slipstream.build.limits import check_budgets
 from slipstream.config import Hardware, load_config
@@ -68,7 +68,7 @@ def test_kv_cache_is_freed_on_a_cpu_only_for_prefix_caching_or_on_request(
 def test_sandbox_and_its_limits_follow_the_settings() -> None:
     def sandbox(*overrides: str) -> object:
         config = load_config(list(overrides), recipe="tiny", notify=lambda _: None)
-        return build_data.make_sandbox(config)
+        return build_sandbox.make_sandbox(config)
 
     isolated = sandbox("reward_model.sandbox.run_timeout_s=3", "reward_model.sandbox.files_mb=5")
     assert isinstance(isolated, BubblewrapSandbox)

@@ -24,7 +24,7 @@ from slipstream.environment.protocol import (
 )
 from slipstream.environment.tools.arguments import argument_problem
 from slipstream.environment.tools.protocol import Tool, ToolResult, ToolSession, tool_name
-from slipstream.errors import ConfigError, check_at_least_one, shortened
+from slipstream.errors import ConfigError, SlipstreamError, check_at_least_one, shortened
 from slipstream.reading import reason
 from slipstream.types import Message, Prompt
 
@@ -207,7 +207,7 @@ class ToolEnvironment:
             try:
                 with anyio.move_on_after(tool.timeout_s):
                     result = await self._sessions[call.name].execute(call.arguments)
-            except InfrastructureError:
+            except (InfrastructureError, SlipstreamError):
                 raise
             except Exception as error:
                 seconds = time.perf_counter() - started
