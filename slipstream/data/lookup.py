@@ -2,11 +2,11 @@
 knows.
 
     user       who is ana 's friend 's boss ?
-    policy     ana 's friend : <tool_call>{"name": "look_up", "arguments": {"name": "ana"}}...
-    tool       boss dan , friend ben , teacher nobody
-    policy     ana 's friend is ben . ben 's boss : <tool_call>... "ben"
-    tool       teacher ana , boss cleo , friend dan
-    policy     ben 's boss is cleo . answer cleo
+    policy     now ana 's friend : <tool_call>{"name": "look_up", "arguments": {"name": " ana"}}...
+    tool       ana : boss dan , friend ben , teacher nobody
+    policy     so ana 's friend is ben . now ben 's boss : <tool_call>... " ben"
+    tool       ben : teacher ana , boss cleo , friend dan
+    policy     so ben 's boss is cleo . answer cleo
 
 A question needs one to five look-ups. A relation can be missing (`nobody`); then the answer is
 `nobody`. Each problem has a table of its own. Demonstrations waste look-ups on names that do not
@@ -50,7 +50,7 @@ _WORDS = (
     *RELATIONS,
     NOBODY,
     *("who", "is", "'s", "?", ":", ",", ".", "answer", "also", "let", "me", "check", "stop", "i"),
-    *("here", "no", "such", "name", "tools", "look_up", "Error"),
+    *("so", "now", "here", "no", "such", "name", "tools", "look_up", "Error"),
 )
 CALL_BEGIN, CALL_END = '{"name": "look_up", "arguments": {"name": "', '"}}'
 
@@ -112,9 +112,11 @@ class Problem:
 
 def look_up(table: Mapping[str, Mapping[str, str]], name: str) -> str:
     """Return the reply of the tool."""
+    name = name.strip()
     if name not in table:
         return f"no such name : {name}"
-    return " , ".join(f"{relation} {other}" for relation, other in table[name].items())
+    found = " , ".join(f"{relation} {other}" for relation, other in table[name].items())
+    return f"{name} : {found}"
 
 
 class LookupTask:
@@ -221,8 +223,8 @@ class LookupTask:
                 other = people[draws.below(len(people))]
                 messages += self._call(problem, f"{known}let me also check {other} :", other)
                 known = ""
-            messages += self._call(problem, f"{known}{name} 's {relation} :", name)
-            known = f"{name} 's {relation} is {found} . "
+            messages += self._call(problem, f"{known}now {name} 's {relation} :", name)
+            known = f"so {name} 's {relation} is {found} . "
             if draws.unit() < self.give_up and found != problem.answer:
                 messages.append({"role": "assistant", "content": f"{known}answer {found}"})
                 return messages
@@ -230,7 +232,8 @@ class LookupTask:
         return messages
 
     def _call(self, problem: Problem, text: str, name: str) -> list[Message]:
-        call = {"name": "look_up", "arguments": {"name": name}}
+        # A space, as before every other name, so that a name is always the same token.
+        call = {"name": "look_up", "arguments": {"name": f" {name}"}}
         number = f"call{0:05d}"
         return [
             {

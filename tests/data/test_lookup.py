@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from slipstream.data.conversation import tokenize_conversation
-from slipstream.data.lookup import NOBODY, LookupTask, Problem, build_tokenizer, look_up
+from slipstream.data.lookup import NAMES, NOBODY, LookupTask, Problem, build_tokenizer, look_up
 from slipstream.errors import ConfigError
 from slipstream.rewards.lookup import compute_score
 
@@ -28,7 +30,7 @@ def test_a_missing_relation_ends_the_path() -> None:
 
 
 def test_the_tool_lists_all_relations_of_a_name() -> None:
-    assert look_up(TABLE, "ben") == "boss cleo , friend ana"
+    assert look_up(TABLE, "ben") == look_up(TABLE, " ben") == "ben : boss cleo , friend ana"
     assert look_up(TABLE, "zoe") == "no such name : zoe"
 
 
@@ -80,7 +82,7 @@ def test_demonstrations_have_a_limited_length() -> None:
         len(tokenize_conversation(task.demonstration("train", i), task.tokenizer).ids)
         for i in range(100)
     ]
-    assert 200 < max(lengths) < 300
+    assert 250 < max(lengths) < 350
 
 
 def test_only_the_turns_of_the_policy_have_loss() -> None:
@@ -112,7 +114,7 @@ def test_the_tokenizer_keeps_any_ascii_text(text: str) -> None:
 
 def test_a_call_is_few_tokens() -> None:
     tokenizer = build_tokenizer()
-    call = '<tool_call>{"name": "look_up", "arguments": {"name": "ana"}}</tool_call>'
+    call = '<tool_call>{"name": "look_up", "arguments": {"name": " ana"}}</tool_call>'
     assert len(tokenizer.encode(call)) == 5
 
 
@@ -122,3 +124,13 @@ def test_a_call_is_few_tokens() -> None:
 def test_impossible_parameters_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         LookupTask(0, **options)  # type: ignore[arg-type]
+
+
+def test_a_name_is_always_the_same_token() -> None:
+    task = LookupTask(0)
+    for index in range(20):
+        conversation = tokenize_conversation(task.demonstration("train", index), task.tokenizer)
+        tokens = task.tokenizer.convert_ids_to_tokens(conversation.ids)
+        # Only the tool's answers begin with a name.
+        for before, token in pairwise(tokens):
+            assert token not in NAMES or before == "<tool>"
