@@ -9,6 +9,7 @@ import pytest
 from slipstream.errors import ConfigError
 from slipstream.rewards.shaping import (
     cosine_length,
+    is_right,
     overlong,
     relative_length,
     repetition,
@@ -125,3 +126,19 @@ def test_relative_length() -> None:
     assert relative_length(right[:1]) == [0.0]
     # A partially correct answer does not count as correct.
     assert relative_length([response(tokens=10, answer=0.5), *right[1:]]) == [0.0, 0.0, -0.5]
+
+
+@pytest.mark.parametrize(
+    ("reward", "parts", "right"),
+    [
+        (1.0, {}, True),
+        (0.5, {"acc": 1.0}, True),
+        # Rewards of turns do not count.
+        (0.97, {"score": 1.0, "turn/tool": -0.03}, True),
+        (1.25, {"score": 0.0, "turn/tool": 1.25}, False),
+    ],
+)
+def test_a_right_answer_is_right_whatever_its_turns_cost(
+    reward: float, parts: dict[str, float], right: bool
+) -> None:
+    assert is_right(Sample(reward=reward, reward_parts=parts)) == right
