@@ -592,6 +592,8 @@ def _multi_turn(config: Config) -> Iterator[str]:
     if settings.environment.path is not None:
         for name in given:
             yield f"{key}.environment.path replaces {key}.{name}; set one of them to null"
+        if settings.python_tool:
+            yield f"{key}.environment.path replaces {key}.python_tool; set it to false"
     # A user's module can register tools.
     known = config.actor_rollout_ref.model.external_lib is None
     without = not given and not settings.python_tool and settings.environment.path is None
@@ -602,6 +604,11 @@ def _multi_turn(config: Config) -> Iterator[str]:
             f"{key}.enable=false"
         )
     if settings.enable is False:
+        if settings.python_tool:
+            yield WithoutEffect(
+                f"{key}.python_tool=true has no effect with {key}.enable=false; set "
+                f"{key}.enable=true or {key}.python_tool=false"
+            )
         for name in given:
             yield WithoutEffect(
                 f"{key}.{name}={getattr(settings, name)} has no effect with {key}.enable=false; "

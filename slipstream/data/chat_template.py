@@ -133,6 +133,19 @@ def _ends(template: str) -> bool:
     return ended.returncode not in (_LATE, -9, -24, -11)
 
 
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any], **options: Any
+) -> list[int]:
+    """Return the token ids of a conversation, with the generation prompt at its end.
+
+    Raises the errors of `apply_chat_template`.
+    """
+    ids = apply_chat_template(
+        tokenizer, messages, add_generation_prompt=True, tokenize=True, return_dict=False, **options
+    )
+    return [int(i) for i in ids]
+
+
 def apply_chat_template(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any], **options: Any
 ) -> Any:

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from slipstream.data.chat_template import apply_chat_template
+from slipstream.data.chat_template import prompt_ids
 from slipstream.data.keyed import KeyedDraws
 from slipstream.data.lookup_tokenizer import build_lookup_tokenizer
 from slipstream.errors import ConfigError
@@ -184,12 +184,9 @@ class LookupTask:
         """Return prompt `index` of `split`, rendered with the tokenizer's chat template."""
         problem = self.problem(split, index)
         messages: list[Message] = [{"role": "user", "content": problem.text}]
-        ids = apply_chat_template(
-            self.tokenizer, messages, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
         return Prompt(
             uid=f"{DATA_SOURCE}/{self.seed}/{split}/{index}",
-            ids=[int(i) for i in ids],
+            ids=prompt_ids(self.tokenizer, messages),
             messages=messages,
             data_source=DATA_SOURCE,
             ground_truth=problem.answer,

@@ -173,6 +173,14 @@ def test_an_environment_that_cannot_be_used_is_refused(
 def test_an_environment_replaces_tools() -> None:
     with pytest.raises(ConfigError, match="replaces"):
         config_of(f"{KEY}.environment.path=a.py", f"{KEY}.function_tool_path=b.py")
+    with pytest.raises(ConfigError, match="python_tool"):
+        config_of(f"{KEY}.environment.path=a.py", f"{KEY}.python_tool=true")
+
+
+@pytest.mark.parametrize("tool", ["python_tool=true", "mcp_config_path=servers.json"])
+def test_tools_without_multi_turn_are_refused(tool: str) -> None:
+    with pytest.raises(ConfigError, match=r"has no effect with .*enable=false"):
+        config_of(f"{KEY}.enable=false", f"{KEY}.{tool}")
 
 
 def test_a_template_that_changes_earlier_turns_is_announced(tmp_path: Path) -> None:

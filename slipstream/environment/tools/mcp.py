@@ -10,6 +10,7 @@ call connects again. Needs the package `mcp` (extra `mcp`).
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import json
 import threading
@@ -48,6 +49,7 @@ def load_mcp_tools(path: str | Path) -> list[Tool]:
     Raises ConfigError if the file or a server cannot be used, or the package `mcp` is missing.
     """
     tools: list[Tool] = []
+    atexit.register(close_servers, tools)
     for name, entry in _entries(path).items():
         server = McpServer(name, _target(name, entry))
         limits = tool_limits(entry, f"{KEY}={path}: server {name!r}")

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from slipstream.data.chat_template import apply_chat_template
+from slipstream.data.chat_template import prompt_ids
 from slipstream.errors import (
     ConfigError,
     DataError,
@@ -119,15 +119,7 @@ class AgentLoopBase(ABC):
         self, messages: list[dict[str, Any]], tools: Any = None, **_: Any
     ) -> list[int]:
         """Return the ids of a conversation, with the generation prompt."""
-        ids = apply_chat_template(
-            self.tokenizer,
-            messages,
-            tools=tools,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-        )
-        return [int(i) for i in ids]
+        return prompt_ids(self.tokenizer, messages, tools=tools)
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
