@@ -183,11 +183,13 @@ class Segment:
 @dataclass(frozen=True, slots=True)
 class PlacedReward:
     """A reward of one turn. `place` is the index into `Sample.tokens` of the last token that the
-    policy sampled in this turn. `name` says who gave it, such as a tool."""
+    policy sampled in this turn, in the branch with the number `branch`. `name` says who gave it,
+    such as a tool."""
 
     place: int
     name: str
     value: float
+    branch: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -277,6 +279,15 @@ class Sample(_FlatViews):
     multi_modal: dict[str, Any] | None = None
     episode: EpisodeRecord | None = None
     """None for a single turn without an environment."""
+    earlier: list[Sample] = field(default_factory=list)
+    """The earlier branches of the episode, in order. A branch ends where the next context is no
+    extension of its tokens; its last tokens were sampled by the policy. Each branch has its own
+    tokens only; reward, status and record are in this sample."""
+
+    @property
+    def branches(self) -> list[Sample]:
+        """All branches of the episode, in order; the last one is this sample."""
+        return [*self.earlier, self]
 
     def append(self, segment: Segment) -> None:
         """Add a segment at the end."""
@@ -345,6 +356,11 @@ class Sample(_FlatViews):
     def response_ids(self) -> list[int]:
         """All tokens after the prompt, tool replies included."""
         return self._view("response_ids", lambda: self.tokens[len(self.prompt_ids) :])
+
+    @property
+    def all_response_ids(self) -> list[int]:
+        """The responses of all branches, one after another."""
+        return [token for branch in self.branches for token in branch.response_ids]
 
     @property
     def num_tokens(self) -> int:
@@ -443,6 +459,10 @@ class TrainBatch:
 
     starts: list[int]
     """(N + 1,): the start of each row, then T."""
+    sequences: list[int] | None = None
+    """(S + 1,): the first row of each sequence, then N; None: each row is a sequence. The rows of a
+    sequence are the branches of an episode. Advantages and losses see their target tokens as those
+    of one row."""
     tokens: Tensor
     """int64."""
     loss_mask: Tensor
@@ -481,6 +501,11 @@ class TrainBatch:
     def lengths(self) -> list[int]:
         """Tokens of each row."""
         return [end - start for start, end in pairwise(self.starts)]
+
+    @property
+    def sequence_starts(self) -> list[int]:
+        """(S + 1,): the start of each sequence in the columns, then T."""
+        return self.starts if self.sequences is None else [self.starts[r] for r in self.sequences]
 
     @property
     def targets(self) -> Tensor:

@@ -305,6 +305,7 @@ def _episode_limits(
         max_tool_seconds=settings.max_tool_seconds,
         max_prompt_tokens=config.data.max_prompt_length,
         prompt_tools=prompt_tools,
+        rerender=settings.history == "rerender",
         scores_itself=scores_itself,
     )
 
@@ -320,9 +321,13 @@ def changed_turns(config: Config, tokenizer: PreTrainedTokenizerBase) -> str | N
     )
     if not names:
         return None
+    appends = config.actor_rollout_ref.rollout.multi_turn.history == "append"
+    follows = (
+        "keep all turns as they were sampled" if appends else "begin a new branch after such a turn"
+    )
     return (
         f"the chat template changes earlier turns of {len(names)} of {len(CONVERSATIONS)} trial "
-        f"conversations ({', '.join(names)}); episodes keep all turns as they were sampled"
+        f"conversations ({', '.join(names)}); episodes {follows} ({_KEY}.history)"
     )
 
 

@@ -337,6 +337,11 @@ class MultiTurnSection:
     format: str | None = None
     """How the policy writes tool calls: `hermes`, `qwen3_coder`, `llama3_json`, `mistral`,
     `gpt-oss`, or a registered format; null: as the chat template does."""
+    history: Literal["append", "rerender"] = "append"
+    """What the context of a later turn is: `append`, all turns as they were sampled; `rerender`,
+    the chat template's rendering of the conversation. If the template changes earlier turns, for
+    example drops their reasoning, `rerender` begins a new branch of the episode, and each sampled
+    token is trained on once."""
     max_assistant_turns: PositiveInt | None = None
     """Maximum number of turns of the policy; null: no limit."""
     max_user_turns: PositiveInt | None = None

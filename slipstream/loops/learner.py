@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -154,7 +155,7 @@ class Learner:
             metrics |= await self._fill_advantages(batch, rewards, usable)
         if self._critic is not None and (explained := explained_variance(batch)) is not None:
             metrics["critic/vf_explained_var"] = explained
-        sizes = [len(group) for group in usable.groups]
+        sizes = [_rows_in(group) for group in usable.groups]
         if config.pf_ppo is not None:
             batch, sizes = self._resampled(step, batch, usable)
         if self._critic is not None:
@@ -188,7 +189,11 @@ class Learner:
         truncated = config.replay is not None
         batch = rows_of(usable.samples, temperature=config.temperature, truncated=truncated)
         if config.noise_seed is not None:
-            batch.keys = [sample.noise_key(config.noise_seed) for sample in usable.samples]
+            batch.keys = [
+                branch.noise_key(config.noise_seed)
+                for sample in usable.samples
+                for branch in sample.branches
+            ]
         return batch
 
     async def _replay(self, batch: TrainBatch, timers: Timers) -> dict[str, float]:
@@ -266,7 +271,7 @@ class Learner:
         """Set `advantages` (and `returns` with a critic) from token-level rewards (T,). Returns the
         metrics of rewards, advantages and staleness."""
         config, samples = self._config, usable.samples
-        sums = [float(sum(row.tolist())) for row in rows_of_column(rewards, batch.starts)]
+        sums = [float(sum(row.tolist())) for row in rows_of_column(rewards, batch.sequence_starts)]
         if config.baseline is not None:
             fill_from_baseline(batch, sums, config.baseline)
         else:
@@ -306,7 +311,7 @@ class Learner:
         if AdvantageNeed.SUM_PI_SQUARED in self._needs:
             async with self._deadlines.stage("log-probs", "the policy's forward pass"):
                 sums = await self._backend.compute_sum_pi_squared(batch)
-            extra["sum_pi_squared"] = padded(sums, batch.starts)
+            extra["sum_pi_squared"] = padded(sums, batch.sequence_starts)
         return extra
 
     def _resampled(
@@ -319,8 +324,14 @@ class Learner:
         seed = config.seed * 1_000_003 + step
         indices = pf_ppo_indices(scores, config.pf_ppo, seed=seed)
         # Keep the group order and sizes, so that the number of optimizer steps stays the same.
-        rows = sorted(indices.tolist())
-        return select_rows(batch, rows), [len(group) for group in usable.groups]
+        chosen = sorted(indices.tolist())
+        cuts = batch.sequences or range(len(batch) + 1)
+        rows = [row for n in chosen for row in range(cuts[n], cuts[n + 1])]
+        ends = accumulate(map(len, usable.groups), initial=0)
+        sizes = [
+            sum(cuts[n + 1] - cuts[n] for n in chosen[first:last]) for first, last in pairwise(ends)
+        ]
+        return select_rows(batch, rows), sizes
 
     async def _update(self, step: int, batch: TrainBatch, sizes: Sequence[int]) -> dict[str, float]:
         """Run all optimizer steps of the policy on one batch. `sizes`: rows of each group.
@@ -357,7 +368,7 @@ class Learner:
         if corrects and config.correction is not None:
             metrics = correct(mini, current, config.correction)
         if config.select is not None and mini.num_target_tokens:
-            starts = mini.starts
+            starts = mini.sequence_starts
             assert mini.advantages is not None
             selected = config.select(
                 padded(current if mini.old_log_probs is None else mini.old_log_probs, starts),
@@ -406,6 +417,11 @@ def _minis(
             yield epoch, mini
 
 
+def _rows_in(group: Sequence[Sample]) -> int:
+    """The number of rows that the samples of a group have in a batch."""
+    return sum(len(sample.branches) for sample in group)
+
+
 def _part(sample: Sample, name: str) -> float:
     """One part of a sample's reward. A missing part is 0 if scoring failed and the reward counts as
     0, and for rewards of turns; otherwise NaN."""
@@ -422,7 +438,7 @@ def correct(
     Returns the metrics of the correction.
     """
     assert batch.rollout_log_probs is not None
-    starts = batch.starts
+    starts = batch.sequence_starts
     weights, kept, metrics = rollout_correction(
         padded(log_probs_T, starts),
         padded(batch.rollout_log_probs, starts),
@@ -442,10 +458,11 @@ def _decoupled(correction: RolloutCorrectionConfig | None) -> bool:
 
 
 def _row_keys(batch: TrainBatch) -> Tensor:
-    """A key (N,) of each row, independent of its place in the batch. It keeps the tie-break hashes
+    """A key of each sequence, independent of its place in the batch. It keeps the tie-break hashes
     of responses with equal first tokens different."""
-    pairs = zip(batch.uids, batch.keys, strict=True)
-    return torch.tensor([zlib.crc32(f"{uid}/{key}".encode()) for uid, key in pairs])
+    rows = range(len(batch)) if batch.sequences is None else batch.sequences[:-1]
+    texts = [f"{batch.uids[row]}/{batch.keys[row]}" for row in rows]
+    return torch.tensor([zlib.crc32(text.encode()) for text in texts])
 
 
 def _check_has_rollout_log_probs(batch: TrainBatch) -> None:

@@ -124,7 +124,7 @@ class KLInReward:
         Updates the coefficient of an adaptive controller. With a `direction` it needs `full_kl_T`,
         the KL at each token; else the batch needs old and reference log-probs.
         """
-        starts = batch.starts
+        starts = batch.sequence_starts
         scores, mask = padded(rewards_T, starts), padded(batch.targets, starts)
         if self.direction is not None:
             assert full_kl_T is not None
@@ -209,8 +209,8 @@ def batch_metrics(
 def _ages(samples: Sequence[Sample], weight_version: int) -> Counter[int]:
     """Number of trained tokens by staleness (weight versions since they were sampled)."""
     ages = Counter[int]()
-    for sample in samples:
-        for segment in sample.segments:
+    for branch in (branch for sample in samples for branch in sample.branches):
+        for segment in branch.segments:
             for span in segment.spans:
                 trained = sum(map(bool, segment.loss_mask[span.start : span.end]))
                 if trained and span.version >= 0:

@@ -59,8 +59,8 @@ def rollout_metrics(
             f"no sample in {len(groups)} groups, so no metrics; check the rollout filters and "
             "the failures before this step"
         )
-    lengths = [sample.response_length for sample in samples]
-    prompts = [len(sample.prompt_ids) for sample in samples]
+    lengths = [len(sample.all_response_ids) for sample in samples]
+    prompts = [len(sample.branches[0].prompt_ids) for sample in samples]
     scored = [sample for sample in samples if sample.status != Status.FAILED]
     count = len(samples)
 
@@ -87,7 +87,9 @@ def rollout_metrics(
     metrics["training/num_failed_rewards"] = float(sum(map(_failed, samples)))
     for reason, number in failures_by_reason(samples).items():
         metrics[f"training/num_failed_rewards/{reason}"] = float(number)
-    metrics["perf/total_num_tokens"] = float(sum(lengths) + sum(prompts))
+    metrics["perf/total_num_tokens"] = float(
+        sum(branch.num_tokens for sample in samples for branch in sample.branches)
+    )
     return metrics
 
 
@@ -99,6 +101,7 @@ def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     if not records:
         return {}
     metrics = summary("episode/turns", (record.turns for record in records))
+    metrics |= summary("episode/branches", (len(sample.branches) for sample in kept))
     metrics |= summary("tool_call_counts", (record.calls for record in records))
     metrics |= summary("episode/tool_seconds", (record.tool_seconds for record in records))
     problems, truncated = Counter[str](), Counter[str]()
@@ -305,7 +308,8 @@ def _zero_variance(group: Group) -> bool:
 
 
 def _num_turns(sample: Sample) -> int:
-    roles = [segment.role for segment in sample.segments if segment.ids]
+    segments = [segment for branch in sample.branches for segment in branch.segments]
+    roles = [segment.role for segment in segments if segment.ids]
     return sum(1 for i, role in enumerate(roles) if i == 0 or role != roles[i - 1])
 
 

@@ -536,19 +536,19 @@ def proto_of(samples: Sequence[Sample], responses: Sequence[str]) -> DataProto:
     `response_text`, which is `responses`, the decoded texts. Each entry of `extra_info` is also a
     field of its own; if all its values are tensors of one shape, it is a stacked tensor.
     """
-    width = max((len(s.prompt_ids) for s in samples), default=0)
+    width = max((len(s.branches[0].prompt_ids) for s in samples), default=0)
     # verl's managers write the reward of an empty response at index -1, so there must be one.
-    length = max((1, *(s.response_length for s in samples)))
+    length = max((1, *(len(s.all_response_ids) for s in samples)))
     prompts = torch.zeros((len(samples), width), dtype=torch.long)
     answers = torch.zeros((len(samples), length), dtype=torch.long)
     attention = torch.zeros((len(samples), width + length), dtype=torch.long)
     mask = torch.zeros((len(samples), length), dtype=torch.long)
     for i, sample in enumerate(samples):
-        prompt, answer = sample.prompt_ids, sample.response_ids
+        prompt, answer = sample.branches[0].prompt_ids, sample.all_response_ids
         prompts[i, width - len(prompt) :] = torch.tensor(prompt, dtype=torch.long)
         answers[i, : len(answer)] = torch.tensor(answer, dtype=torch.long)
         attention[i, width - len(prompt) : width + len(answer)] = 1
-        loss_mask = sample.loss_mask[len(prompt) :]
+        loss_mask = [m for b in sample.branches for m in b.loss_mask[len(b.prompt_ids) :]]
         mask[i, : len(answer)] = torch.tensor(loss_mask).ne(0).long()
     fields: dict[str, list[Any]] = {
         "data_source": [s.data_source for s in samples],

@@ -113,6 +113,7 @@ def apply_score(sample: Sample, score: Score) -> None:
 
 
 def response_text(sample: Sample, decode: Decode) -> str:
-    """Return the text of a response, without the token that ended it."""
-    ids = sample.response_ids
+    """Return the text of a response, without the token that ended it. The responses of an episode's
+    branches follow each other."""
+    ids = sample.all_response_ids
     return decode(ids[:-1] if sample.stop_reason is StopReason.EOS else ids)

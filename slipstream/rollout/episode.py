@@ -4,7 +4,9 @@
 
 A response of a single turn is an episode whose environment ends it after one turn. A sample gets a
 segment for each turn of the policy, and one with loss mask 0 for each answer of the environment.
-Its tokens are only appended.
+Its tokens are only appended. With `rerender` an episode continues in a new branch if the chat
+template renders the conversation otherwise: the branch begins with the template's rendering, with
+loss mask 0, and each sampled token is trained on in the branch that sampled it.
 
 An episode that is stopped keeps its tokens and continues later. In the same process it also keeps
 its environment. After a restart it gets a new environment, and the recorded turns are replayed to
@@ -68,6 +70,9 @@ class Generate(Protocol):
         ...
 
 
+ASSISTANT = "assistant"
+"""The role of segments that the policy sampled."""
+
 STATUS = {
     StopReason.EOS: Status.COMPLETED,
     StopReason.STOP_TOKEN: Status.COMPLETED,
@@ -95,7 +100,8 @@ class EpisodeLimits:
     `max_assistant_turns` and `max_user_turns` limit the turns of the policy and the answers.
     `max_tool_seconds` limits the time in tools and the environment, without waiting for a tool to
     be free. `max_prompt_tokens` limits a prompt that the environment changes. `prompt_tools` are
-    the tools that prompts already list.
+    the tools that prompts already list. `rerender` begins a new branch where the chat template
+    changes earlier turns; `max_tokens` then limits the context of each branch.
 
     A call of the environment that fails because of the infrastructure is repeated `retries` times.
     The first repetition waits `backoff_s` seconds, and each later one twice as long as the one
@@ -112,6 +118,7 @@ class EpisodeLimits:
     retries: int = 3
     backoff_s: float = 0.5
     close_s: float = 60.0
+    rerender: bool = False
     scores_itself: bool = False
 
 
@@ -228,7 +235,8 @@ class _Episode:
                 await self._begin(sample, row, seed)
                 self._begun = True
             while True:
-                generation = await generate(sample)
+                left = self._limits.max_tokens - _used(sample)
+                generation = await generate(sample, left)
                 extend_sample(sample, generation)
                 if sample.status is Status.PENDING:
                     return False  # stopped
@@ -255,7 +263,10 @@ class _Episode:
     async def _begin(self, sample: Sample, row: Prompt, seed: int) -> None:
         """Reset the environment. Render the prompt, or replay the turns of a sample that was
         stopped in an earlier process."""
-        recorded, done = sample.segments[1:], sample.episode
+        old, done = sample.branches, sample.episode
+        recorded = [branch.segments for branch in old]
+        sample.earlier, sample.branch, sample.parent = [], 0, None
+        sample.segments = [*recorded[0][:1]]
         record = sample.episode = EpisodeRecord()
         started = self._clock()
         try:
@@ -278,26 +289,30 @@ class _Episode:
             or start.messages
             or list(start.tools) != list(self._limits.prompt_tools)
         ):
-            prompt = self._prompt(row)
-            if recorded and prompt != sample.segments[0].ids:
+            sample.segments[0] = Segment.given("prompt", self._prompt(row))
+        if done is not None:
+            if sample.segments[0] != recorded[0][0]:
                 raise _EpisodeError("replay: the environment began with another prompt than before")
-            sample.segments[0] = Segment.given("prompt", prompt)
-        if recorded and done is not None:
             await self._replay(sample, recorded, done)
 
     async def _replay(
-        self, sample: Sample, recorded: Sequence[Segment], done: EpisodeRecord
+        self, sample: Sample, recorded: Sequence[Sequence[Segment]], done: EpisodeRecord
     ) -> None:
+        """Give the recorded turns, by branch, to the environment again. The last turn is incomplete
+        if no answer follows it."""
         record = _record(sample)
-        sample.segments[1:] = []
-        for turn, answer in zip(recorded[::2], recorded[1::2], strict=False):
+        turns = [one for branch in recorded for one in branch if one.role == ASSISTANT]
+        incomplete = recorded[-1][-1].role == ASSISTANT
+        for turn in turns[:-1] if incomplete else turns:
             sample.append(turn)
             sample.status = Status.COMPLETED
             record.tool_seconds = 0.0  # The replay does not use up the budget.
-            if await self._end_turn(sample) or sample.segments[-1] != answer:
+            if await self._end_turn(sample):
                 raise _EpisodeError("replay: the environment answered otherwise than before")
-        if len(recorded) % 2:
-            sample.append(recorded[-1])
+        if incomplete:
+            sample.append(turns[-1])
+        if [branch.segments for branch in sample.branches] != list(recorded):
+            raise _EpisodeError("replay: the environment answered otherwise than before")
         sample.status = Status.PENDING
         record.tool_seconds = done.tool_seconds
 
@@ -351,7 +366,7 @@ class _Episode:
             return _truncate(sample, CRASH)
         waited = self._clock() - started
         record.tool_seconds += sum(c.seconds for c in answer.calls) if answer.calls else waited
-        _count(record, answer, place=sample.num_tokens - 1)
+        _count(record, answer, place=sample.num_tokens - 1, branch=len(sample.earlier))
         if answer.done:
             sample.status = Status.COMPLETED
             return True
@@ -366,22 +381,46 @@ class _Episode:
     def _append(
         self, sample: Sample, message: AssistantMessage, messages: Sequence[Message]
     ) -> bool:
-        """Append the messages after a turn. Returns True if they do not fit."""
+        """Append the messages after a turn, or begin a new branch. Returns True if they do not
+        fit."""
         try:
-            end, ids = self._renderer.extend(message, messages, self._tools)
+            ids, branches = self._continuation(sample, message, messages)
         except DataError as error:
             raise _EpisodeError(f"the answer cannot be rendered: {error}") from error
-        last = sample.segments[-1].ids
-        if not last or last[-1] not in self._renderer.end_token_ids:
-            ids = [end, *ids]
         # At least one more token of the policy must fit.
-        if sample.response_length + len(ids) >= self._limits.max_tokens:
+        used = len(ids) - _first_prompt(sample) if branches else _used(sample) + len(ids)
+        if used >= self._limits.max_tokens:
             return _truncate(sample, TOKENS)
         self._messages += messages
-        role = str(messages[0].get("role")) if messages else "user"
-        sample.append(Segment.given(role, ids))
+        if branches:
+            _begin_branch(sample, ids)
+        else:
+            role = str(messages[0].get("role")) if messages else "user"
+            sample.append(Segment.given(role, ids))
         sample.status = Status.PENDING
         return False
+
+    def _continuation(
+        self, sample: Sample, message: AssistantMessage, messages: Sequence[Message]
+    ) -> tuple[list[int], bool]:
+        """Return the ids to append after a turn, and False; or the ids that a new branch begins
+        with, and True."""
+        rerender, renderer = self._limits.rerender, self._renderer
+        ids: list[int] | None = None
+        try:
+            end, ids = renderer.extend(message, messages, self._tools)
+            last = sample.segments[-1].ids
+            if not last or last[-1] not in renderer.end_token_ids:
+                ids = [end, *ids]
+        except DataError:
+            if not rerender:
+                raise
+        if ids is not None and not rerender:
+            return ids, False
+        whole = renderer.prompt([*self._messages, *messages], self._tools)
+        if ids is not None and renderer.same_text([*sample.tokens, *ids], whole):
+            return ids, False
+        return whole, True
 
     async def _score(self, sample: Sample) -> None:
         record = _record(sample)
@@ -391,7 +430,7 @@ class _Episode:
         except _CrashError as error:
             raise _EpisodeError(str(error)) from error
         record.tool_seconds += self._clock() - started
-        _reward(record, scores, place=sample.num_tokens - 1)
+        _reward(record, scores, place=sample.num_tokens - 1, branch=len(sample.earlier))
         if self._limits.scores_itself:
             record.score = 0.0
 
@@ -429,8 +468,8 @@ def extend_sample(sample: Sample, generation: Generation) -> bool:
     """
     sample.stop_reason = generation.stop_reason
     turn = sample.segments[-1] if sample.segments else None
-    if turn is None or turn.role != "assistant":
-        turn = Segment.given("assistant", [])
+    if turn is None or turn.role != ASSISTANT:
+        turn = Segment.given(ASSISTANT, [])
         sample.append(turn)
     start = len(turn.ids)
     turn.ids.extend(generation.token_ids)
@@ -468,6 +507,36 @@ def add_turn_rewards(sample: Sample) -> None:
         sample.reward += placed.value
 
 
+def _first_prompt(sample: Sample) -> int:
+    """The number of tokens of the episode's prompt."""
+    return len(sample.branches[0].prompt_ids)
+
+
+def _used(sample: Sample) -> int:
+    """The number of tokens after the episode's prompt, in the context of the current branch."""
+    return sample.num_tokens - _first_prompt(sample)
+
+
+def _begin_branch(sample: Sample, ids: Sequence[int]) -> None:
+    """Continue a sample in a new branch, whose context is `ids`."""
+    done = Sample(
+        prompt=sample.prompt,
+        segments=sample.segments,
+        status=Status.COMPLETED,
+        uid=sample.uid,
+        epoch=sample.epoch,
+        group_index=sample.group_index,
+        index=sample.index,
+        branch=sample.branch,
+        parent=sample.parent,
+        attempt=sample.attempt,
+        data_source=sample.data_source,
+    )
+    sample.earlier.append(done)
+    sample.segments = [Segment.given("prompt", list(ids))]
+    sample.branch, sample.parent = len(sample.earlier), done.branch
+
+
 def _record(sample: Sample) -> EpisodeRecord:
     assert sample.episode is not None
     return sample.episode
@@ -483,12 +552,12 @@ def _truncate(sample: Sample, budget: str) -> bool:
     return True
 
 
-def _count(record: EpisodeRecord, answer: Answer, *, place: int) -> None:
+def _count(record: EpisodeRecord, answer: Answer, *, place: int, branch: int) -> None:
     record.calls += len(answer.calls)
     for call in answer.calls:
         if call.problem is not None:
             _count_problem(record, call.problem)
-    _reward(record, answer.rewards, place=place)
+    _reward(record, answer.rewards, place=place, branch=branch)
     for name, value in answer.metrics.items():
         record.metrics[name] = record.metrics.get(name, 0.0) + value
 
@@ -497,9 +566,11 @@ def _count_problem(record: EpisodeRecord, problem: CallProblem) -> None:
     record.problems[problem] = record.problems.get(problem, 0) + 1
 
 
-def _reward(record: EpisodeRecord, rewards: Mapping[str, float], *, place: int) -> None:
+def _reward(
+    record: EpisodeRecord, rewards: Mapping[str, float], *, place: int, branch: int
+) -> None:
     """Record rewards. Raises _EpisodeError for one that is not finite."""
     for name, value in rewards.items():
         if not math.isfinite(value):
             raise _EpisodeError(f"the reward {name} of turn {record.turns} is {value}")
-        record.rewards.append(PlacedReward(place, name, float(value)))
+        record.rewards.append(PlacedReward(place, name, float(value), branch))

@@ -50,6 +50,7 @@ from slipstream.types import (
     Prompt,
     Sample,
     SamplingParams,
+    Segment,
     Status,
     StopReason,
 )
@@ -205,8 +206,9 @@ class AsyncRolloutManager:
         """The group counter and the unfinished groups, as JSON values."""
         carried = [asdict(group) for group in self._carried]
         for group in carried:
-            for sample in (*group["samples"], group["greedy"]):
-                for segment in [] if sample is None else sample["segments"]:
+            samples = [one for one in (*group["samples"], group["greedy"]) if one is not None]
+            for branch in [one for sample in samples for one in (*sample["earlier"], sample)]:
+                for segment in branch["segments"]:
                     # Which tokens were drafted depends on timing, but equal runs must have equal
                     # checkpoints.
                     del segment["drafted"]
@@ -486,24 +488,39 @@ def _problem(sample: Sample, place: int, group: Group) -> str | None:
             return f"{name}={getattr(sample, name)} is negative or too large"
     if (sample.uid, sample.epoch) != (group.prompt.uid, group.prompt.epoch):
         return f"uid={shown(sample.uid)} or epoch={sample.epoch} is not that of its prompt"
-    # An environment can change the prompt.
+    # An environment can change the prompt, and begin another branch with another one.
     given = sample.segments[0].ids if sample.segments else []
     if not given or (sample.episode is None and given != group.prompt.ids):
         return "ids of its first segment are not those of its prompt"
     rewards = [] if sample.episode is None else sample.episode.rewards
-    if not all(0 <= reward.place < sample.num_tokens for reward in rewards):
+    branches = sample.branches
+    if not all(
+        0 <= reward.branch < len(branches)
+        and 0 <= reward.place < branches[reward.branch].num_tokens
+        for reward in rewards
+    ):
         return "the place of a reward is not one of its tokens"
-    for segment in sample.segments:
-        if not all(0 <= token < _MOST_TOKENS for token in segment.ids):
-            return "a token of ids is negative or too large"
-        if not all(0.0 <= weight <= 1.0 for weight in segment.loss_mask):
-            return "an entry of loss_mask is not from 0 to 1"
-        if max([*segment.log_probs, *segment.sampling_log_probs], default=0.0) > _ROUNDING:
-            return "an entry of log_probs or sampling_log_probs is above 0"
-        for span in segment.spans:
-            if not (0 <= span.start <= span.end <= len(segment.ids) and span.version >= 0):
-                return (
-                    f"version={span.version}, start={span.start}, end={span.end} in spans is not a "
-                    f"part of {len(segment.ids)} tokens"
-                )
+    if not all(branch.segments for branch in branches):
+        return "a branch has no tokens"
+    for segment in [segment for branch in branches for segment in branch.segments]:
+        problem = _segment_problem(segment)
+        if problem is not None:
+            return problem
+    return None
+
+
+def _segment_problem(segment: Segment) -> str | None:
+    """Return why a saved segment cannot be used; None if it can."""
+    if not all(0 <= token < _MOST_TOKENS for token in segment.ids):
+        return "a token of ids is negative or too large"
+    if not all(0.0 <= weight <= 1.0 for weight in segment.loss_mask):
+        return "an entry of loss_mask is not from 0 to 1"
+    if max([*segment.log_probs, *segment.sampling_log_probs], default=0.0) > _ROUNDING:
+        return "an entry of log_probs or sampling_log_probs is above 0"
+    for span in segment.spans:
+        if not (0 <= span.start <= span.end <= len(segment.ids) and span.version >= 0):
+            return (
+                f"version={span.version}, start={span.start}, end={span.end} in spans is not a "
+                f"part of {len(segment.ids)} tokens"
+            )
     return None

@@ -115,6 +115,11 @@ class Renderer:
             )
         return ids[0], ids[1:]
 
+    def same_text(self, left: Sequence[int], right: Sequence[int]) -> bool:
+        """Return whether two lists of ids have the same text, control tokens included."""
+        decode = self._tokenizer.decode
+        return list(left) == list(right) or str(decode(left)) == str(decode(right))
+
     def parse(self, ids: Sequence[int], tools: Sequence[ToolSchema] = ()) -> AssistantMessage:
         """Parse a turn of the policy. `ids` may end with an end token."""
         kept = list(ids[:-1] if ids and ids[-1] in self.end_token_ids else ids)
@@ -155,7 +160,7 @@ class Renderer:
             ids += [*written, *added]
         # Texts, because tokens of the whole text may cross the end of the generation prompt.
         whole = self._encode(self._render(messages, tools), {})
-        return str(self._tokenizer.decode(ids)) == str(self._tokenizer.decode(whole))
+        return self.same_text(ids, whole)
 
     def _render(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, more: bool = True

@@ -132,20 +132,24 @@ def prepare_grpo_batch(
 def rows_of(
     samples: Sequence[Sample], *, temperature: float = 1.0, truncated: bool = False
 ) -> TrainBatch:
-    """A batch without advantages, one row for each sample. This is where the lists of segments
-    become tensors, once. With `truncated` the rollout's log-probs are
+    """A batch without advantages, one row for each branch of a sample. This is where the lists of
+    segments become tensors, once. With `truncated` the rollout's log-probs are
     those of the law that top-k, top-p and min-p left, which tokens were drawn from.
 
     `temperature` is the one that the rollout sampled at. Rows carry `rollout_log_probs` if the
     policy sampled every target token of the batch; otherwise none does.
     """
-    segments = [segment for sample in samples for segment in sample.segments]
+    rows = [branch for sample in samples for branch in sample.branches]
+    segments = [segment for row in rows for segment in row.segments]
+    several = len(rows) > len(samples)
+    counts = [len(sample.branches) for sample in samples]
     batch = TrainBatch(
-        starts=[0, *accumulate(sample.num_tokens for sample in samples)],
+        starts=[0, *accumulate(row.num_tokens for row in rows)],
+        sequences=[0, *accumulate(counts)] if several else None,
         tokens=integers(segment.ids for segment in segments),
         loss_mask=floats((segment.loss_mask for segment in segments), exact=True),
-        uids=[sample.uid for sample in samples],
-        keys=[None] * len(samples),
+        uids=[row.uid for row in rows],
+        keys=[None] * len(rows),
         temperature=temperature,
     )
     if not bool((batch.targets & ~_sampled(segments)).any()):
@@ -169,14 +173,15 @@ def _sampled(segments: Sequence[Segment]) -> Tensor:
 def placed_rewards(
     batch: TrainBatch, rewards: Sequence[float], samples: Sequence[Sample] = ()
 ) -> Tensor:
-    """Token-level rewards (T,) in float64: each row's reward on its last target token.
+    """Token-level rewards (T,) in float64: each sequence's reward on its last target token.
 
-    With `samples`, one per row, `rewards` include the rewards of turns, which are placed at the
-    last sampled token of their turn. An empty response still counts in its group's baseline, from a
-    place that is masked. Raises DataError if the numbers of rewards and rows differ, and for a
-    reward that is not finite.
+    With `samples`, one per sequence, `rewards` include the rewards of turns, which are placed at
+    the last sampled token of their turn. An empty response still counts in its group's baseline,
+    from a place that is masked. Raises DataError if the numbers of rewards and sequences differ,
+    and for a reward that is not finite.
     """
-    _check_rewards(rewards, len(batch))
+    starts = batch.sequence_starts
+    _check_rewards(rewards, len(starts) - 1)
     turns = [() if s.episode is None else s.episode.rewards for s in samples]
     if samples:
         pairs = zip(rewards, turns, strict=True)
@@ -184,13 +189,14 @@ def placed_rewards(
     if 0 in batch.lengths:
         raise DataError(f"row {batch.lengths.index(0)} has no tokens, so its reward has no place")
     placed = torch.zeros(batch.num_tokens, dtype=torch.float64)
-    ends = [end - 1 for end in batch.starts[1:]]
+    ends = [end - 1 for end in starts[1:]]
     targets = _last_targets(batch)[ends]
     places = np.where(targets < 0, ends, targets)
     placed[torch.from_numpy(places)] = torch.tensor(rewards, dtype=torch.float64)
-    for start, row in zip(batch.starts, turns, strict=False):
+    first_rows = batch.sequences or range(len(batch))
+    for first, row in zip(first_rows, turns, strict=False):
         for one in row:
-            placed[start + one.place] += one.value
+            placed[batch.starts[first + one.branch] + one.place] += one.value
     return placed
 
 
@@ -211,19 +217,22 @@ def carried_rewards(batch: TrainBatch, rewards_T: Tensor) -> Tensor:
 
 
 def _last_targets(batch: TrainBatch) -> NDArray[np.int64]:
-    """(T,): the last target of the same row up to each token; -1 where none is."""
+    """(T,): the last target of the same sequence up to each token; -1 where none is."""
+    starts = batch.sequence_starts
     places = np.arange(batch.num_tokens)
     last = np.maximum.accumulate(np.where(batch.targets.numpy(), places, -1))
-    last[last < np.repeat(batch.starts[:-1], batch.lengths)] = -1
+    last[last < np.repeat(starts[:-1], np.diff(starts))] = -1
     return last
 
 
 def fill_from_baseline(batch: TrainBatch, rewards: Sequence[float], baseline: float) -> None:
     """Advantages reward - `baseline` on all target tokens, in float64. Raises DataError as
     `placed_rewards`."""
-    _check_rewards(rewards, len(batch))
+    starts = batch.sequence_starts
+    _check_rewards(rewards, len(starts) - 1)
     values = torch.tensor(compute_advantages(rewards, baseline), dtype=torch.float64)
-    batch.advantages = values.repeat_interleave(torch.tensor(batch.lengths)) * batch.targets
+    lengths = torch.tensor(starts).diff()
+    batch.advantages = values.repeat_interleave(lengths) * batch.targets
 
 
 def fill_advantages(
@@ -238,7 +247,7 @@ def fill_advantages(
     """Set `batch.advantages` and `batch.returns` to those of the named estimator; 0 on tokens that
     are no target.
 
-    `rewards_T` are per token, `groups` one key for each row. What the estimator needs besides
+    `rewards_T` are per token, `groups` one key for each sequence. What the estimator needs besides
     (`algorithms.adv_needs`) comes from the batch's columns or, where it is none, from `extra` by
     the name of the need: padded (N, W) tensors for columns, whatever the estimator takes else.
 
@@ -247,25 +256,26 @@ def fill_advantages(
         DataError: numbers of rows differ, or the estimator refuses them, lacks something that it
             needs, or returns another shape.
     """
-    if len(rewards_T) != batch.num_tokens or len(groups) != len(batch):
+    starts = batch.sequence_starts
+    if len(rewards_T) != batch.num_tokens or len(groups) != len(starts) - 1:
         raise DataError(
             f"got {len(rewards_T)} rewards for {batch.num_tokens} tokens and {len(groups)} keys "
-            f"for {len(batch)} rows"
+            f"for {len(starts) - 1} rows"
         )
     try:
         estimator, needs = get_adv_estimator_fn(adv_estimator), adv_needs(adv_estimator)
     except ValueError as error:
         raise ConfigError(f"algorithm.adv_estimator: {error}") from error
-    mask = padded(batch.targets, batch.starts)
+    mask = padded(batch.targets, starts)
     given = dict(extra or {})
     for need in needs:
         if need.value in COLUMNS:
             column = getattr(batch, need.value)
             if column is not None:
-                given[need.value] = padded(column, batch.starts)
+                given[need.value] = padded(column, starts)
     try:
         advantages, returns = estimator(
-            token_level_rewards=padded(rewards_T, batch.starts),
+            token_level_rewards=padded(rewards_T, starts),
             response_mask=mask,
             index=groups,
             config=config,
@@ -279,8 +289,8 @@ def fill_advantages(
             f"rewards of shape {tuple(mask.shape)}; it must return one value per token"
         )
     targets = batch.targets
-    batch.advantages = torch.where(targets, unpadded(advantages, batch.starts), 0.0)
-    batch.returns = torch.where(targets, unpadded(returns, batch.starts), 0.0)
+    batch.advantages = torch.where(targets, unpadded(advantages, starts), 0.0)
+    batch.returns = torch.where(targets, unpadded(returns, starts), 0.0)
 
 
 COLUMNS = frozenset(("values", "old_log_probs", "ref_log_probs", "rollout_is_weights"))

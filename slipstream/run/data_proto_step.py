@@ -37,8 +37,9 @@ def proto_of_step(
     batch = proto_of(samples, texts)
     scores = torch.zeros_like(batch.batch["responses"], dtype=torch.float32)
     for row, sample in enumerate(samples):
-        if sample.response_length:
-            scores[row, sample.response_length - 1] = sample.reward
+        length = len(sample.all_response_ids)
+        if length:
+            scores[row, length - 1] = sample.reward
     return DataProto(
         {**batch.batch, "token_level_scores": scores},
         {

@@ -184,23 +184,28 @@ def record(
         "failure": sample.failure or sample.metadata.get("reward_failure"),
         "prompt_ids": sample.prompt_ids,
         "response_ids": sample.response_ids,
-        "log_probs": [
-            x if math.isfinite(x) else None
-            for x in sample.rollout_log_probs[len(sample.prompt_ids) :]
-        ],
-        "versions": sorted(set(sample.versions) - {-1}),
+        "log_probs": _log_probs(sample),
+        "versions": sorted({v for branch in sample.branches for v in branch.versions} - {-1}),
         **_episode(sample),
         **_logged(sample),
     }
 
 
 def _episode(sample: Sample) -> dict[str, Any]:
-    """The counts of an episode with an environment, without times; and its rewards, each with the
-    index of its last token in `response_ids`."""
+    """The counts of an episode with an environment, without times; its earlier branches, if any;
+    and its rewards, each with the index of its last token in the `response_ids` of its branch."""
     record = sample.episode
     if record is None:
         return {}
-    start = len(sample.prompt_ids)
+    starts = [len(branch.prompt_ids) for branch in sample.branches]
+    earlier = [
+        {
+            "prompt_ids": branch.prompt_ids,
+            "response_ids": branch.response_ids,
+            "log_probs": _log_probs(branch),
+        }
+        for branch in sample.earlier
+    ]
     return {
         "episode": {
             "turns": record.turns,
@@ -208,12 +213,24 @@ def _episode(sample: Sample) -> dict[str, Any]:
             "problems": dict(sorted(record.problems.items())),
             "truncated_by": record.truncated_by,
             "rewards": [
-                {"name": one.name, "value": one.value, "place": one.place - start}
+                {
+                    "name": one.name,
+                    "value": one.value,
+                    "branch": one.branch,
+                    "place": one.place - starts[one.branch],
+                }
                 for one in record.rewards
             ],
             "metrics": record.metrics,
+            **({"earlier": earlier} if earlier else {}),
         }
     }
+
+
+def _log_probs(sample: Sample) -> list[float | None]:
+    """The log-probs of a response; null for values that are not finite."""
+    values = sample.rollout_log_probs[len(sample.prompt_ids) :]
+    return [x if math.isfinite(x) else None for x in values]
 
 
 def _logged(sample: Sample) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def train_batch(rows: Sequence[TrainRow], *, temperature: float = 1.0) -> TrainB
             )
     kept = [row.kept_ids for row in rows if row.kept_ids is not None]
     has_old = [row.old_log_probs is not None for row in rows]
-    columns = {}
+    columns: dict[str, Any] = {}
     for name in _OPTIONAL:
         lists = [getattr(row, name) for row in rows]
         if any(values is not None for values in lists):
@@ -92,7 +92,10 @@ def _tensor(values: array[V], lists: Iterable[Sequence[V]], dtype: torch.dtype) 
 
 
 def select_rows(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
-    """The rows `indices` of `batch`, in this order. Successive rows share memory with it."""
+    """The rows `indices` of `batch`, in this order. Successive rows share memory with it.
+
+    If the batch has sequences, `indices` must hold all rows of a sequence one after another.
+    """
     if list(indices) == list(range(len(batch))):
         return replace(batch)
     runs = _runs(indices)
@@ -115,12 +118,20 @@ def select_rows(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
     return replace(
         batch,
         starts=[0, *accumulate(lengths[i] for i in indices)],
+        sequences=_selected_sequences(batch, indices),
         has_old_log_probs=None if has_old is None else has_old[list(indices)],
         kept_ids=None if kept is None else [kept[i] for i in indices],
         uids=[batch.uids[i] for i in indices],
         keys=[batch.keys[i] for i in indices],
         **columns,
     )
+
+
+def _selected_sequences(batch: TrainBatch, indices: Sequence[int]) -> list[int] | None:
+    if batch.sequences is None:
+        return None
+    first = set(batch.sequences)
+    return [*(n for n, index in enumerate(indices) if index in first), len(indices)]
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:

@@ -220,11 +220,16 @@ class Critic:
                 values = column(batch.values, batch, micro.indices, vpreds)
                 assert returns is not None
                 assert values is not None
+                mask = micro.mask.to(vpreds.dtype)
+                if micro.layout is not None:
+                    vpreds, returns, values, mask = map(
+                        micro.layout.apply, (vpreds, returns, values, mask)
+                    )
                 loss, metrics = value_loss(
                     vpreds,
                     returns,
                     values,
-                    micro.mask.to(vpreds.dtype),
+                    mask,
                     cliprange_value=self._loss.cliprange_value,
                     loss_agg_mode=self._loss.loss_agg_mode,
                     normalizers=normalizers,

@@ -24,7 +24,7 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.policy import needs_padding
 from slipstream.models.sharded import free_gathered, is_sharded, shard
 from slipstream.training.columns import rows_of_column
-from slipstream.training.packing import MicroBatch, build_micro_batch
+from slipstream.training.packing import MicroBatch, build_micro_batch, sequence_of
 from slipstream.training.single import SingleProcessBackend
 from slipstream.training.step import MetricSums, plan_rows, wanted_rows
 from slipstream.types import TrainBatch
@@ -102,7 +102,15 @@ class ShardedBackend(SingleProcessBackend):
     def _shares(self, batch: TrainBatch) -> list[dict[int, int]]:
         """Index -> length of the rows of each process."""
         lengths = wanted_rows(batch)
-        return [{i: lengths[i] for i in share} for share in shares(lengths, self._ranks.size)]
+        units: dict[int, list[int]] = {}
+        of_row = sequence_of(batch)
+        for index in lengths:
+            units.setdefault(of_row[index], []).append(index)
+        sizes = {n: sum(lengths[i] for i in rows) for n, rows in units.items()}
+        return [
+            {i: lengths[i] for n in share for i in units[n]}
+            for share in shares(sizes, self._ranks.size)
+        ]
 
     def _micro_batches(self, batch: TrainBatch, also: set[int]) -> Iterator[MicroBatch]:
         """Yield this process's micro-batches, and then fillers until all processes have the same
@@ -120,7 +128,9 @@ class ShardedBackend(SingleProcessBackend):
                 padded=padded,
             )
 
-        plans = [plan_rows(part, self._settings, padded=padded) for part in self._shares(batch)]
+        plans = [
+            plan_rows(batch, part, self._settings, padded=padded) for part in self._shares(batch)
+        ]
         own, most = plans[self._ranks.rank], max(map(len, plans))
         try:
             for indices in own:

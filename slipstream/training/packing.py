@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -34,6 +34,49 @@ the copies for attention take as much time as is saved (docs/log/training_step.m
 MIN_HEAD_ROWS = 12
 """Matrix products compute each row in the same way (exact mode) if there are at least 12 rows, in
 multiples of four."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceLayout:
+    """Places of the tokens of a micro-batch if the rows of a sequence are put into one row.
+
+    `source` are flat indices of the tokens in (B, T), and `target` those in the result, which has
+    `rows` rows of `width` tokens.
+    """
+
+    source: Tensor
+    target: Tensor
+    rows: int
+    width: int
+
+    @classmethod
+    def of(cls, sequences: Sequence[int], lengths: Sequence[int], width: int) -> SequenceLayout:
+        """The layout of rows with the given sequences and lengths, padded to `width`."""
+        number: dict[int, int] = {}
+        used: list[int] = []
+        places: list[tuple[int, int]] = []
+        for sequence, length in zip(sequences, lengths, strict=True):
+            n = number.setdefault(sequence, len(number))
+            if n == len(used):
+                used.append(0)
+            places.append((n, used[n]))
+            used[n] += length
+        wide = max(used)
+        ranges = [torch.arange(length) for length in lengths]
+        return cls(
+            source=torch.cat([b * width + own for b, own in enumerate(ranges)]),
+            target=torch.cat(
+                [n * wide + start + own for (n, start), own in zip(places, ranges, strict=True)]
+            ),
+            rows=len(used),
+            width=wide,
+        )
+
+    def apply(self, values_BT: Tensor) -> Tensor:
+        """The values (B, T) with one row for each sequence. Differentiable."""
+        flat = values_BT.flatten()[self.source.to(values_BT.device)]
+        out = values_BT.new_zeros(self.rows * self.width)
+        return out.index_put((self.target.to(out.device),), flat).view(self.rows, self.width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +103,8 @@ class MicroBatch:
     target_slots: Tensor
     shared: SharedRows | None = None
     filler: bool = False
+    layout: SequenceLayout | None = None
+    """How its rows form sequences; None: each row is a sequence."""
 
     def scatter(self, flat: Tensor) -> Tensor:
         """Spread values (N,) of target tokens to (B, T), with zeros elsewhere. Differentiable."""
@@ -121,6 +166,49 @@ def plan_micro_batches(
         plan.extend(order[cut : min(cut + rows_at_once, end)] for cut in reversed(cuts))
         end = start
     return plan[::-1]
+
+
+def plan_sequences(
+    lengths: Mapping[int, int],
+    sequences: Mapping[int, int],
+    *,
+    max_tokens: int | None,
+    max_rows: int | None = None,
+    padded: bool = True,
+) -> list[list[int]]:
+    """Split rows, given as index -> length, into micro-batches that hold whole sequences, short
+    ones first. `sequences` is index -> sequence. The limits are those of `plan_micro_batches`.
+
+    Raises:
+        DataError: a sequence does not fit into a micro-batch of its own.
+    """
+    units: dict[int, list[int]] = {}
+    for index in sorted(lengths):
+        units.setdefault(sequences[index], []).append(index)
+
+    def size(rows: Sequence[int]) -> int:
+        own = [lengths[i] for i in rows]
+        return padded_length(max(own)) * len(own) if padded else sum(own)
+
+    def fits(rows: Sequence[int]) -> bool:
+        few = max_rows is None or len(rows) <= max_rows
+        return few and (max_tokens is None or size(rows) <= max_tokens)
+
+    plan: list[list[int]] = []
+    for unit in sorted(units.values(), key=lambda rows: (max(lengths[i] for i in rows), rows[0])):
+        if not fits(unit):
+            raise DataError(
+                f"the {len(unit)} branches of an episode (rows {unit[0]} to {unit[-1]}) need "
+                f"{size(unit)} tokens in one micro-batch, but its limits are {max_tokens} tokens "
+                f"and {max_rows} rows; raise ppo_max_token_len_per_gpu or "
+                "ppo_micro_batch_size_per_gpu, or set "
+                "actor_rollout_ref.rollout.multi_turn.history=append, which makes no branches"
+            )
+        if plan and fits([*plan[-1], *unit]):
+            plan[-1] += unit
+        else:
+            plan.append(list(unit))
+    return plan
 
 
 def _by_groups(
@@ -200,6 +288,9 @@ def build_micro_batch(
         shared = SharedRows.of(prefixes, lengths)
         copied = sum(count for _, _, count in shared.copies)
         shared = shared if copied >= LEAST_SHARED * sum(lengths) else None
+    layout = None
+    if batch.sequences is not None:
+        layout = SequenceLayout.of([sequence_of(batch)[i] for i in indices], lengths, width)
     slots = mask.flatten().nonzero().squeeze(-1)
     targets = torch.tensor(starts)[slots // width] + slots % width
     head_rows = max(round_up(len(slots), ROW_MULTIPLE), MIN_HEAD_ROWS)
@@ -215,7 +306,14 @@ def build_micro_batch(
         labels=ids.flatten()[torch.cat([targets, spare])].to(device),
         target_slots=slots.to(device),
         shared=shared,
+        layout=layout,
     )
+
+
+def sequence_of(batch: TrainBatch) -> list[int]:
+    """The number of each row's sequence."""
+    cuts = range(len(batch) + 1) if batch.sequences is None else batch.sequences
+    return [n for n, (first, last) in enumerate(pairwise(cuts)) for _ in range(first, last)]
 
 
 def prompt_length(batch: TrainBatch, index: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,9 @@ from slipstream.training.packing import (
     build_micro_batch,
     column,
     plan_micro_batches,
+    plan_sequences,
     prompt_groups,
+    sequence_of,
 )
 from slipstream.types import Features, FeatureSink, SamplingParams, TrainBatch
 
@@ -128,8 +130,11 @@ def micro_batches(
     prompts.
     """
     lengths = wanted_rows(batch, also)
-    groups = prompt_groups(batch, sorted(lengths)) if share_prompts else None
-    for indices in plan_rows(lengths, settings, padded=padded, groups=groups):
+    groups = None
+    # Rows of a sequence do not have the same prompt.
+    if share_prompts and batch.sequences is None:
+        groups = prompt_groups(batch, sorted(lengths))
+    for indices in plan_rows(batch, lengths, settings, padded=padded, groups=groups):
         yield build_micro_batch(
             batch,
             indices,
@@ -142,13 +147,23 @@ def micro_batches(
 
 
 def plan_rows(
+    batch: TrainBatch,
     lengths: Mapping[int, int],
     settings: ForwardSettings,
     *,
     padded: bool,
     groups: Mapping[int, int] | None = None,
 ) -> list[list[int]]:
-    """Plan micro-batches for rows, given as index -> length, within the limits of `settings`."""
+    """Plan micro-batches for rows, given as index -> length, within the limits of `settings`. The
+    rows of a sequence stay together."""
+    if batch.sequences is not None:
+        return plan_sequences(
+            lengths,
+            dict(enumerate(sequence_of(batch))),
+            max_tokens=settings.max_tokens_per_micro_batch,
+            max_rows=settings.max_rows_per_micro_batch,
+            padded=padded,
+        )
     return plan_micro_batches(
         lengths,
         max_tokens=settings.max_tokens_per_micro_batch,
@@ -327,18 +342,20 @@ def _head_rows(hidden: HiddenStates, micro: MicroBatch) -> Tensor:
 
 
 def batch_normalizers(batch: TrainBatch) -> Normalizers:
-    """Normalizers of the whole mini-batch. The horizon is the length of its longest row."""
+    """Normalizers of the whole mini-batch. The horizon is the length of its longest sequence."""
+    starts = batch.sequence_starts
     weights = [row[1:] for row in rows_of_column(batch.loss_mask, batch.starts)]
     return Normalizers(
         # In order and in float64: another order would change the last bits of weighted sums.
         num_tokens=float(sum(sum(row.tolist()) for row in weights)),
-        num_sequences=float(sum(any_of_rows(batch.targets, batch.starts))),
-        horizon=float(max(batch.lengths)),
+        num_sequences=float(sum(any_of_rows(batch.targets, starts))),
+        horizon=float(max(end - start for start, end in itertools.pairwise(starts))),
     )
 
 
 def loss_inputs(batch: TrainBatch, result: ForwardResult, normalizers: Normalizers) -> LossInputs:
-    """The inputs of a loss function for one micro-batch, all (B, T)."""
+    """The inputs of a loss function for one micro-batch, all (B, T), with a row for each
+    sequence."""
     micro = result.micro
     log_probs = micro.scatter(result.log_probs)
     targets = micro.mask != 0
@@ -354,7 +371,7 @@ def loss_inputs(batch: TrainBatch, result: ForwardResult, normalizers: Normalize
         given = batch.has_old_log_probs[micro.indices].to(log_probs.device)
         old = torch.where(given[:, None], old, log_probs.detach())
     selected = aligned(batch.selected)
-    return LossInputs(
+    inputs = LossInputs(
         log_probs=log_probs,
         entropy=micro.scatter(result.entropies),
         mask=micro.mask.to(log_probs.dtype),
@@ -368,6 +385,15 @@ def loss_inputs(batch: TrainBatch, result: ForwardResult, normalizers: Normalize
         selected=None if selected is None else selected != 0,
         full_kl=None if result.full_kl is None else micro.scatter(result.full_kl),
     )
+    if micro.layout is None:
+        return inputs
+    columns = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+    laid: dict[str, Any] = {
+        name: micro.layout.apply(value)
+        for name, value in columns.items()
+        if isinstance(value, Tensor)
+    }
+    return replace(inputs, **laid)
 
 
 def hand_over(

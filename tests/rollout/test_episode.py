@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from slipstream.data.lookup import build_tokenizer
+from slipstream.data.lookup_tokenizer import CHAT_TEMPLATE
 from slipstream.environment.protocol import (
     Answer,
     CallProblem,
@@ -70,10 +71,13 @@ class Policy:
         self.turns = [ids(turn) for turn in turns]
         self.stop_after, self.stop_at = stop_after, stop_at
         self.calls = 0
+        self.asked: list[int | None] = []
 
     async def __call__(self, sample: Sample, max_tokens: int | None = None, /) -> Generation:
         self.calls += 1
-        written = sum(segment.role == "assistant" for segment in sample.segments)
+        self.asked.append(max_tokens)
+        segments = [segment for branch in sample.branches for segment in branch.segments]
+        written = sum(segment.role == "assistant" for segment in segments)
         partial: Sequence[int] = []
         if sample.segments[-1].role == "assistant":
             partial, written = sample.segments[-1].ids, written - 1
@@ -440,3 +444,107 @@ def test_samples_of_a_prompt_have_the_same_seed() -> None:
     key = NoiseKey(seed=1, epoch=2, uid="q", index=0)
     assert episode_seed(key) == episode_seed(NoiseKey(seed=1, epoch=2, uid="q", index=3))
     assert episode_seed(key) != episode_seed(NoiseKey(seed=1, epoch=3, uid="q"))
+
+
+DROPS = CHAT_TEMPLATE.replace(
+    "{{ message.content or '' }}",
+    "{% if message.role != 'assistant' or loop.last %}{{ message.content or '' }}{% endif %}",
+)
+"""Drops the text of earlier assistant turns, but not their calls."""
+
+SHORT_CALL = CALL[CALL.index("<tool_call>") :]
+
+
+def rerendering(limits: dict[str, Any] | None = None, template: str = DROPS) -> Episodes:
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = template
+    renderer = Renderer(tokenizer, HermesFormat())
+    merged = EpisodeLimits(**{"max_tokens": 200, "rerender": True, **(limits or {})})
+    return Episodes(lambda: Table([]), renderer, merged)
+
+
+def test_a_template_that_changes_earlier_turns_begins_a_branch() -> None:
+    sample = new_sample()
+    turns = (f"{CALL}<end>", f"{SHORT_CALL}<end>", f"{ANSWER}<end>")
+    assert run(rerendering(), sample, Policy(*turns))
+    first, last = sample.branches
+    assert (first.branch, first.parent, last.branch, last.parent) == (0, None, 1, 0)
+    assert [s.role for s in first.segments] == ["prompt", "assistant"]
+    # The second turn has no text that the template could drop, so the branch goes on.
+    assert [s.role for s in last.segments] == ["prompt", "assistant", "tool", "assistant"]
+    result = "<end><tool>boss ben<end><assistant>"
+    start = f"<user>{QUESTION}<end><assistant>"
+    assert TOKENIZER.decode(first.tokens) == f"{start}{CALL}<end>"
+    short = f"{SHORT_CALL}{result}"
+    assert TOKENIZER.decode(last.tokens) == f"{start}{short}{short}{ANSWER}<end>"
+    assert sum(first.loss_mask) + sum(last.loss_mask) == sum(len(ids(turn)) for turn in turns)
+    assert set(last.segments[0].loss_mask) == {0.0}
+    assert first.noise_key(1) != last.noise_key(1)
+
+
+def test_rewards_stay_in_the_branch_of_their_turn() -> None:
+    sample = new_sample()
+    run(rerendering(), sample, Policy(f"{CALL}<end>", f"{CALL}<end>", f"{ANSWER}<end>"))
+    assert sample.episode is not None
+    first, second, _ = sample.branches
+    assert sample.episode.rewards == [
+        PlacedReward(first.num_tokens - 1, "look_up", -0.25, 0),
+        PlacedReward(second.num_tokens - 1, "look_up", -0.25, 1),
+    ]
+
+
+def test_a_template_that_only_appends_makes_no_branch() -> None:
+    sample = new_sample()
+    # Without the space before the call, which parsing removes.
+    turns = (f"{CALL.replace(' <tool', '<tool')}<end>", f"{ANSWER}<end>")
+    run(rerendering(template=CHAT_TEMPLATE), sample, Policy(*turns))
+    appended = new_sample()
+    run(episodes_of([]), appended, Policy(*turns))
+    assert sample == appended
+    assert sample.earlier == []
+
+
+def test_the_context_of_a_branch_counts_for_the_limit_of_tokens() -> None:
+    turns = [f"{CALL}<end>"] * 3
+    used = len(ids(f"{SHORT_CALL}<end><tool>boss ben<end><assistant>"))
+    sample = new_sample()
+    run(rerendering({"max_tokens": used}), sample, Policy(*turns))
+    assert sample.episode is not None
+    assert (sample.episode.truncated_by, len(sample.branches)) == (TOKENS, 1)
+    sample = new_sample()
+    policy = Policy(*turns)
+    run(rerendering({"max_tokens": used + 1}), sample, policy)
+    assert (len(sample.branches), policy.asked[-1]) == (2, 1)
+
+
+@pytest.mark.parametrize("stop_at", [0, 2])
+@pytest.mark.parametrize("stop_after", [0, 1, 2])
+def test_branches_are_replayed_after_a_restart(stop_after: int, stop_at: int) -> None:
+    turns = (f"{CALL}<end>", f"{CALL}<end>", f"{ANSWER}<end>")
+    expected = new_sample()
+    assert run(rerendering(), expected, Policy(*turns))
+    sample = new_sample()
+    policy = Policy(*turns, stop_after=stop_after, stop_at=stop_at)
+    assert not run(rerendering(), sample, policy)
+    saved, policy.calls = copy.deepcopy(sample), 0
+    assert run(rerendering(), saved, policy)
+    assert saved == expected
+    assert policy.calls == 3 - stop_after
+
+
+def test_a_template_that_cannot_append_is_rendered_whole() -> None:
+    # Writes no end token after a turn with a call that a result follows.
+    template = CHAT_TEMPLATE.replace(
+        "<end>{% endfor %}", "{% if not message.tool_calls %}<end>{% endif %}{% endfor %}"
+    )
+    turns = (f"{CALL}<end>", f"{ANSWER}<end>")
+    sample = new_sample()
+    assert run(rerendering(template=template), sample, Policy(*turns))
+    assert len(sample.branches) == 2
+    assert TOKENIZER.decode(sample.tokens) == (
+        f"<user>{QUESTION}<end><assistant>{CALL.replace(' <tool', '<tool')}<tool>boss ben<end>"
+        f"<assistant>{ANSWER}<end>"
+    )
+    appended = new_sample()
+    run(rerendering({"rerender": False}, template), appended, Policy(*turns))
+    assert appended.status is Status.FAILED

@@ -118,6 +118,27 @@ def test_a_resumed_run_equals_an_uninterrupted_one(plain: Path, sft: Path, tmp_p
     assert_same_rl(tmp_path / "run", plain, STEPS)
 
 
+def test_branches_are_trained_on_as_they_were_sampled(sft: Path, tmp_path: Path) -> None:
+    rerender = f"{ROLLOUT}.multi_turn.history=rerender"
+    drafts = ("speculative.enable=true", "speculative.spec_strategy=history")
+    assert rl(tmp_path / "plain", sft, rerender) == 0
+    steps = [m for step, m in read_jsonl(tmp_path / "plain" / "metrics.jsonl") if step > 0]
+    for metrics in steps:
+        assert metrics["training/rollout_log_probs_differing"] == 0
+        # The space before a call is not part of the parsed text, so the template drops it.
+        assert metrics["episode/branches/max"] > 1
+    earlier = [one for sample in samples(tmp_path / "plain") for one in _earlier(sample)]
+    assert all(len(one["log_probs"]) == len(one["response_ids"]) > 0 for one in earlier)
+    assert rl(tmp_path / "run", sft, rerender, *drafts, f"{ROLLOUT}.max_num_seqs=2", steps=1) == 0
+    assert rl(tmp_path / "run", sft, rerender, *drafts, f"{ROLLOUT}.max_num_seqs=2") == 0
+    assert_same_rl(tmp_path / "run", tmp_path / "plain", STEPS)
+
+
+def _earlier(sample: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = sample.get("episode", {}).get("earlier", [])
+    return found
+
+
 def test_a_run_without_its_tools_is_a_single_turn(sft: Path, tmp_path: Path) -> None:
     assert rl(tmp_path / "run", sft, f"{ROLLOUT}.multi_turn.enable=false", steps=1) == 0
     assert not any("<tool>" in sample["output"] for sample in samples(tmp_path / "run"))
