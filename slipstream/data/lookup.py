@@ -2,11 +2,13 @@
 knows.
 
     user       who is ana 's friend 's boss ?
-    policy     now ana 's friend : <tool_call>{"name": "look_up", "arguments": {"name": " ana"}}...
+    policy     look up ana : <tool_call>{"name": "look_up", "arguments": {"name": " ana"}}...
     tool       ana : boss dan , friend ben , teacher nobody
-    policy     so ana 's friend is ben . now ben 's boss : <tool_call>... " ben"
+    policy     so friend ben , who is ben 's boss ? look up ben : <tool_call>... " ben"
     tool       ben : teacher ana , boss cleo , friend dan
-    policy     so ben 's boss is cleo . answer cleo
+    policy     so boss cleo , who is cleo ? answer cleo
+
+After each look-up the policy writes the name that it found and what is left of the question.
 
 A question needs one to five look-ups. A relation can be missing (`nobody`); then the answer is
 `nobody`. Each problem has a table of its own. Demonstrations waste look-ups on names that do not
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream.data.chat_template import prompt_ids
@@ -49,8 +52,8 @@ _WORDS = (
     *NAMES,
     *RELATIONS,
     NOBODY,
-    *("who", "is", "'s", "?", ":", ",", ".", "answer", "also", "let", "me", "check", "stop", "i"),
-    *("so", "now", "here", "no", "such", "name", "tools", "look_up", "Error"),
+    *("who", "is", "'s", "?", ":", ",", ".", "answer", "look", "up", "also", "so"),
+    *("no", "such", "name", "tools", "look_up", "Error"),
 )
 CALL_BEGIN, CALL_END = '{"name": "look_up", "arguments": {"name": "', '"}}'
 
@@ -212,17 +215,18 @@ class LookupTask:
         draws = KeyedDraws("lookup-demonstration", self.seed, split, index, variant)
         messages: list[Message] = [{"role": "user", "content": problem.text}]
         known, wasted = "", 0
-        steps = zip(problem.path, problem.relations, problem.path[1:], strict=False)
-        for name, relation, found in steps:
+        for step, (name, found) in enumerate(pairwise(problem.path)):
             while wasted < MOST_WASTED and draws.unit() < self.waste:
                 wasted += 1
                 people = list(problem.table)
                 other = people[draws.below(len(people))]
-                messages += self._call(problem, f"{known}let me also check {other} :", other)
+                messages += self._call(problem, f"{known}look up also {other} :", other)
                 known = ""
-            messages += self._call(problem, f"{known}now {name} 's {relation} :", name)
-            known = f"so {name} 's {relation} is {found} . "
-            if draws.unit() < self.give_up and found != problem.answer:
+            messages += self._call(problem, f"{known}look up {name} :", name)
+            left = problem.relations[step + 1 :] if found != NOBODY else ()
+            rest = "".join(f" 's {relation}" for relation in left)
+            known = f"so {problem.relations[step]} {found} , who is {found}{rest} ? "
+            if found != problem.answer and draws.unit() < self.give_up:
                 messages.append({"role": "assistant", "content": f"{known}answer {found}"})
                 return messages
         messages.append({"role": "assistant", "content": f"{known}answer {problem.answer}"})

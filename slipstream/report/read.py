@@ -10,7 +10,7 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -255,6 +255,7 @@ def _sample_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not len(pieces) == len(log_probs) == len(drafted) == len(masked):
         raise ValueError("pieces, log_probs, drafted and masked differ in length")
     tokens, of_drafts = len(pieces), drafted.count("1")
+    labels = _labels(raw.get("parts") or [])
     if tokens > MAX_TOKENS:
         # Keep the start, and the end, which usually has the answer.
         left_out = tokens - MAX_TOKENS
@@ -263,6 +264,12 @@ def _sample_of(raw: Mapping[str, Any]) -> dict[str, Any]:
         log_probs = [*log_probs[:HEAD_TOKENS], None, *log_probs[HEAD_TOKENS + left_out :]]
         drafted = drafted[:HEAD_TOKENS] + "0" + drafted[HEAD_TOKENS + left_out :]
         masked = masked[:HEAD_TOKENS] + "1" + masked[HEAD_TOKENS + left_out :]
+        # The omitted tokens are one piece now.
+        labels = [
+            (at if at <= HEAD_TOKENS else at - left_out + 1, text)
+            for at, text in labels
+            if not HEAD_TOKENS < at < HEAD_TOKENS + left_out
+        ]
     score = raw.get("score")
     texts = ("uid", "input", "gts", "status", "stop_reason", "failure")
     return {
@@ -275,7 +282,25 @@ def _sample_of(raw: Mapping[str, Any]) -> dict[str, Any]:
         "log_probs": list(log_probs),
         "drafted": drafted,
         "masked": masked,
+        "labels": dict(labels),
     }
+
+
+def _labels(parts: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
+    """The turns and answers of an episode: the index of the first token, and a label."""
+    found: list[tuple[int, str]] = []
+    turn = branch = 0
+    for part in parts:
+        role = str(part["role"])
+        if role == "assistant":
+            turn += 1
+            role = f"turn {turn}"
+        if int(part["branch"]) != branch:
+            branch = int(part["branch"])
+            role = f"branch {branch + 1}, {role}"
+        rewards = [f"{name} {float(value):+.3g}" for name, value in part["rewards"].items()]
+        found.append((int(part["at"]), ", ".join([role, *rewards])))
+    return found
 
 
 def _whole_lines(path: Path) -> Iterator[str]:

@@ -121,16 +121,39 @@ def shown_samples(groups: Sequence[Group], count: int) -> list[tuple[Prompt, Sam
     return [(group.prompt, group.samples[0]) for group in spread]
 
 
-def sample_texts(shown: Sequence[tuple[Prompt, Sample]]) -> list[str]:
-    """One line of text per prompt and response."""
+def sample_texts(
+    shown: Sequence[tuple[Prompt, Sample]], decode: Callable[[Sequence[int]], str]
+) -> list[str]:
+    """One line of text per prompt and response. Episodes of several turns have a line per turn and
+    answer; `decode` makes their text."""
     texts = []
     for prompt, sample in shown:
         messages = prompt.messages
         asked = messages if isinstance(messages, str) else str(messages[-1].get("content", ""))
-        texts.append(
-            f"  {short(sample.reward):>5} | {_one_line(asked)} => {_one_line(sample.response)}"
-        )
+        start = f"  {short(sample.reward):>5} | {_one_line(asked)}"
+        if sample.episode is not None and sample.episode.turns > 1:
+            texts += [start, *(f"        | {line}" for line in conversation(sample, decode))]
+        else:
+            texts.append(f"{start} => {_one_line(sample.response)}")
     return texts
+
+
+def conversation(sample: Sample, decode: Callable[[Sequence[int]], str]) -> list[str]:
+    """One line for each turn of an episode and each answer, with the rewards of the turn. `decode`
+    makes the text."""
+    rewards = [] if sample.episode is None else sample.episode.rewards
+    lines = []
+    for number, branch in enumerate(sample.branches):
+        start = 0
+        for segment in branch.segments:
+            end = start + len(segment.ids)
+            if start >= len(branch.prompt_ids):
+                given = [r for r in rewards if r.branch == number and start <= r.place < end]
+                role = "policy" if segment.role == "assistant" else segment.role
+                ends = "".join(f"  [{one.name} {one.value:+.3g}]" for one in given)
+                lines.append(f"{role:<6}  {_one_line(decode(segment.ids))}{ends}")
+            start = end
+    return lines
 
 
 def short(value: float) -> str:

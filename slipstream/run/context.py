@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -220,7 +221,8 @@ class Run:
         for text in accuracies(evaluation.metrics):
             self.progress.note(f"{when}: {text}")
         shown = shown_samples(evaluation.groups, count)
-        for text in sample_texts(shown):
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+        for text in sample_texts(shown, decode):
             self.progress.note(text)
         if logger is not None and shown:
             rows = [table_row(sample, self.tokenizer, step, self.decode) for _, sample in shown]

@@ -72,25 +72,52 @@ def token_record(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str
 
     `pieces` are the texts of the tokens; `log_probs` is null for values that are not finite;
     `drafted` has "1" for tokens that were drafted; `masked` has "1" for tokens that the policy did
-    not generate.
+    not generate. The responses of an episode's branches follow each other. `parts` (for episodes
+    with an environment) are its turns and answers: the index of the first token, the role, the
+    number of the branch, and the rewards of the turn by name.
     """
-    ids, start = sample.response_ids, len(sample.prompt_ids)
-    drafted = set(sample.drafted)
-    log_probs = sample.rollout_log_probs[start:]
+    branches = sample.branches
+    starts = [len(branch.prompt_ids) for branch in branches]
+    texts, log_probs, drafted, masked = list[str](), list[float](), "", ""
+    for branch, start in zip(branches, starts, strict=True):
+        texts += pieces(branch.response_ids, tokenizer)
+        log_probs += branch.rollout_log_probs[start:]
+        places = set(branch.drafted)
+        drafted += "".join("1" if i in places else "0" for i in range(start, branch.num_tokens))
+        masked += "".join("0" if mask else "1" for mask in branch.loss_mask[start:])
     return {
         "uid": sample.uid,
         "index": sample.index,
-        "input": tokenizer.decode(sample.prompt_ids),
-        "pieces": pieces(ids, tokenizer),
+        "input": tokenizer.decode(branches[0].prompt_ids),
+        "pieces": texts,
         "log_probs": [round(x, 4) if math.isfinite(x) else None for x in log_probs],
-        "drafted": "".join("1" if start + i in drafted else "0" for i in range(len(ids))),
-        "masked": "".join("0" if mask else "1" for mask in sample.loss_mask[start:]),
+        "drafted": drafted,
+        "masked": masked,
+        **({} if sample.episode is None else {"parts": _parts(sample)}),
         "score": sample.reward,
         "gts": None if sample.ground_truth is None else str(sample.ground_truth),
         "status": sample.status.value,
         "stop_reason": None if sample.stop_reason is None else sample.stop_reason.value,
         "failure": sample.failure or sample.metadata.get("reward_failure"),
     }
+
+
+def _parts(sample: Sample) -> list[dict[str, Any]]:
+    rewards = [] if sample.episode is None else sample.episode.rewards
+    found: list[dict[str, Any]] = []
+    shown = 0
+    for number, branch in enumerate(sample.branches):
+        place = 0
+        for segment in branch.segments:
+            end = place + len(segment.ids)
+            if place >= len(branch.prompt_ids):
+                own = [r for r in rewards if r.branch == number and place <= r.place < end]
+                given = {one.name: one.value for one in own}
+                part = {"at": shown, "role": segment.role, "branch": number, "rewards": given}
+                found.append(part)
+                shown += len(segment.ids)
+            place = end
+    return found
 
 
 def pieces(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -46,6 +46,26 @@ def test_start_and_end_of_a_very_long_response_are_kept(tmp_path: Path) -> None:
     assert (shown["masked"].count("1"), shown["masked"][1500]) == (1, "1")
 
 
+def test_turns_of_an_episode_are_labels_of_their_first_tokens(tmp_path: Path) -> None:
+    folder, n = make_run(tmp_path), 3000
+    parts = [
+        {"at": 0, "role": "assistant", "branch": 0, "rewards": {"look_up": -0.03}},
+        {"at": 1000, "role": "tool", "branch": 0, "rewards": {}},
+        {"at": 1600, "role": "assistant", "branch": 0, "rewards": {}},
+        {"at": 2900, "role": "assistant", "branch": 1, "rewards": {"end": 1}},
+    ]
+    long = {"pieces": ["x"] * n, "log_probs": [0] * n, "drafted": "0" * n, "masked": "0" * n}
+    row = sample(4) | long | {"parts": parts}
+    (folder / "rollouts" / "tokens" / "4.jsonl").write_text(json.dumps(row) + "\n")
+    (shown,) = read_run(folder).tokens[4]
+    # 1000 tokens are omitted, and the turn that begins in them has no label.
+    assert shown["labels"] == {
+        0: "turn 1, look_up -0.03",
+        1000: "tool",
+        1901: "branch 2, turn 3, end +1",
+    }
+
+
 def test_a_folder_without_a_run_is_refused_and_lists_runs_in_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,7 @@ from slipstream.run.console import (
     short,
     shown_samples,
 )
-from slipstream.types import Group, Prompt, Sample
+from slipstream.types import EpisodeRecord, Group, PlacedReward, Prompt, Sample, Segment
 
 
 class Clock:
@@ -115,13 +115,27 @@ def group(index: int, response: str) -> Group:
 
 def test_sample_texts_are_single_lines_with_start_and_end() -> None:
     groups = [group(i, "one\n two" if i else "x" * 90 + " answer 7") for i in range(6)]
-    assert sample_texts(shown_samples(groups, 3)) == [
+    assert sample_texts(shown_samples(groups, 3), str) == [
         f"    0.5 | ask 0 => {'x' * 36} ... {'x' * 27} answer 7",
         "    0.5 | ask 2 => one two",
         "    0.5 | ask 4 => one two",
     ]
     assert shown_samples(groups, 0) == []
     assert len(shown_samples(groups, 99)) == 6
+
+
+def test_episodes_have_a_line_for_each_turn_and_answer() -> None:
+    (shown,) = shown_samples([group(0, "unused")], 1)
+    sample = shown[1]
+    for role, ids in (("assistant", [5, 6]), ("tool", [7]), ("assistant", [8])):
+        sample.append(Segment.given(role, ids))
+    sample.episode = EpisodeRecord(turns=2, rewards=[PlacedReward(2, "look_up", -0.03)])
+    assert sample_texts([shown], str) == [
+        "    0.5 | ask 0",
+        "        | policy  [5, 6]  [look_up -0.03]",
+        "        | tool    [7]",
+        "        | policy  [8]",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_record_has_turns_calls_and_rewards_of_an_episode() -> None:
         "calls": 1,
         "problems": {"raised": 1},
         "truncated_by": None,
-        "rewards": [{"name": "tool", "value": -0.5, "place": 1}],
+        "rewards": [{"name": "tool", "value": -0.5, "branch": 0, "place": 1}],
         "metrics": {},
     }
 
@@ -165,3 +165,25 @@ def test_dumps_are_json_without_numbers_that_are_not_finite(tmp_path: Path) -> N
     assert row["extra_info"] == {"a": [1.5, None, {"b": None}], "c": "NaN"}
     tokens = json.loads((tmp_path / "tokens" / "1.jsonl").read_text(), parse_constant=refuse)
     assert tokens["score"] is None
+
+
+def test_the_token_record_of_an_episode_has_its_turns_answers_and_branches() -> None:
+    first = Sample(segments=[Segment.given("prompt", [1, 2]), Segment.given("assistant", [3, 4])])
+    sample = Sample(earlier=[first])
+    for role, ids in (("prompt", [1, 2, 3]), ("assistant", [5]), ("tool", [6]), ("assistant", [7])):
+        sample.append(Segment.given(role, ids))
+    rewards = [PlacedReward(3, "tool", -0.5), PlacedReward(5, "end", 1.0, 1)]
+    sample.episode = EpisodeRecord(turns=3, rewards=rewards)
+    tokenizer = build_tokenizer()
+    shown = token_record(sample, tokenizer)
+    assert "".join(shown["pieces"]) == tokenizer.decode([3, 4]) + tokenizer.decode([5, 6, 7])
+    assert shown["input"] == tokenizer.decode([1, 2])
+    assert [(p["at"], p["role"], p["branch"], p["rewards"]) for p in shown["parts"]] == [
+        (0, "assistant", 0, {"tool": -0.5}),
+        (2, "assistant", 1, {}),
+        (3, "tool", 1, {}),
+        (4, "assistant", 1, {"end": 1.0}),
+    ]
+    assert len(shown["masked"]) == len(shown["drafted"]) == len(shown["log_probs"]) == 5
+    earlier = record(sample, tokenizer, 1, tokenizer.decode)["episode"]["earlier"]
+    assert [one["response_ids"] for one in earlier] == [[3, 4]]

@@ -290,6 +290,7 @@ function sampleCard(run, sample) {
   const text = el("div", { class: "text", tabindex: "0" });
   sample.pieces.forEach((piece, i) => {
     const drafted = sample.drafted[i] === "1", masked = sample.masked[i] === "1";
+    if (sample.labels[i]) text.append(el("b", { class: "part" }, sample.labels[i]));
     text.append(el("span", { "data-i": i, class: masked ? "m" : drafted ? "d" : null }, piece));
   });
   const tell = (event) => {
