@@ -289,8 +289,12 @@ def _quickstart_flags(command: argparse.ArgumentParser) -> None:
         "--output",
         metavar="DIR",
         type=Path,
-        default=Path("runs/quickstart"),
-        help="run folder (default: runs/quickstart)",
+        help="run folder (default: runs/quickstart; with --agent: runs/quickstart_agent)",
+    )
+    command.add_argument(
+        "--agent",
+        action="store_true",
+        help="train an agent instead: it answers questions by calling a tool",
     )
     command.add_argument("--seed", metavar="N", type=int, default=1, help="seed (default: 1)")
     command.add_argument(
@@ -326,13 +330,14 @@ def _run_quickstart(args: argparse.Namespace, _: list[str]) -> int:
         from slipstream.run.quickstart import main as quickstart
 
     return quickstart(
-        args.output,
+        args.output or Path("runs", "quickstart_agent" if args.agent else "quickstart"),
         args.seed,
         args.recipe,
         args.sft_control,
         args.bf16,
         args.speculation,
         args.cold_start,
+        args.agent,
     )
 
 
@@ -522,11 +527,12 @@ COMMANDS = (
     ),
     Command(
         name="quickstart",
-        summary="train a small model to play Countdown in minutes, and print a report",
-        usage="slipstream quickstart [--output DIR] [--seed N] [--recipe NAME] [--sft-control] "
-        "[--no-bf16] [--no-speculation]",
+        summary="train a small model to play Countdown, or to use a tool, in minutes",
+        usage="slipstream quickstart [--agent] [--output DIR] [--seed N] [--recipe NAME] "
+        "[--sft-control] [--no-bf16] [--no-speculation]",
         examples="""\
   slipstream quickstart
+  slipstream quickstart --agent
   slipstream quickstart --output runs/second --seed 2 --sft-control""",
         flags=_quickstart_flags,
         run=_run_quickstart,

@@ -363,6 +363,12 @@ class Sample(_FlatViews):
         return [token for branch in self.branches for token in branch.response_ids]
 
     @property
+    def num_sampled(self) -> int:
+        """Number of tokens that a policy sampled, in all branches."""
+        segments = [segment for branch in self.branches for segment in branch.segments]
+        return sum(len(segment.ids) for segment in segments if segment.role == "assistant")
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens of prompt and response together."""
         return sum(len(segment.ids) for segment in self.segments)

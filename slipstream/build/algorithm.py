@@ -77,6 +77,7 @@ def rl_config(config: Config, num_steps: int, start_step: int) -> RLTrainingConf
     return RLTrainingConfig(
         num_steps=num_steps,
         start_step=start_step,
+        max_failed_share=r.max_failed_share,
         loss=policy_loss_fn(
             loss_mode=mode,
             loss_agg_mode=a.loss_agg_mode,

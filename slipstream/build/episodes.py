@@ -195,7 +195,7 @@ def _tool_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episod
             f"{_KEY}.function_tool_path=FILE, tool_config_path or interaction_config_path, or "
             f"{_KEY}.enable=null"
         )
-    toolbox = Toolbox(tools, _tool_limits(config))
+    toolbox = Toolbox(tools, _tool_limits(config, tokenizer))
 
     def make() -> ToolEnvironment:
         return ToolEnvironment(
@@ -223,8 +223,10 @@ def _environment_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) ->
         return created(found, {}, settings.kwargs, what=key, own_key=f"{key}.kwargs")
 
     if is_trl_environment(found):
+        limits = _tool_limits(config, tokenizer)
         kwargs = json.dumps(to_dict(config)["actor_rollout_ref"]["rollout"]["multi_turn"])
-        factory = _trl_factory(found, kwargs, _Checked(make, partial(found, **settings.kwargs)))
+        first = _Checked(make, partial(found, **settings.kwargs))
+        factory = _trl_factory(found, kwargs, first, limits)
         renderer.check(factory.schemas, results=True)
         alone = factory.gives_reward and not _has_rewards(config)
         return Episodes(factory, renderer, _episode_limits(config, scores_itself=alone))
@@ -267,20 +269,13 @@ class _Checked:
 _factories: dict[tuple[Any, str], TrlFactory] = {}
 
 
-def _trl_factory(found: Any, settings: str, make: Callable[[], Any]) -> TrlFactory:
+def _trl_factory(
+    found: Any, settings: str, make: Callable[[], Any], limits: ToolLimits
+) -> TrlFactory:
     """The factory of a class and its settings; training and validation share its objects."""
     if (found, settings) not in _factories:
-        limits = ToolLimits(**_limits_in(json.loads(settings)))
         _factories[found, settings] = TrlFactory(make, limits)
     return _factories[found, settings]
-
-
-def _limits_in(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "max_parallel_calls": settings["max_parallel_calls"],
-        "max_characters": settings["max_tool_response_length"],
-        "truncate_side": settings["tool_response_truncate_side"],
-    }
 
 
 def _has_rewards(config: Config) -> bool:
@@ -289,9 +284,26 @@ def _has_rewards(config: Config) -> bool:
     return bool(config.custom_reward_function.path or rewards.enable or rewards.terms)
 
 
-def _tool_limits(config: Config) -> ToolLimits:
-    settings = to_dict(config)["actor_rollout_ref"]["rollout"]["multi_turn"]
-    return ToolLimits(**_limits_in(settings))
+def _tool_limits(config: Config, tokenizer: PreTrainedTokenizerBase) -> ToolLimits:
+    settings = config.actor_rollout_ref.rollout.multi_turn
+    if settings.max_tool_response_tokens is not None and not tokenizer.is_fast:
+        raise ConfigError(
+            f"{_KEY}.max_tool_response_tokens={settings.max_tool_response_tokens} needs a fast "
+            "tokenizer (tokenizer.json), which knows where tokens end; set "
+            f"{_KEY}.max_tool_response_length instead"
+        )
+
+    def token_ends(text: str) -> list[int]:
+        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return [end for _, end in found["offset_mapping"]]
+
+    return ToolLimits(
+        max_parallel_calls=settings.max_parallel_calls,
+        max_characters=settings.max_tool_response_length,
+        max_tokens=settings.max_tool_response_tokens,
+        truncate_side=settings.tool_response_truncate_side,
+        token_ends=token_ends,
+    )
 
 
 def _episode_limits(

@@ -352,6 +352,8 @@ class MultiTurnSection:
     """Tool calls of one turn that are executed. The policy is told that the others were not."""
     max_tool_response_length: PositiveInt | None = 256
     """Maximum length of a tool's answer in characters; null: no limit."""
+    max_tool_response_tokens: PositiveInt | None = None
+    """Maximum length of a tool's answer in tokens; null: no limit."""
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
     """The side of a longer answer that is cut off."""
 
@@ -431,6 +433,9 @@ class RolloutSection:
     """Instead of dropping responses that were cut off, continue them in the next step."""
     timeout_s: PositiveFloat | None = None
     """Deadline in seconds for the rollout of one step; null: `trainer.stage_timeout_s`."""
+    max_failed_share: Fraction = 0.5
+    """End the run if more than this share of the samples of three steps in a row failed, for
+    example because a tool server does not answer; 1: only if all failed."""
     val_kwargs: ValKwargsSection = field(default_factory=ValKwargsSection)
     """Sampling during validation."""
     multi_turn: MultiTurnSection = field(default_factory=MultiTurnSection)

@@ -22,7 +22,7 @@ The loop is pure. `run.phases` calls it with objects from `build`. Called from P
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Protocol
@@ -40,7 +40,7 @@ from slipstream.rewards.protocol import PRIME
 from slipstream.rollout.manager import RolloutCounts
 from slipstream.threads import usable_cores
 from slipstream.training.protocol import ReferencePolicy, TrainingBackend
-from slipstream.types import FeatureSink, Group, PolicyVersion, WeightUpdate
+from slipstream.types import FeatureSink, Group, PolicyVersion, Status, WeightUpdate
 
 __all__ = [
     "AfterStep",
@@ -159,7 +159,9 @@ async def run_rl_training(
     )
     history: list[dict[str, float]] = []
     watch = FlatRewardWatch(config.flat_reward_warning, notify)
-    failures = FailureWatch(notify, give_up=config.max_skipped_batches)
+    failures = FailureWatch(
+        notify, give_up=config.max_skipped_batches, most=config.max_failed_share
+    )
     timers, idle = Timers(), IdleCores(usable_cores())
     if drafter is not None:
         await drafter.begin()
@@ -241,7 +243,7 @@ def speed_metrics(
     """Metrics of one step: seconds per stage, and tokens per second."""
     timings = gen_split(step_split(timers.collect()), metrics)
     seconds, tokens = timings["timing_s/step"], int(metrics["perf/total_num_tokens"])
-    generated = sum(s.response_length for group in groups for s in group.members)
+    generated = sum(s.num_sampled for group in groups for s in group.members)
     return {
         **timings,
         **timing_per_token(timings, {"gen": generated, "update_actor": tokens}),
@@ -253,12 +255,18 @@ def speed_metrics(
 
 class FailureWatch:
     """Reports each new reason of failed samples once, and ends a run in which no sample
-    succeeds."""
+    succeeds, or in which more than the share `most` of the last `give_up` steps' samples failed."""
 
     def __init__(
-        self, notify: Callable[[str], None], *, at_most: int = 5, give_up: int = 3
+        self,
+        notify: Callable[[str], None],
+        *,
+        at_most: int = 5,
+        give_up: int = 3,
+        most: float = 1.0,
     ) -> None:
-        self._notify, self._give_up = notify, give_up
+        self._notify, self._give_up, self._most = notify, give_up, most
+        self._recent: deque[tuple[int, int]] = deque(maxlen=give_up)
         self._left = at_most
         self._said: set[str] = set()
         self._scored = self._steps = 0
@@ -270,6 +278,8 @@ class FailureWatch:
         self._steps += 1
         self._scored += len(samples) - len(failures)
         self._last = failures[-1] if failures else ""
+        failed = sum(sample.status is Status.FAILED for sample in samples)
+        self._recent.append((failed, len(samples)))
         for reason, count in Counter(failures).items():
             if reason not in self._said and self._left:
                 self._said.add(reason)
@@ -292,6 +302,13 @@ class FailureWatch:
             raise TrainingError(
                 f"no response of the first {self._steps} steps could be scored, so there is "
                 f"nothing to learn: {self._last}{remedy}"
+            )
+        failed, samples = map(sum, zip(*self._recent, strict=True))
+        if len(self._recent) == self._give_up and failed > self._most * samples:
+            raise TrainingError(
+                f"{failed} of {samples} samples of the last {self._give_up} steps failed, more "
+                f"than the share {self._most:g} that actor_rollout_ref.rollout.max_failed_share "
+                f"allows; the last one: {self._last}. Repair the cause, or raise this share"
             )
 
 

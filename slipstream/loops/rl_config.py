@@ -35,7 +35,8 @@ class RLTrainingConfig:
       steps instead of optimizer steps.
     - `sync_every`: steps between weight updates of the engines.
     - `max_skipped_batches`: a step without samples to train on is skipped; after this many in a row
-      the run ends.
+      the run ends. It also ends if more than the share `max_failed_share` of the samples of this
+      many steps failed.
     - `checkpoint_every`: steps between checkpoints; the last step always saves one.
     - `noise_seed`: seed of the rollouts, if the engine is exact and uses keyed noise. `seed`: for
     other draws.
@@ -68,6 +69,7 @@ class RLTrainingConfig:
     log_every: int = 1
     flat_reward_warning: int = 10
     max_skipped_batches: int = 3
+    max_failed_share: float = 1.0
     checkpoint_every: int = 1
     noise_seed: int | None = None
     seed: int = 0

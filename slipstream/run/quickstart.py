@@ -6,17 +6,19 @@ RL.
     -> print a table
 
 With `cold_start`, RL starts without a draft head. The head learns from RL's rollouts; until it is
-better, drafts come from earlier text (`history`). With `sft_control`, SFT also continues for as
-long as RL took, to show that RL gains more than further SFT would. `slipstream train` and `eval`
-can do all of this, too.
+better, drafts come from earlier text (`history`). With `agent`, the model learns the task `lookup`:
+it calls a tool, and RL teaches it to do so no more than needed. With `sft_control`, SFT also
+continues for as long as RL took, to show that RL gains more than further SFT would. `slipstream
+train` and `eval` can do all of this, too.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ from slipstream.metrics.loggers import METRICS_FILE, read_jsonl
 from slipstream.metrics.picture import plot_run
 from slipstream.models.hf_io import load_checkpoint
 from slipstream.models.numerics import cpu_has_bf16_units
+from slipstream.run.console import conversation
 from slipstream.run.draft_phase import draft_phase
 from slipstream.run.event_loop import run_async
 from slipstream.run.folder import has_checkpoint
@@ -76,6 +79,11 @@ COLD_START = [
     "speculative.train.optim.lr_scheduler_type=linear",
 ]
 """Settings for drafts without a head at the start."""
+
+AGENT_RECIPE = "quickstart_agent"
+
+TITLES = {"countdown": "mini-Countdown", "lookup": "look-ups in a table"}
+"""What the tables call the tasks."""
 
 PROBLEMS = 1024
 """The number of held-out problems in the final comparison."""
@@ -113,6 +121,12 @@ class Rated:
         return [sample.response_length for sample in self.samples]
 
     @property
+    def turns(self) -> float | None:
+        """Mean number of turns of the policy; None without tools."""
+        records = [sample.episode for sample in self.samples if sample.episode is not None]
+        return float(np.mean([record.turns for record in records])) if records else None
+
+    @property
     def tokens_per_second(self) -> float:
         return sum(self.lengths) / self.seconds
 
@@ -140,12 +154,19 @@ def main(
     bf16: bool,
     speculation: bool = True,
     cold_start: bool = False,
+    agent: bool = False,
 ) -> int:
     """Run the quickstart in the folder `output`. Returns the exit status (130 if interrupted).
 
     Without `speculation` there is no draft head; with `cold_start` there is none before RL. The
-    trained policy is the same. Raises ConfigError for a cold start without speculation.
+    trained policy is the same. With `agent` the model learns to call a tool, and the head learns
+    during RL, from all turns. Raises ConfigError for a cold start without speculation, and for
+    `agent` with another recipe.
     """
+    if agent and recipe not in ("auto", AGENT_RECIPE):
+        raise ConfigError(
+            f"--agent has a recipe of its own, but --recipe={recipe}; remove one of them"
+        )
     if cold_start and not speculation:
         raise ConfigError(
             "--cold-start needs a draft head, but --no-speculation disables it; remove one of them"
@@ -153,6 +174,7 @@ def main(
     # If the output is not a terminal, do not cut lines.
     console = Console(soft_wrap=not sys.stdout.isatty())
     compute = ComputeThread()
+    recipe = AGENT_RECIPE if agent else recipe
     begun = _begun(output) if recipe == "auto" else None
     chosen, dtype, reason = begun or compute.run(lambda: choose_recipe(recipe, bf16=bf16))
     console.print(f"recipe {chosen} in {dtype}: {reason}", highlight=False)
@@ -167,14 +189,15 @@ def main(
     if speculation:
         # The head trains on responses of the SFT policy, and RL's rollouts draft with it.
         overrides += [*SPECULATION, f"speculative.eagle.spec_model_path={output / DRAFT}"]
-        if cold_start:
+        if cold_start or agent:
             overrides += COLD_START
     config = load_config(overrides, recipe=chosen)
     clock = PhaseClock()
     with opened(config, compute) as run:
         done = run_async(_run_phases, run, clock, sft_control)
     if done is None:
-        again = f"slipstream quickstart --output {output} --seed {seed} --recipe {chosen}"
+        again = f"slipstream quickstart --output {output} --seed {seed}"
+        again += " --agent" if agent else f" --recipe {chosen}"
         again += ("" if bf16 else " --no-bf16") + (" --sft-control" if sft_control else "")
         again += "" if speculation else " --no-speculation"
         again += " --cold-start" if cold_start else ""
@@ -184,7 +207,7 @@ def main(
     summary = summarize(run, rated, clock, chosen, dtype, compared)
     write_json(output / SUMMARY, summary)
     plot_run([output / "sft" / METRICS_FILE, output / METRICS_FILE], output / PICTURE)
-    report(console, output, rated, summary, draw_report(output))
+    report(console, run, rated, summary, draw_report(output))
     return 0
 
 
@@ -432,6 +455,7 @@ def summarize(
         "evaluation": {
             r.name: {
                 "tokens_per_second": r.tokens_per_second,
+                "turns": r.turns,
                 "median_length": float(np.median(r.lengths)),
                 "longest": max(r.lengths),
             }
@@ -493,14 +517,18 @@ def _gain(a: Rated, b: Rated) -> list[float]:
 
 def report(
     console: Console,
-    output: Path,
+    run: Run,
     rated: Sequence[Rated],
     summary: dict[str, Any],
     drawn: Sequence[str] = (),
 ) -> None:
     """Print the final table: accuracy, speed, some problems, and the paths of the results."""
-    table = Table(title=f"mini-Countdown, {summary['problems']} held-out problems")
-    columns = ("", "accuracy (95 %)", "tokens/s", "median", "longest")
+    output, task = run.folder, str(run.config.data.task)
+    has_turns = rated[0].turns is not None
+    title = f"{TITLES.get(task, task)}, {summary['problems']} held-out problems"
+    table = Table(title=title)
+    columns = ["", "accuracy (95 %)", "tokens/s", "median", "longest"]
+    columns += ["turns"] if has_turns else []
     for column in columns:
         table.add_column(column, justify="left" if not column else "right")
     for r in rated:
@@ -511,6 +539,7 @@ def report(
             f"{r.tokens_per_second:.0f}",
             f"{np.median(r.lengths):.0f}",
             f"{max(r.lengths)}",
+            *([f"{r.turns:.2f}"] if has_turns else []),
         )
     console.print(table)
     for name, against in (("rl_minus_sft", "SFT"), ("rl_minus_sft_continued", "more SFT")):
@@ -522,10 +551,12 @@ def report(
                 highlight=False,
             )
     console.print()
+    decode = partial(run.tokenizer.decode, skip_special_tokens=True)
     for before, after in examples(rated[0].samples, rated[-1].samples):
         console.print(f"problem      {before.prompt[0]['content']}", highlight=False)  # type: ignore[index]
-        console.print(f"  after SFT  {_marked(before)}", highlight=False)
-        console.print(f"  after RL   {_marked(after)}", highlight=False)
+        for name, sample in (("after SFT", before), ("after RL", after)):
+            for line in _answered(name, sample, decode):
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
     seconds = summary["seconds"]
     console.print(
         f"\n{seconds['total']:.0f} s: SFT {seconds['sft']:.0f}, "
@@ -561,10 +592,16 @@ def examples(before: Sequence[Sample], after: Sequence[Sample]) -> list[tuple[Sa
     """Two problems that RL learned to solve and one that it fails: the first ones with short
     answers."""
     pairs = list(zip(before, after, strict=True))
-    pairs = [(b, a) for b, a in pairs if max(b.response_length, a.response_length) <= READABLE]
-    learned = [(b, a) for b, a in pairs if a.reward > 0 and b.reward == 0]
-    failed = [(b, a) for b, a in pairs if a.reward == 0]
+    most = READABLE if before[0].episode is None else 3 * READABLE
+    pairs = [(b, a) for b, a in pairs if max(b.response_length, a.response_length) <= most]
+    learned = [(b, a) for b, a in pairs if is_right(a) and not is_right(b)]
+    failed = [(b, a) for b, a in pairs if not is_right(a)]
     return [*learned[:2], *failed[:1]]
+
+
+def is_right(sample: Sample) -> bool:
+    """Return whether an answer is right. A right one may have cost more than its reward."""
+    return sample.reward_parts.get("acc", sample.reward) > 0
 
 
 def _of_drafts(drafts: Mapping[str, float], steps: int) -> str:
@@ -605,5 +642,11 @@ def _compared(pair: Mapping[str, Any]) -> str:
     )
 
 
-def _marked(sample: Sample) -> str:
-    return f"{'right' if sample.reward > 0 else 'wrong'}  {sample.response}"
+def _answered(name: str, sample: Sample, decode: Callable[[Sequence[int]], str]) -> list[str]:
+    """The lines of a sample's response, or of its conversation."""
+    mark = "right" if is_right(sample) else "wrong"
+    if sample.episode is None:
+        return [f"  {name:<9}  {mark}  {sample.response}"]
+    turns = f"{sample.episode.turns} turn{'s' if sample.episode.turns > 1 else ''}"
+    lines = [f"    {line}" for line in conversation(sample, decode)]
+    return [f"  {name:<9}  {mark}, {turns}", *lines]

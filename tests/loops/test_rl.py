@@ -448,3 +448,24 @@ def test_a_run_without_scores_ends_with_a_remedy_that_helps(reason: str, remedy:
         watch.check(1, last=True)
     assert remedy in str(caught.value)
     assert ("slipstream reward" in str(caught.value)) == (remedy != PRIME)
+
+
+@pytest.mark.parametrize(("failed", "ends"), [([2, 2, 2], False), ([2, 3, 2], True)])
+def test_a_run_ends_if_too_many_samples_of_three_steps_failed(
+    failed: list[int], ends: bool
+) -> None:
+    watch = FailureWatch(lambda text: None, most=0.5)
+    for step, count in enumerate(failed, 1):
+        states = [Status.FAILED] * count + [Status.COMPLETED] * (4 - count)
+        samples = [Sample(status=status, failure="tool server down") for status in states]
+        prompt = Prompt(uid="a", ids=[1])
+        watch.see(step, [Group(index=0, prompt=prompt, samples=samples)])
+        if step < 3:
+            watch.check(step, last=False)
+    if not ends:
+        watch.check(3, last=False)
+        return
+    with pytest.raises(TrainingError, match="7 of 12 samples") as caught:
+        watch.check(3, last=False)
+    assert "max_failed_share" in str(caught.value)
+    assert "tool server down" in str(caught.value)

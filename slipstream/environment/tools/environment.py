@@ -39,18 +39,31 @@ class ToolLimits:
     """Limits of tool calls.
 
     `max_parallel_calls` is the number of calls in one turn that are executed; the policy is told
-    about the others (None: no limit). `max_characters` limits the text of a result; `truncate_side`
-    is the side that is cut off, and `middle` keeps half of the limit at each end.
+    about the others (None: no limit). `max_characters` limits the text of a result, and
+    `max_tokens` its tokens; `truncate_side` is the side that is cut off, and `middle` keeps half of
+    the limit at each end. `token_ends` returns the index in a text at which each token ends.
     """
 
     max_parallel_calls: int | None = None
     max_characters: int | None = None
+    max_tokens: int | None = None
     truncate_side: TruncateSide = "middle"
+    token_ends: Callable[[str], Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_parallel_calls", "max_characters"):
+        for name in ("max_parallel_calls", "max_characters", "max_tokens"):
             if getattr(self, name) is not None:
                 check_at_least_one(self, name)
+
+    def cut(self, text: str) -> str:
+        """Return the text of a result within the limits, with a mark where it was cut."""
+        if self.max_tokens is not None and self.token_ends is not None:
+            ends = self.token_ends(text)
+            text = _cut(text, ends, self.max_tokens, self.truncate_side)
+        if self.max_characters is not None:
+            ends = range(1, len(text) + 1)
+            text = _cut(text, ends, self.max_characters, self.truncate_side)
+        return text
 
 
 class Toolbox:
@@ -135,7 +148,7 @@ class ToolEnvironment:
                     "role": "tool",
                     "tool_call_id": call.id,
                     "name": record.name,
-                    "content": self._cut(result.text),
+                    "content": self._toolbox.limits.cut(result.text),
                 }
             )
             if result.reward:
@@ -227,21 +240,18 @@ class ToolEnvironment:
         record = CallRecord(name=name, problem=problem, seconds=seconds)
         return ToolResult(text=f"Error: {text}"), record
 
-    def _cut(self, text: str) -> str:
-        limits = self._toolbox.limits
-        return cut(text, limits.max_characters, limits.truncate_side)
 
-
-def cut(text: str, limit: int | None, side: TruncateSide) -> str:
-    """Return at most `limit` characters of a text and a mark where it was cut."""
-    if limit is None or len(text) <= limit:
+def _cut(text: str, ends: Sequence[int], limit: int, side: TruncateSide) -> str:
+    """Return at most `limit` units of a text and a mark where it was cut. `ends` are the indices at
+    which the units end."""
+    if len(ends) <= limit:
         return text
-    if side == "left":
-        return "(truncated)..." + text[-limit:]
-    if side == "right":
-        return text[:limit] + "...(truncated)"
     half = limit // 2
-    return text[:half] + "...(truncated)..." + text[len(text) - half :]
+    first, last = {"left": (0, limit), "right": (limit, 0), "middle": (half, half)}[side]
+    before = text[: ends[first - 1]] if first else ""
+    after = text[ends[len(ends) - last - 1] :] if last else ""
+    marks = {"left": "(truncated)...", "right": "...(truncated)", "middle": "...(truncated)..."}
+    return before + marks[side] + after
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,6 @@ from slipstream.environment.tools.environment import (
     Toolbox,
     ToolEnvironment,
     ToolLimits,
-    cut,
 )
 from slipstream.environment.tools.protocol import ToolResult
 from slipstream.errors import ConfigError
@@ -252,9 +252,27 @@ def test_two_tools_of_one_name_are_refused() -> None:
     ],
 )
 def test_the_named_side_is_cut_off(side: Any, text: str) -> None:
-    assert cut("0123456789", 4, side) == text
-    assert cut("0123", 4, side) == "0123"
-    assert cut("0123456789", None, side) == "0123456789"
+    limits = ToolLimits(max_characters=4, truncate_side=side)
+    assert limits.cut("0123456789") == text
+    assert limits.cut("0123") == "0123"
+    assert ToolLimits(truncate_side=side).cut("0123456789") == "0123456789"
+
+
+@pytest.mark.parametrize(
+    ("side", "text"),
+    [
+        ("left", "(truncated)... cd efg"),
+        ("right", "ab cd...(truncated)"),
+        ("middle", "ab...(truncated)... efg"),
+    ],
+)
+def test_whole_tokens_are_cut_off(side: Any, text: str) -> None:
+    def ends(text: str) -> list[int]:
+        return [match.end() for match in re.finditer(r" ?\w+", text)]
+
+    limits = ToolLimits(max_tokens=2, truncate_side=side, token_ends=ends)
+    assert limits.cut("ab cd efg") == text
+    assert limits.cut("ab cd") == "ab cd"
 
 
 def test_a_long_result_is_cut() -> None:
