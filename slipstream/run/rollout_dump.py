@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.checkpoint.files import is_disk_full, write_text_atomic
 from slipstream.data.response_text import response_decoder
+from slipstream.data.sample_file import segment_rows
 from slipstream.errors import CheckpointError
 from slipstream.rewards.protocol import REWARD_EXTRAS, Decode, response_text
 from slipstream.types import Group, Sample
@@ -163,7 +164,8 @@ def record(
     """A sample as JSON values: `input`, `output`, `gts`, `score`, `step` as in verl.
 
     `text` is the response that reward functions get, `messages` the prompt if it has messages,
-    `episode` the counts and rewards of its turns if it has an environment.
+    `episode` the counts and rewards of its turns if it has an environment. `segments` say who wrote
+    the tokens of the response, and which of them the policy sampled under which version.
     Log-probs that are not finite become null.
     """
     return {
@@ -188,6 +190,8 @@ def record(
             x if math.isfinite(x) else None
             for x in sample.rollout_log_probs[len(sample.prompt_ids) :]
         ],
+        "loss_mask": sample.loss_mask[len(sample.prompt_ids) :],
+        "segments": segment_rows(sample.answer_segments),
         "versions": sorted(set(sample.versions) - {-1}),
         **_episode(sample),
         **_logged(sample),
