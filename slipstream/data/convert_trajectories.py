@@ -6,6 +6,7 @@ Knows which trajectories to keep and what to print; `trajectories` reads and con
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -117,6 +118,10 @@ def convert(
         raise ConfigError(
             "--min-reward and --best-of-group cannot be combined with --to rl, because advantages "
             "compare all rewards of a group; leave them out, or use --to sft"
+        )
+    if min_reward is not None and not math.isfinite(min_reward):
+        raise ConfigError(
+            f"--min-reward {min_reward} must be a finite number; leave it out for all"
         )
     if output.expanduser().resolve() in [file.expanduser().resolve() for file in files]:
         raise ConfigError(f"--output {output} is one of the files to read; give another name")

@@ -348,10 +348,13 @@ def _of_dump(record: Mapping[str, Any], where: str) -> Trajectory:
 
 
 def _of_single_turn(prompt: Sequence[Message], text: str) -> list[Message]:
+    """Return the conversation of one response. Only the response has loss, as the policy wrote it;
+    a last message that it continues has loss as a whole."""
+    given = [m if m["role"] != "assistant" else {**m, "loss_mask": 0} for m in prompt]
     if prompt and continues_message(prompt):
         last = prompt[-1]
-        return [*prompt[:-1], {**last, "content": f"{last['content']}{text}"}]
-    return [*prompt, {"role": "assistant", "content": text}]
+        return [*given[:-1], {**last, "content": f"{last['content']}{text}"}]
+    return [*given, {"role": "assistant", "content": text}]
 
 
 def _recorded(record: Mapping[str, Any], reward: float, status: Status, where: str) -> Sample:

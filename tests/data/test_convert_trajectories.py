@@ -116,6 +116,7 @@ def test_the_command_writes_samples_for_rl(
         ([], 2, "slipstream data trajectories needs --to sft or --to rl"),
         (["--to", "rl", "--min-reward", "1"], 2, "--min-reward and --best-of-group cannot be comb"),
         (["--to", "rl", "--best-of-group", "1"], 2, "leave them out, or use --to sft"),
+        (["--to", "sft", "--min-reward", "nan"], 2, "--min-reward nan must be a finite number; le"),
         (["--to", "rl"], 3, "a.jsonl:1: no assistant message has 'token_ids'"),
         (["--to", "sft", "--min-reward", "2"], 3, "no trajectory is left of 1 (1 dropped: reward"),
         (["--to", "sft", "--tokenizer", "none"], 3, "--tokenizer: "),

@@ -327,6 +327,9 @@ def test_a_rollout_of_one_turn_is_a_conversation() -> None:
     begun = [*dump()["messages"], {"role": "assistant", "content": "I "}]
     row = to_sft(read_trajectory(dump(episode=None, messages=begun)))
     assert row["messages"][1:] == [{"role": "assistant", "content": "I a b"}]
+    shown = [*dump()["messages"], {"role": "assistant", "content": "I"}, *dump()["messages"]]
+    row = to_sft(read_trajectory(dump(episode=None, messages=shown)))
+    assert [message.get("loss_mask") for message in row["messages"]] == [None, 0, None, None]
     for more in ({}, {"messages": None, "episode": None}):
         with pytest.raises(DataError, match=r"dump has no messages of an episode .*to rl"):
             to_sft(read_trajectory(dump(**more)))
