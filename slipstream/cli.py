@@ -223,25 +223,87 @@ def _run_reward(args: argparse.Namespace, _: list[str]) -> int:
 
 
 def _data_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("name", metavar="NAME", help="gsm8k or math")
+    command.add_argument("name", metavar="NAME", help="gsm8k, math or trajectories")
     command.add_argument(
-        "source", metavar="SOURCE", type=Path, help="the published file or folder of the data set"
+        "sources",
+        metavar="SOURCE",
+        type=Path,
+        nargs="+",
+        help="the published file or folder of the data set; for trajectories, JSON Lines or JSON "
+        "files",
     )
     command.add_argument(
         "--output",
-        metavar="DIR",
+        metavar="PATH",
         type=Path,
         required=True,
-        help="folder for train.parquet and test.parquet",
+        help="folder for train.parquet and test.parquet; for trajectories, the file to write",
+    )
+    group = command.add_argument_group(
+        "trajectories", "finished conversations or rollout dumps become samples"
+    )
+    group.add_argument(
+        "--to",
+        choices=["sft", "rl"],
+        help="sft: rows for sft.train_files. rl: samples with exact token ids and log-probs",
+    )
+    group.add_argument(
+        "--min-reward", metavar="X", type=float, help="sft: keep rewards of at least X"
+    )
+    group.add_argument(
+        "--best-of-group",
+        metavar="N",
+        type=positive,
+        help="sft: keep the N highest rewards of each group",
+    )
+    group.add_argument(
+        "--truncated",
+        choices=["keep", "drop"],
+        help="trajectories that a limit ended (default: drop for sft, keep for rl)",
+    )
+    group.add_argument(
+        "--tokenizer",
+        metavar="DIR",
+        type=Path,
+        help="check the samples with this tokenizer: that its chat template renders them, or that "
+        "its vocabulary has their ids",
     )
     add_debug_flag(command)
 
 
 def _run_data(args: argparse.Namespace, _: list[str]) -> int:
+    if args.name == "trajectories":
+        return _run_trajectories(args)
+    for flag in ("to", "min_reward", "best_of_group", "truncated", "tokenizer"):
+        if getattr(args, flag) is not None:
+            raise ConfigError(
+                f"--{flag.replace('_', '-')} has no effect on {args.name}; remove it, or write "
+                "slipstream data trajectories"
+            )
+    if len(args.sources) > 1:
+        raise ConfigError(f"{args.name} takes one SOURCE, got {len(args.sources)}; give a folder")
     from slipstream.data.preprocess import convert
 
-    for path, rows in convert(args.name, args.source, args.output).items():
+    for path, rows in convert(args.name, args.sources[0], args.output).items():
         print(f"{rows:>8} rows  {path}")
+    return 0
+
+
+def _run_trajectories(args: argparse.Namespace) -> int:
+    if args.to is None:
+        raise ConfigError("slipstream data trajectories needs --to sft or --to rl")
+    from slipstream.data.convert_trajectories import convert
+
+    for line in convert(
+        args.sources,
+        args.to,
+        args.output,
+        min_reward=args.min_reward,
+        best_of_group=args.best_of_group,
+        truncated=args.truncated,
+        tokenizer_path=args.tokenizer,
+    ):
+        print(line)
     return 0
 
 
@@ -502,11 +564,14 @@ COMMANDS = (
     ),
     Command(
         name="data",
-        summary="convert a public data set into training and validation files",
-        usage="slipstream data NAME SOURCE --output DIR",
+        summary="convert a public data set, or finished trajectories, into training files",
+        usage="slipstream data NAME SOURCE --output DIR\n"
+        "       slipstream data trajectories FILE [FILE ...] --to {sft,rl} --output FILE [flags]",
         examples="""\
   slipstream data gsm8k downloads/gsm8k/main --output data/gsm8k
   slipstream data math downloads/MATH --output data/math
+  slipstream data trajectories agent.jsonl --to sft --min-reward 0.5 --output demonstrations.jsonl
+  slipstream data trajectories runs/mine/rollouts/1.jsonl --to rl --output samples.jsonl
   slipstream rl data.train_files=data/gsm8k/train.parquet data.val_files=data/gsm8k/test.parquet \\
       actor_rollout_ref.model.path=models/Qwen2.5-0.5B""",
         flags=_data_flags,

@@ -345,12 +345,14 @@ class Sample(_FlatViews):
         return self._view("prompt_ids", self._find_prompt)
 
     def _find_prompt(self) -> list[int]:
-        out: list[int] = []
-        for segment in self.segments:
-            if segment.role == "assistant":
-                break
-            out.extend(segment.ids)
-        return out
+        before = len(self.segments) - len(self.answer_segments)
+        return [token for segment in self.segments[:before] for token in segment.ids]
+
+    @property
+    def answer_segments(self) -> list[Segment]:
+        """The segments after the prompt."""
+        first = next((i for i, s in enumerate(self.segments) if s.role == "assistant"), None)
+        return [] if first is None else self.segments[first:]
 
     @property
     def response_ids(self) -> list[int]:

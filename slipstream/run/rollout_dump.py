@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.checkpoint.files import is_disk_full, write_text_atomic
 from slipstream.data.response_text import response_decoder
+from slipstream.data.sample_file import segment_rows
 from slipstream.errors import CheckpointError
 from slipstream.rewards.protocol import REWARD_EXTRAS, Decode, response_text
 from slipstream.types import Group, Sample
@@ -190,7 +191,8 @@ def record(
     """A sample as JSON values: `input`, `output`, `gts`, `score`, `step` as in verl.
 
     `text` is the response that reward functions get, `messages` the prompt if it has messages,
-    `episode` the counts and rewards of its turns if it has an environment.
+    `episode` the counts and rewards of its turns if it has an environment. `segments` say who wrote
+    the tokens of the response, and which of them the policy sampled under which version.
     Log-probs that are not finite become null.
     """
     return {
@@ -212,6 +214,8 @@ def record(
         "prompt_ids": sample.prompt_ids,
         "response_ids": sample.response_ids,
         "log_probs": _log_probs(sample),
+        "loss_mask": sample.loss_mask[len(sample.prompt_ids) :],
+        "segments": segment_rows(sample.answer_segments),
         "versions": sorted({v for branch in sample.branches for v in branch.versions} - {-1}),
         **_episode(sample),
         **_logged(sample),
@@ -230,6 +234,8 @@ def _episode(sample: Sample) -> dict[str, Any]:
             "prompt_ids": branch.prompt_ids,
             "response_ids": branch.response_ids,
             "log_probs": _log_probs(branch),
+            "loss_mask": branch.loss_mask[len(branch.prompt_ids) :],
+            "segments": segment_rows(branch.answer_segments),
         }
         for branch in sample.earlier
     ]

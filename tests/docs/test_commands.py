@@ -20,6 +20,7 @@ import pytest
 
 from slipstream import cli, main_fastrl, main_ppo
 from slipstream.config import CONFIG_FILE, Config, load_config, sources, to_yaml
+from tests.data.agent_records import with_tokens, write
 from tests.docs.pages import LOG, ROOT, Shown, commands, commands_in, markdown, sentences
 from tests.report.run_folders import make_run
 
@@ -80,6 +81,15 @@ DUMP = {
     "gts": "4",
     "data_source": "exact_match",
     "extra_info": {"solution": "4"},
+    "score": 1.0,
+    "step": 1,
+    "uid": "train.parquet:0",
+    "status": "completed",
+    "prompt_ids": [2, 102, 2, 104],
+    "response_ids": [4],
+    "loss_mask": [1.0],
+    "log_probs": [-0.5],
+    "segments": [{"role": "assistant", "tokens": 1, "spans": [[0, 1, 0]]}],
 }
 
 
@@ -114,6 +124,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "conf").mkdir()
     for name in ("conf/mine.yaml", "my.yaml"):
         (folder / name).write_text("defaults: [tiny]\n")
+    write(folder / "agent.jsonl", with_tokens())
     (folder / "dump.jsonl").write_text(json.dumps(DUMP) + "\n")
     raw = folder / "downloads"
     for name, row in {

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from slipstream.cli import main
-from slipstream.data.lookup import LookupTask
+from slipstream.data.lookup import LookupTask, build_tokenizer
+from slipstream.data.sample_file import load_samples
 from slipstream.metrics.loggers import read_jsonl
 from tests.run.helpers import ROLLOUT, assert_same_rl, records_of, tiny
 
@@ -93,6 +94,27 @@ def test_tool_answers_have_no_log_probs(plain: Path) -> None:
         zeros = sum(x == 0.0 for x in sample["log_probs"])
         assert (zeros > 0) == (tool in text)
         assert len(sample["log_probs"]) == len(sample["response_ids"])
+
+
+def test_rollouts_become_samples_for_rl(plain: Path, tmp_path: Path) -> None:
+    files = [str(path) for path in sorted((plain / "rollouts").glob("*.jsonl"))]
+    output, end = tmp_path / "rl.jsonl", build_tokenizer().eos_token_id
+    assert main(["data", "trajectories", *files, "--to", "rl", "--output", str(output)]) == 0
+    made, written = load_samples(output), samples(plain)
+    assert [one.tokens for one in made] == [r["prompt_ids"] + r["response_ids"] for r in written]
+    assert [one.reward for one in made] == [record["score"] for record in written]
+    # Each prompt of a step is a group of three.
+    assert sorted(one.group_index or 0 for one in made) == sorted([*range(STEPS * 3)] * 3)
+    several = [one for one in made if len(one.segments) > 2]
+    assert several
+    for one in several:
+        roles = [segment.role for segment in one.segments]
+        assert roles[1::2] == ["assistant"] * len(roles[1::2])
+        assert roles[2::2] == ["tool"] * len(roles[2::2])
+        for turn, answer in zip(one.segments[1::2], one.segments[2::2], strict=False):
+            assert turn.ids[-1] == end
+            assert set(turn.loss_mask) == {1.0}
+            assert set(answer.loss_mask) == {0.0}
 
 
 @pytest.mark.parametrize(

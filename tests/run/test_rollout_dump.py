@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -10,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from slipstream.data.tokenizer import build_tokenizer
+from slipstream.data.trajectories import read_trajectories, to_sample
 from slipstream.rewards.protocol import REWARD_EXTRAS, Score, apply_score
 from slipstream.rollout.episode import extend_sample
 from slipstream.run.rollout_dump import dump_groups, dump_tokens, pieces, record, token_record
@@ -62,6 +64,29 @@ def test_record_has_what_the_reward_function_logged() -> None:
     assert REWARD_EXTRAS not in record(sample, tokenizer, 1, tokenizer.decode)
     apply_score(sample, Score(1.0, extras={"parsed": "5"}))
     assert record(sample, tokenizer, 1, tokenizer.decode)[REWARD_EXTRAS] == {"parsed": "5"}
+
+
+def test_a_dump_has_all_tokens_of_its_samples(tmp_path: Path) -> None:
+    prompt = Prompt(uid="u", ids=[1, 2], messages=[{"role": "user", "content": "1 2"}])
+    sample = Sample.from_prompt(prompt, group_index=3, index=0)
+    extend_sample(sample, generated([3, 4], [], StopReason.ABORT))
+    extend_sample(sample, replace(generated([5], [], StopReason.EOS), spans=[VersionSpan(1, 0, 1)]))
+    sample.append(Segment.given("tool", [8, 9]))
+    extend_sample(sample, generated([6, 7], [], StopReason.EOS))
+    # An agent loop may leave out what the policy sampled.
+    sample.segments[3].loss_mask[0] = 0.0
+    sample.episode = EpisodeRecord(turns=2, calls=1, rewards=[PlacedReward(4, "tool", -0.5)])
+    sample.reward = 0.5
+    path = tmp_path / "1.jsonl"
+    dump_groups(path, [Group(index=3, prompt=prompt, samples=[sample])], build_tokenizer(), 1)
+    (trajectory,) = read_trajectories([path])
+    made = to_sample(trajectory, group_index=3)
+    assert made.segments == sample.segments
+    assert made.versions == [-1, -1, 0, 0, 1, -1, -1, 0, 0]
+    assert made.episode is not None
+    assert made.episode.rewards == sample.episode.rewards
+    fields = ("prompt", "uid", "group_index", "index", "reward", "status")
+    assert [getattr(made, name) for name in fields] == [getattr(sample, name) for name in fields]
 
 
 def test_record_has_turns_calls_and_rewards_of_an_episode() -> None:
