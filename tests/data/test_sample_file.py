@@ -136,4 +136,4 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="No such file or directory; give a file of"):
         load_samples(tmp_path / "none.jsonl")
     with pytest.raises(DataError, match="give another --output"):
-        save_samples(path / "b.jsonl", branched(0, 0, 1.0))
+        save_samples(path / "b.jsonl", [branched(0, 0, 1.0)])
