@@ -196,8 +196,8 @@ class Episodes:
                 tasks.start_soon(episode.close)
 
 
-class _EpisodeError(Exception):
-    """The episode cannot continue. Its text is the reason."""
+class EpisodeError(Exception):
+    """The episode cannot continue; its text is the reason."""
 
 
 class _CrashError(Exception):
@@ -237,7 +237,7 @@ class _Episode:
                 if await self._end_turn(sample):
                     break
             await self._score(sample)
-        except _EpisodeError as error:
+        except EpisodeError as error:
             sample.status, sample.failure = Status.FAILED, str(error)
             return False
         return True
@@ -262,7 +262,7 @@ class _Episode:
             start = await self._call("reset", lambda: self._environment.reset(row, seed))
         except _CrashError as error:
             # The policy has done nothing yet, so it cannot be its mistake.
-            raise _EpisodeError(str(error)) from error
+            raise EpisodeError(str(error)) from error
         record.tool_seconds += self._clock() - started
         self._tools = start.tools
         given = row.messages
@@ -280,7 +280,7 @@ class _Episode:
         ):
             prompt = self._prompt(row)
             if recorded and prompt != sample.segments[0].ids:
-                raise _EpisodeError("replay: the environment began with another prompt than before")
+                raise EpisodeError("replay: the environment began with another prompt than before")
             sample.segments[0] = Segment.given("prompt", prompt)
         if recorded and done is not None:
             await self._replay(sample, recorded, done)
@@ -295,7 +295,7 @@ class _Episode:
             sample.status = Status.COMPLETED
             record.tool_seconds = 0.0  # The replay does not use up the budget.
             if await self._end_turn(sample) or sample.segments[-1] != answer:
-                raise _EpisodeError("replay: the environment answered otherwise than before")
+                raise EpisodeError("replay: the environment answered otherwise than before")
         if len(recorded) % 2:
             sample.append(recorded[-1])
         sample.status = Status.PENDING
@@ -304,22 +304,22 @@ class _Episode:
     def _prompt(self, row: Prompt) -> list[int]:
         """Render the prompt with what the environment adds."""
         if isinstance(row.messages, str):
-            raise _EpisodeError(
+            raise EpisodeError(
                 "the environment adds messages or tools, but the prompt is plain text; give the "
                 "prompt as messages"
             )
         if continues_message(self._messages):
-            raise _EpisodeError(
+            raise EpisodeError(
                 "the environment adds messages or tools to a prompt that ends with an assistant "
                 "message; end the prompt with a user message"
             )
         try:
             ids = self._renderer.prompt(self._messages, self._tools)
         except DataError as error:
-            raise _EpisodeError(f"the prompt cannot be rendered: {error}") from error
+            raise EpisodeError(f"the prompt cannot be rendered: {error}") from error
         most = self._limits.max_prompt_tokens
         if most is not None and len(ids) > most:
-            raise _EpisodeError(
+            raise EpisodeError(
                 f"with the messages and tools of the environment the prompt has {len(ids)} tokens, "
                 f"more than data.max_prompt_length {most}"
             )
@@ -332,13 +332,13 @@ class _Episode:
         record.turns += 1
         turn = sample.segments[-1]
         if sample.status is Status.TRUNCATED:
-            return _truncate(sample, TOKENS)
+            return truncate(sample, TOKENS)
         message = self._renderer.parse(turn.ids, self._tools)
         answers = record.turns - 1
         if message.tool_calls and _reached(record.turns, limits.max_assistant_turns):
-            return _truncate(sample, ASSISTANT_TURNS)
+            return truncate(sample, ASSISTANT_TURNS)
         if message.tool_calls and _reached(answers, limits.max_user_turns):
-            return _truncate(sample, USER_TURNS)
+            return truncate(sample, USER_TURNS)
         self._messages.append(message.as_message())
         given = Turn(message=message, number=record.turns, messages=tuple(self._messages))
         started = self._clock()
@@ -347,20 +347,16 @@ class _Episode:
         except _CrashError as error:
             # Otherwise a policy could avoid a bad reward by crashing its environment.
             log.warning("sample %s: %s", sample.uid, error)
-            _count_problem(record, CallProblem.RAISED)
-            return _truncate(sample, CRASH)
+            count_problem(record, CallProblem.RAISED)
+            return truncate(sample, CRASH)
         waited = self._clock() - started
         record.tool_seconds += sum(c.seconds for c in answer.calls) if answer.calls else waited
-        _count(record, answer, place=sample.num_tokens - 1)
+        count_answer(record, answer, place=sample.num_tokens - 1)
         if answer.done:
             sample.status = Status.COMPLETED
             return True
-        if _reached(record.turns, limits.max_assistant_turns):
-            return _truncate(sample, ASSISTANT_TURNS)
-        if _reached(answers, limits.max_user_turns):
-            return _truncate(sample, USER_TURNS)
-        if limits.max_tool_seconds is not None and record.tool_seconds > limits.max_tool_seconds:
-            return _truncate(sample, TOOL_SECONDS)
+        if (budget := used_up(record, limits)) is not None:
+            return truncate(sample, budget)
         return self._append(sample, message, answer.messages)
 
     def _append(
@@ -370,13 +366,13 @@ class _Episode:
         try:
             end, ids = self._renderer.extend(message, messages, self._tools)
         except DataError as error:
-            raise _EpisodeError(f"the answer cannot be rendered: {error}") from error
+            raise EpisodeError(f"the answer cannot be rendered: {error}") from error
         last = sample.segments[-1].ids
         if not last or last[-1] not in self._renderer.end_token_ids:
             ids = [end, *ids]
         # At least one more token of the policy must fit.
         if sample.response_length + len(ids) >= self._limits.max_tokens:
-            return _truncate(sample, TOKENS)
+            return truncate(sample, TOKENS)
         self._messages += messages
         role = str(messages[0].get("role")) if messages else "user"
         sample.append(Segment.given(role, ids))
@@ -389,7 +385,7 @@ class _Episode:
         try:
             scores = await self._call("score", self._environment.score)
         except _CrashError as error:
-            raise _EpisodeError(str(error)) from error
+            raise EpisodeError(str(error)) from error
         record.tool_seconds += self._clock() - started
         _reward(record, scores, place=sample.num_tokens - 1)
         if self._limits.scores_itself:
@@ -398,7 +394,7 @@ class _Episode:
     async def _call(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         """Call the environment.
 
-        A failure of the infrastructure is repeated, and at last raises _EpisodeError. Another
+        A failure of the infrastructure is repeated, and at last raises EpisodeError. Another
         exception is repeated once, and then raises _CrashError.
         """
         limits, wait, crashed = self._limits, self._limits.backoff_s, False
@@ -408,7 +404,7 @@ class _Episode:
             except InfrastructureError as error:
                 text = f"environment {what}: {shortened(reason(error))}"
                 if attempt == limits.retries:
-                    raise _EpisodeError(text) from error
+                    raise EpisodeError(text) from error
             except SlipstreamError:
                 raise
             except Exception as error:
@@ -477,29 +473,45 @@ def _reached(count: int, limit: int | None) -> bool:
     return limit is not None and count >= limit
 
 
-def _truncate(sample: Sample, budget: str) -> bool:
+def used_up(record: EpisodeRecord, limits: EpisodeLimits) -> str | None:
+    """Return the budget, apart from tokens, that is used up after a turn whose answer does not
+    count yet; None if there is none."""
+    if _reached(record.turns, limits.max_assistant_turns):
+        return ASSISTANT_TURNS
+    if _reached(record.turns - 1, limits.max_user_turns):
+        return USER_TURNS
+    if limits.max_tool_seconds is not None and record.tool_seconds > limits.max_tool_seconds:
+        return TOOL_SECONDS
+    return None
+
+
+def truncate(sample: Sample, budget: str) -> bool:
+    """End an episode because of a budget. Returns True."""
     sample.status = Status.TRUNCATED
     _record(sample).truncated_by = budget
     return True
 
 
-def _count(record: EpisodeRecord, answer: Answer, *, place: int) -> None:
+def count_answer(record: EpisodeRecord, answer: Answer, *, place: int) -> None:
+    """Record the answer to a turn: calls, problems, rewards and metrics. `place` is that of the
+    rewards. Raises EpisodeError for a reward that is not finite."""
     record.calls += len(answer.calls)
     for call in answer.calls:
         if call.problem is not None:
-            _count_problem(record, call.problem)
+            count_problem(record, call.problem)
     _reward(record, answer.rewards, place=place)
     for name, value in answer.metrics.items():
         record.metrics[name] = record.metrics.get(name, 0.0) + value
 
 
-def _count_problem(record: EpisodeRecord, problem: CallProblem) -> None:
+def count_problem(record: EpisodeRecord, problem: CallProblem) -> None:
+    """Record a problem of a call or an environment."""
     record.problems[problem] = record.problems.get(problem, 0) + 1
 
 
 def _reward(record: EpisodeRecord, rewards: Mapping[str, float], *, place: int) -> None:
-    """Record rewards. Raises _EpisodeError for one that is not finite."""
+    """Record rewards. Raises EpisodeError for one that is not finite."""
     for name, value in rewards.items():
         if not math.isfinite(value):
-            raise _EpisodeError(f"the reward {name} of turn {record.turns} is {value}")
+            raise EpisodeError(f"the reward {name} of turn {record.turns} is {value}")
         record.rewards.append(PlacedReward(place, name, float(value)))
