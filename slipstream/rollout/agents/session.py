@@ -67,6 +67,11 @@ class PolicySession:
         """All tokens so far, prompt included."""
         return self._sample.tokens
 
+    @property
+    def left(self) -> int:
+        """How many tokens may follow."""
+        return self._max_tokens - self._sample.response_length
+
     async def run(self, name: str, call: Callable[[], Awaitable[None]]) -> bool:
         """Run users' code, which `name` names in the failure of a sample, to its end.
 
@@ -105,8 +110,7 @@ class PolicySession:
     async def _turn(self, ids: list[int], most: int | None) -> Segment | None:
         sample = self._sample
         fits = self._place(ids)
-        left = self._max_tokens - sample.response_length
-        limit = left if most is None else min(left, most)
+        limit = self.left if most is None else min(self.left, most)
         if not fits or limit < 1:
             sample.status = Status.TRUNCATED
             return None
