@@ -74,14 +74,15 @@ class Sample:
             raise ValueError(f"{len(ids)} tokens of the policy need as many log_probs, got {found}")
         if not trainable and log_probs is not None:
             raise ValueError("tokens that the policy did not sample have no log_probs")
-        before = self.response_length
-        self.tokens = [*self.tokens, *ids]
+        # The lists are extended in place, because functions keep references to them.
+        if self.loss_mask is None:
+            self.loss_mask = [1] * self.response_length
+        if self.rollout_log_probs is None:
+            self.rollout_log_probs = [0.0] * self.response_length
+        self.tokens += ids
         self.response_length += len(ids)
-        mask = [1] * before if self.loss_mask is None else self.loss_mask
-        self.loss_mask = [*mask, *[int(trainable)] * len(ids)]
-        known = [0.0] * before if self.rollout_log_probs is None else self.rollout_log_probs
-        new = [0.0] * len(ids) if log_probs is None else map(float, log_probs)
-        self.rollout_log_probs = [*known, *new]
+        self.loss_mask += [int(trainable)] * len(ids)
+        self.rollout_log_probs += [0.0] * len(ids) if log_probs is None else map(float, log_probs)
         self.response += text or ""
         if meta_info is not None and update_terminal_info:
             self.update_from_meta_info(args, meta_info)

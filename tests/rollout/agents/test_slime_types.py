@@ -28,6 +28,20 @@ def test_tokens_of_policy_and_tools_are_appended() -> None:
     assert sample.effective_response_length == 2
 
 
+def test_a_function_may_keep_the_lists() -> None:
+    tokens, mask = [1], list[int]()
+    sample = Sample(tokens=tokens, loss_mask=mask)
+    sample.append_response_tokens(None, tokens=[5], log_probs=[-1.0])
+    sample.append_response_tokens(None, tokens=[6], trainable=False)
+    assert (tokens, mask) == ([1, 5, 6], [1, 0])
+
+
+def test_response_tokens_without_a_mask_are_the_policys() -> None:
+    sample = Sample(tokens=[1, 5], response_length=1)
+    sample.append_response_tokens(None, tokens=[6], trainable=False)
+    assert (sample.loss_mask, sample.rollout_log_probs) == ([1, 0], [0.0, 0.0])
+
+
 @pytest.mark.parametrize(
     ("end", "status"), [("length", "TRUNCATED"), ("abort", "ABORTED"), ("other", "PENDING")]
 )
