@@ -8,6 +8,7 @@ import pytest
 
 from slipstream.build.agents import make_custom_generate, turn_end_ids
 from slipstream.build.episodes import has_episodes, make_episodes, turn_ends
+from slipstream.build.rollouts import eval_settings
 from slipstream.config import Hardware, load_config
 from slipstream.config.schema import Config
 from slipstream.data.lookup import build_tokenizer
@@ -55,6 +56,14 @@ def test_the_function_runs_all_rows(module: str) -> None:
         assert isinstance(custom, CustomGenerate)
         assert custom._settings.evaluation is evaluation
     assert turn_ends(config, build_tokenizer()) == ()
+
+
+def test_validation_tells_the_function_that_it_is_one(module: str) -> None:
+    runner = eval_settings(config_of(f"{KEY}={module}.generate"), build_tokenizer()).episodes
+    assert isinstance(runner, AgentLoops)
+    custom = runner._others["custom_generate"]
+    assert isinstance(custom, CustomGenerate)
+    assert custom._settings.evaluation
 
 
 def test_other_rows_can_be_single_turns(module: str) -> None:

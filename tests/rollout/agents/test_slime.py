@@ -7,6 +7,7 @@ import contextlib
 import copy
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -285,7 +286,7 @@ def test_episodes_that_run_together_do_not_mix() -> None:
     async def together() -> None:
         async with anyio.create_task_group() as tasks:
             for sample in samples:
-                tasks.start_soon(lambda sample=sample: agent.run(sample, ROW, Slow(), seed=1))
+                tasks.start_soon(partial(agent.run, sample, ROW, Slow(), seed=1))
 
     anyio.run(together)
     for index, sample in enumerate(samples):
@@ -410,11 +411,12 @@ def second_payload(how: str, prompt: list[int], known: list[int]) -> dict[str, A
     }
     if how in params:
         return {"input_ids": known, "sampling_params": params[how]}
-    return {
+    payloads: dict[str, dict[str, Any]] = {
         "rewrite": {"input_ids": [*prompt, 99, 99]},
         "image": {"input_ids": known, "image_data": ["x"]},
         "batch": {"input_ids": [known]},
-    }.get(how)
+    }
+    return payloads.get(how)
 
 
 async def bad(how: str, args: Any, sample: Any, sampling_params: Any) -> Any:

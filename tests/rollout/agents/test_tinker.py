@@ -75,6 +75,16 @@ class Game:
         )
 
 
+class Cut(Policy):
+    """Its turn is cut off if only two tokens may follow."""
+
+    async def __call__(self, sample: Sample, max_tokens: int | None = None, /) -> Generation:
+        generation = await super().__call__(sample, max_tokens)
+        if max_tokens == 2:
+            generation.stop_reason = StopReason.LENGTH
+        return generation
+
+
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
     Game.seen.clear()
@@ -225,13 +235,6 @@ def test_a_replay_does_not_use_up_the_budget_of_seconds() -> None:
 def test_a_budget_that_is_used_up_truncates_the_episode(
     limits: dict[str, Any], budget: str, turns: int
 ) -> None:
-    class Cut(Policy):
-        async def __call__(self, sample: Sample, max_tokens: int | None = None, /) -> Generation:
-            generation = await super().__call__(sample, max_tokens)
-            if max_tokens == 2:
-                generation.stop_reason = StopReason.LENGTH
-            return generation
-
     seconds = iter(range(99))
     row, sample = Prompt(uid="q", ids=[1], extra_info={"size": 9}), new_sample()
     clock = (lambda: float(next(seconds))) if budget == "tool_seconds" else None
@@ -242,6 +245,14 @@ def test_a_budget_that_is_used_up_truncates_the_episode(
     assert len(Game.seen) == turns  # the environment gives a reward for a turn that was cut
     expected = "length" if limits == {"max_tokens": 6} else "stop"
     assert Game.seen[-1][1] == {"stop_reason": expected}
+
+
+def test_a_turn_that_is_cut_off_stays_truncated_if_the_environment_ends() -> None:
+    row, sample = Prompt(uid="q", ids=[1], extra_info={"size": 1}), new_sample()
+    assert run(episodes(max_tokens=2), sample, Cut(), row)
+    assert sample.status is Status.TRUNCATED
+    assert sample.episode is not None
+    assert sample.episode.rewards == [PlacedReward(3, "environment", 1.0)]
 
 
 def test_a_crash_ends_the_episode_and_is_scored() -> None:
