@@ -31,6 +31,12 @@ _PACKAGE = "pkg://"
 """verl's prefix for a dotted module name, in options that also take a file path."""
 
 
+_IMPORTS = {
+    "verl": "import slipstream.compat.verl instead of verl (docs/from_verl.md)",
+    "slime": "import slipstream.compat.slime instead of slime (docs/tools.md)",
+}
+"""What to do if a user's module imports another system."""
+
 _PREFIX = "slipstream_user_"
 """Prefix of the module names under which files are imported."""
 
@@ -145,16 +151,16 @@ def imported(load: Callable[[], T], what: str, remedy: str = "") -> T:
     """Call `load`, which imports a user's module, and return its result.
 
     Whatever the module raises becomes a ConfigError that begins with `what`, and ends with `remedy`
-    if that is given. SystemExit, and an import of verl, have a remedy of their own. Ctrl-C passes
-    unchanged.
+    if that is given. SystemExit, and an import of verl or slime, have a remedy of their own. Ctrl-C
+    passes unchanged.
     """
     try:
         return load()
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        if type(error) is ModuleNotFoundError and str(error.name).split(".")[0] == "verl":
-            remedy = "import slipstream.compat.verl instead of verl (docs/from_verl.md)"
+        if type(error) is ModuleNotFoundError:
+            remedy = _IMPORTS.get(str(error.name).split(".")[0], remedy)
         if issubclass(type(error), SystemExit):
             # Otherwise `sys.exit()` would end the command with status 0, as if it had succeeded.
             remedy = 'remove the call of sys.exit, or move it under `if __name__ == "__main__":`'

@@ -87,6 +87,9 @@ def test_an_import_of_verl_names_the_package_to_import_instead(tmp_path: Path) -
         path.write_text(f"{line}\n")
         with pytest.raises(ConfigError, match=r"import slipstream\.compat\.verl instead of verl"):
             load(path, "Mine")
+    path.write_text("from slime.utils.types import Sample\n")
+    with pytest.raises(ConfigError, match=r"import slipstream\.compat\.slime instead of slime"):
+        load(path, "Mine")
     path.write_text("import no_such_module_of_verl\n")
     with pytest.raises(ConfigError, match="does not import") as caught:
         load(path, "Mine")

@@ -9,6 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.build.agents import make_custom_generate, turn_end_ids
 from slipstream.build.sandbox import make_sandbox
 from slipstream.config.schema import Config
 from slipstream.config.tree import to_dict
@@ -31,6 +32,8 @@ from slipstream.environment.tools.mcp import load_mcp_tools
 from slipstream.environment.tools.protocol import TIMEOUT_S, Tool
 from slipstream.environment.tools.sandboxed import PythonTool
 from slipstream.errors import ConfigError
+from slipstream.rollout.agents.slime import CUSTOM_GENERATE
+from slipstream.rollout.agents.tinker import TinkerEpisodes, is_tinker_environment
 from slipstream.rollout.agents.verl import (
     SINGLE_TURN,
     TOOL_AGENT,
@@ -117,14 +120,18 @@ def has_episodes(config: Config) -> bool:
 def _has_loops(config: Config) -> bool:
     agent = config.actor_rollout_ref.rollout.agent
     own = agent.default_agent_loop not in (None, SINGLE_TURN, TOOL_AGENT)
-    return own or agent.agent_loop_config_path is not None or bool(registered_loops())
+    paths = (agent.agent_loop_config_path, agent.custom_generate_function_path)
+    return own or any(path is not None for path in paths) or bool(registered_loops())
 
 
-def make_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> EpisodeRunner | None:
-    """What runs the episodes of a run; None if every response is a single turn.
+def make_episodes(
+    config: Config, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool = False
+) -> EpisodeRunner | None:
+    """What runs the episodes of a run, or of its validation; None if every response is a single
+    turn.
 
     Raises ConfigError if multi-turn is enabled without tools, for a chat template without tool
-    calls, and for an unknown agent loop.
+    calls, for an unknown agent loop, and for a custom generate function that cannot be used.
     """
     tools = _tool_episodes(config, tokenizer) if has_tools(config) else None
     agent = config.actor_rollout_ref.rollout.agent
@@ -133,10 +140,13 @@ def make_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episode
     others: dict[str, EpisodeRunner] = {SINGLE_TURN: SingleTurn()}
     if tools is not None:
         others[TOOL_AGENT] = tools
+    custom = make_custom_generate(config, tokenizer, evaluation=evaluation)
+    if custom is not None:
+        others[CUSTOM_GENERATE] = custom
     rollout = config.actor_rollout_ref.rollout
     return AgentLoops(
         others,
-        default=agent.default_agent_loop or (SINGLE_TURN if tools is None else TOOL_AGENT),
+        default=agent.default_agent_loop or [*others][-1],  # the user's own, if there is one
         sampling_params={
             "temperature": rollout.temperature,
             "top_p": rollout.top_p,
@@ -181,10 +191,22 @@ def _loops_of(path: str | None) -> Mapping[str, Callable[..., Any]]:
 
 def turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Tokens that end a turn with tool calls; none without tools."""
-    return make_renderer(config, tokenizer).end_token_ids if has_tools(config) else ()
+    return make_renderer(config, tokenizer).end_token_ids if _has_messages(config) else ()
 
 
-def _tool_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes:
+def _has_messages(config: Config) -> bool:
+    """Whether messages of tools or an environment are rendered during an episode."""
+    return has_tools(config) and not _has_tinker_environment(config)
+
+
+def _has_tinker_environment(config: Config) -> bool:
+    settings = config.actor_rollout_ref.rollout.multi_turn.environment
+    return settings.path is not None and is_tinker_environment(
+        _environment_class(settings.path, settings.name)
+    )
+
+
+def _tool_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> EpisodeRunner:
     settings = config.actor_rollout_ref.rollout.multi_turn
     if settings.environment.path is not None:
         return _environment_episodes(config, tokenizer)
@@ -211,12 +233,23 @@ def _tool_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episod
     return Episodes(make, renderer, _episode_limits(config, schemas))
 
 
-def _environment_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes:
+def _environment_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> EpisodeRunner:
     """Episodes of the environment that the user names."""
     settings = config.actor_rollout_ref.rollout.multi_turn.environment
     assert settings.path is not None
     key = f"{_KEY}.environment"
     found = _environment_class(settings.path, settings.name)
+    if is_tinker_environment(found):
+        ends = turn_end_ids(config, tokenizer)
+        texts = [str(tokenizer.convert_ids_to_tokens(i)) for i in ends]
+        return TinkerEpisodes(
+            found,
+            _episode_limits(config, scores_itself=not _has_rewards(config)),
+            kwargs=settings.kwargs,
+            tokenizer=tokenizer,
+            ends={*ends, *texts, *config.actor_rollout_ref.rollout.stop},
+            key=key,
+        )
     renderer = make_renderer(config, tokenizer)
 
     def make() -> Any:
@@ -241,7 +274,7 @@ def _environment_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) ->
         if not inspect.iscoroutinefunction(getattr(found, method, None)):
             raise ConfigError(
                 f"{key}.name={settings.name}: the class has no coroutine method {method!r}, and it "
-                "does not have the form of TRL's or gymnasium's environments; see "
+                "does not have the form of TRL's, gymnasium's or tinker's environments; see "
                 "slipstream.environment.protocol.Environment"
             )
     return Episodes(make, renderer, _episode_limits(config))
@@ -325,7 +358,7 @@ def _episode_limits(
 def changed_turns(config: Config, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """A note for the user if the chat template changes earlier turns; None if it only appends, or
     if the policy has no tools."""
-    if not has_tools(config):
+    if not _has_messages(config):
         return None
     schemas = tool_schemas(config)
     names = changed_conversations(

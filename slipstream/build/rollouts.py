@@ -45,7 +45,8 @@ def sampling_params(config: Config, more_ends: Sequence[int] = ()) -> SamplingPa
 def eval_settings(config: Config, tokenizer: PreTrainedTokenizerBase) -> EvalSettings:
     """The sampling settings of validation (`rollout.val_kwargs`), and what runs its episodes."""
     r = config.actor_rollout_ref.rollout
-    episodes, more_ends = make_episodes(config, tokenizer), turn_ends(config, tokenizer)
+    episodes = make_episodes(config, tokenizer, evaluation=True)
+    more_ends = turn_ends(config, tokenizer)
 
     def settings(v: ValKwargsSection) -> EvalSettings:
         return EvalSettings(

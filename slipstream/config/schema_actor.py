@@ -300,13 +300,13 @@ class ValKwargsSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSection:
-    """A class whose objects answer the policy: of TRL's `environment_factory`, of gymnasium, or
-    with the methods of `slipstream.environment.protocol.Environment`."""
+    """A class whose objects answer the policy: of TRL's `environment_factory`, of gymnasium, of
+    tinker-cookbook, or with the methods of `slipstream.environment.protocol.Environment`."""
 
     path: str | None = None
     """Python file with the class, or `pkg://package.module`."""
     name: str = "Environment"
-    """Name of the class, or of a function that returns an object."""
+    """Name of the class, or of a function that returns an environment of tinker-cookbook."""
     kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
     """Arguments of the class."""
 
@@ -363,11 +363,15 @@ class AgentSection:
     """Agent loops: users' code that decides what the policy reads and when it writes."""
 
     default_agent_loop: str | None = None
-    """The loop of rows without `agent_name`: `single_turn_agent`, `tool_agent`, or the name of a
-    class derived from VERL's `AgentLoopBase`; null: `tool_agent` if there are tools."""
+    """The loop of rows without `agent_name`: `single_turn_agent`, `tool_agent`, `custom_generate`,
+    or the name of a class derived from VERL's `AgentLoopBase`; null: `custom_generate` if there is
+    such a function, and `tool_agent` if there are tools."""
     agent_loop_config_path: str | None = None
     """YAML file with a list of such classes: `[{name: my_agent, _target_: package.module.Class}]`.
     Other keys of an entry are arguments of the class."""
+    custom_generate_function_path: str | None = None
+    """A function written for slime's `--custom-generate-function-path`, as
+    `package.module.function`. It is the loop `custom_generate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

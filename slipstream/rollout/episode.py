@@ -203,8 +203,8 @@ class Episodes:
                 tasks.start_soon(episode.close)
 
 
-class _EpisodeError(Exception):
-    """The episode cannot continue. Its text is the reason."""
+class EpisodeError(Exception):
+    """The episode cannot continue; its text is the reason."""
 
 
 class _CrashError(Exception):
@@ -245,7 +245,7 @@ class _Episode:
                 if await self._end_turn(sample):
                     break
             await self._score(sample)
-        except _EpisodeError as error:
+        except EpisodeError as error:
             sample.status, sample.failure = Status.FAILED, str(error)
             return False
         return True
@@ -273,7 +273,7 @@ class _Episode:
             start = await self._call("reset", lambda: self._environment.reset(row, seed))
         except _CrashError as error:
             # The policy has done nothing yet, so it cannot be its mistake.
-            raise _EpisodeError(str(error)) from error
+            raise EpisodeError(str(error)) from error
         record.tool_seconds += self._clock() - started
         self._tools = start.tools
         given = row.messages
@@ -292,7 +292,7 @@ class _Episode:
             sample.segments[0] = Segment.given("prompt", self._prompt(row))
         if done is not None:
             if sample.segments[0] != recorded[0][0]:
-                raise _EpisodeError("replay: the environment began with another prompt than before")
+                raise EpisodeError("replay: the environment began with another prompt than before")
             await self._replay(sample, recorded, done)
 
     async def _replay(
@@ -308,33 +308,33 @@ class _Episode:
             sample.status = Status.COMPLETED
             record.tool_seconds = 0.0  # The replay does not use up the budget.
             if await self._end_turn(sample):
-                raise _EpisodeError("replay: the environment answered otherwise than before")
+                raise EpisodeError("replay: the environment answered otherwise than before")
         if incomplete:
             sample.append(turns[-1])
         if [branch.segments for branch in sample.branches] != list(recorded):
-            raise _EpisodeError("replay: the environment answered otherwise than before")
+            raise EpisodeError("replay: the environment answered otherwise than before")
         sample.status = Status.PENDING
         record.tool_seconds = done.tool_seconds
 
     def _prompt(self, row: Prompt) -> list[int]:
         """Render the prompt with what the environment adds."""
         if isinstance(row.messages, str):
-            raise _EpisodeError(
+            raise EpisodeError(
                 "the environment adds messages or tools, but the prompt is plain text; give the "
                 "prompt as messages"
             )
         if continues_message(self._messages):
-            raise _EpisodeError(
+            raise EpisodeError(
                 "the environment adds messages or tools to a prompt that ends with an assistant "
                 "message; end the prompt with a user message"
             )
         try:
             ids = self._renderer.prompt(self._messages, self._tools)
         except DataError as error:
-            raise _EpisodeError(f"the prompt cannot be rendered: {error}") from error
+            raise EpisodeError(f"the prompt cannot be rendered: {error}") from error
         most = self._limits.max_prompt_tokens
         if most is not None and len(ids) > most:
-            raise _EpisodeError(
+            raise EpisodeError(
                 f"with the messages and tools of the environment the prompt has {len(ids)} tokens, "
                 f"more than data.max_prompt_length {most}"
             )
@@ -347,13 +347,13 @@ class _Episode:
         record.turns += 1
         turn = sample.segments[-1]
         if sample.status is Status.TRUNCATED:
-            return _truncate(sample, TOKENS)
+            return truncate(sample, TOKENS)
         message = self._renderer.parse(turn.ids, self._tools)
         answers = record.turns - 1
         if message.tool_calls and _reached(record.turns, limits.max_assistant_turns):
-            return _truncate(sample, ASSISTANT_TURNS)
+            return truncate(sample, ASSISTANT_TURNS)
         if message.tool_calls and _reached(answers, limits.max_user_turns):
-            return _truncate(sample, USER_TURNS)
+            return truncate(sample, USER_TURNS)
         self._messages.append(message.as_message())
         given = Turn(message=message, number=record.turns, messages=tuple(self._messages))
         started = self._clock()
@@ -362,20 +362,16 @@ class _Episode:
         except _CrashError as error:
             # Otherwise a policy could avoid a bad reward by crashing its environment.
             log.warning("sample %s: %s", sample.uid, error)
-            _count_problem(record, CallProblem.RAISED)
-            return _truncate(sample, CRASH)
+            count_problem(record, CallProblem.RAISED)
+            return truncate(sample, CRASH)
         waited = self._clock() - started
         record.tool_seconds += sum(c.seconds for c in answer.calls) if answer.calls else waited
-        _count(record, answer, place=sample.num_tokens - 1, branch=len(sample.earlier))
+        count_answer(record, answer, place=sample.num_tokens - 1, branch=len(sample.earlier))
         if answer.done:
             sample.status = Status.COMPLETED
             return True
-        if _reached(record.turns, limits.max_assistant_turns):
-            return _truncate(sample, ASSISTANT_TURNS)
-        if _reached(answers, limits.max_user_turns):
-            return _truncate(sample, USER_TURNS)
-        if limits.max_tool_seconds is not None and record.tool_seconds > limits.max_tool_seconds:
-            return _truncate(sample, TOOL_SECONDS)
+        if (budget := used_up(record, limits)) is not None:
+            return truncate(sample, budget)
         return self._append(sample, message, answer.messages)
 
     def _append(
@@ -386,11 +382,11 @@ class _Episode:
         try:
             ids, branches = self._continuation(sample, message, messages)
         except DataError as error:
-            raise _EpisodeError(f"the answer cannot be rendered: {error}") from error
+            raise EpisodeError(f"the answer cannot be rendered: {error}") from error
         # At least one more token of the policy must fit.
         used = len(ids) - _first_prompt(sample) if branches else _used(sample) + len(ids)
         if used >= self._limits.max_tokens:
-            return _truncate(sample, TOKENS)
+            return truncate(sample, TOKENS)
         self._messages += messages
         if branches:
             _begin_branch(sample, ids)
@@ -428,7 +424,7 @@ class _Episode:
         try:
             scores = await self._call("score", self._environment.score)
         except _CrashError as error:
-            raise _EpisodeError(str(error)) from error
+            raise EpisodeError(str(error)) from error
         record.tool_seconds += self._clock() - started
         _reward(record, scores, place=sample.num_tokens - 1, branch=len(sample.earlier))
         if self._limits.scores_itself:
@@ -437,7 +433,7 @@ class _Episode:
     async def _call(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         """Call the environment.
 
-        A failure of the infrastructure is repeated, and at last raises _EpisodeError. Another
+        A failure of the infrastructure is repeated, and at last raises EpisodeError. Another
         exception is repeated once, and then raises _CrashError.
         """
         limits, wait, crashed = self._limits, self._limits.backoff_s, False
@@ -447,7 +443,7 @@ class _Episode:
             except InfrastructureError as error:
                 text = f"environment {what}: {shortened(reason(error))}"
                 if attempt == limits.retries:
-                    raise _EpisodeError(text) from error
+                    raise EpisodeError(text) from error
             except SlipstreamError:
                 raise
             except Exception as error:
@@ -546,31 +542,47 @@ def _reached(count: int, limit: int | None) -> bool:
     return limit is not None and count >= limit
 
 
-def _truncate(sample: Sample, budget: str) -> bool:
+def used_up(record: EpisodeRecord, limits: EpisodeLimits) -> str | None:
+    """Return the budget, apart from tokens, that is used up after a turn whose answer does not
+    count yet; None if there is none."""
+    if _reached(record.turns, limits.max_assistant_turns):
+        return ASSISTANT_TURNS
+    if _reached(record.turns - 1, limits.max_user_turns):
+        return USER_TURNS
+    if limits.max_tool_seconds is not None and record.tool_seconds > limits.max_tool_seconds:
+        return TOOL_SECONDS
+    return None
+
+
+def truncate(sample: Sample, budget: str) -> bool:
+    """End an episode because of a budget. Returns True."""
     sample.status = Status.TRUNCATED
     _record(sample).truncated_by = budget
     return True
 
 
-def _count(record: EpisodeRecord, answer: Answer, *, place: int, branch: int) -> None:
+def count_answer(record: EpisodeRecord, answer: Answer, *, place: int, branch: int = 0) -> None:
+    """Record the answer to a turn: calls, problems, rewards and metrics. `place` and `branch` are
+    those of the rewards. Raises EpisodeError for a reward that is not finite."""
     record.calls += len(answer.calls)
     for call in answer.calls:
         if call.problem is not None:
-            _count_problem(record, call.problem)
+            count_problem(record, call.problem)
     _reward(record, answer.rewards, place=place, branch=branch)
     for name, value in answer.metrics.items():
         record.metrics[name] = record.metrics.get(name, 0.0) + value
 
 
-def _count_problem(record: EpisodeRecord, problem: CallProblem) -> None:
+def count_problem(record: EpisodeRecord, problem: CallProblem) -> None:
+    """Record a problem of a call or an environment."""
     record.problems[problem] = record.problems.get(problem, 0) + 1
 
 
 def _reward(
     record: EpisodeRecord, rewards: Mapping[str, float], *, place: int, branch: int
 ) -> None:
-    """Record rewards. Raises _EpisodeError for one that is not finite."""
+    """Record rewards. Raises EpisodeError for one that is not finite."""
     for name, value in rewards.items():
         if not math.isfinite(value):
-            raise _EpisodeError(f"the reward {name} of turn {record.turns} is {value}")
+            raise EpisodeError(f"the reward {name} of turn {record.turns} is {value}")
         record.rewards.append(PlacedReward(place, name, float(value), branch))

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _QUESTION, _ANSWER, _REASON = "question 4171", "answer 8263", "reason 6352"
+_RESULT = "result 5193"
 """Texts of the synthetic conversation, which no template contains."""
 
 _OUTSIDE = ("user", "tool")
@@ -66,6 +67,7 @@ class Renderer:
                 "the tokenizer has no token that ends a turn; set its eos_token, or set "
                 f"{_CUSTOM} to a template whose turns end with a special token"
             )
+        self._ends_known: dict[tuple[object, ...], bool] = {}
         self._end_texts = {str(tokenizer.convert_ids_to_tokens(i)): i for i in ends}
         control = {str(token) for token in tokenizer.added_tokens_decoder.values()}
         # Some tokenizers have runs of white space as added tokens, which are no control tokens.
@@ -96,16 +98,14 @@ class Renderer:
             if (joined := _joined(protected)) is None:
                 raise
             text = self._render([*_synthetic(last, joined), *joined], tools)
-        place = text.find(_ANSWER)
-        found = [(text.find(end, place), end) for end in self._end_texts if place >= 0]
-        found = [(at, end) for at, end in found if at >= 0]
-        if not found:
+        found = self._first_end(text)
+        if found is None or not self._ends_before(last, protected, tools):
             raise DataError(
                 "the chat template writes no end token after an assistant turn that "
                 f"{'tool results follow' if last.tool_calls else 'a message follows'}; set "
                 f"{_CUSTOM} to a template that does"
             )
-        at, end = min(found)
+        at, end = found
         # Encoded after the end token, because some tokenizers write a space at the start of a text.
         ids = self._encode(text[at:], literals)
         if not ids or ids[0] != self._end_texts[end]:
@@ -114,6 +114,29 @@ class Renderer:
                 f"to each other; set {_CUSTOM} to a template whose turns end with a special token"
             )
         return ids[0], ids[1:]
+
+    def _first_end(self, text: str) -> tuple[int, str] | None:
+        """The first end token after the synthetic answer, with its place; None if there is none."""
+        place = text.find(_ANSWER)
+        found = [(text.find(end, place), end) for end in self._end_texts if place >= 0]
+        return min(((at, end) for at, end in found if at >= 0), default=None)
+
+    def _ends_before(
+        self, last: AssistantMessage, messages: Sequence[Message], tools: Sequence[ToolSchema]
+    ) -> bool:
+        """Return whether the end token of a turn comes before the messages after it. Without one,
+        the first end token is that of a message, whose text would be lost."""
+        shape = (*(str(message.get("role")) for message in messages), last.reasoning is None)
+        if messages and shape not in self._ends_known:
+            marked = [{**messages[0], "content": _RESULT}, *messages[1:]]
+            try:
+                text = self._render([*_synthetic(last, marked), *marked], tools)
+            except ChatTemplateError:
+                marked = _joined(marked) or marked
+                text = self._render([*_synthetic(last, marked), *marked], tools)
+            found = self._first_end(text)
+            self._ends_known[shape] = found is not None and found[0] < text.find(_RESULT)
+        return self._ends_known.get(shape, True)
 
     def same_text(self, left: Sequence[int], right: Sequence[int]) -> bool:
         """Return whether two lists of ids have the same text, control tokens included."""

@@ -20,6 +20,7 @@ from slipstream.config.schema import Config
 from slipstream.data.lookup import build_tokenizer
 from slipstream.environment.tools.protocol import tool_name
 from slipstream.errors import ConfigError
+from slipstream.rollout.agents.tinker import TinkerEpisodes
 from slipstream.rollout.agents.verl import AgentLoops
 from slipstream.rollout.episode import Episodes
 from tests.data.helpers import char_tokenizer
@@ -111,6 +112,13 @@ class Own:
 class Half:
     async def reset(self, row, seed): ...
     async def step(self, turn): ...
+
+class Tinker:
+    async def initial_observation(self): ...
+    async def step(self, action): ...
+
+def tinker(size):
+    return Tinker()
 '''
 
 
@@ -137,6 +145,32 @@ def with_tools(config: Config) -> Episodes:
     episodes = runner._others["tool_agent"]
     assert isinstance(episodes, Episodes)
     return episodes
+
+
+@pytest.mark.parametrize("name", ["Tinker", "tinker"])
+def test_an_environment_of_token_ids_needs_no_chat_template(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "environments.py"
+    path.write_text(ENVIRONMENTS)
+    stops = "actor_rollout_ref.rollout.stop=['</a>']"
+    line = [f"{KEY}.environment.path={path}", f"{KEY}.environment.name={name}", stops]
+    tokenizer = char_tokenizer(chat_template=None)
+    config = config_of(*line)
+    runner = make_episodes(config, tokenizer)
+    assert isinstance(runner, AgentLoops)
+    found = runner._others["tool_agent"]
+    assert isinstance(found, TinkerEpisodes)
+    assert found._limits.scores_itself
+    assert found._ends == {tokenizer.eos_token_id, tokenizer.eos_token, "</a>"}
+    assert turn_ends(config, tokenizer) == ()
+    assert changed_turns(config, tokenizer) is None
+    assert tool_schemas(config) is None
+    reward = tmp_path / "reward.py"
+    reward.write_text("def compute_score(**kwargs): return 1.0")
+    runner = make_episodes(config_of(*line, f"custom_reward_function.path={reward}"), tokenizer)
+    assert isinstance(runner, AgentLoops)
+    found = runner._others["tool_agent"]
+    assert isinstance(found, TinkerEpisodes)
+    assert not found._limits.scores_itself
 
 
 def test_objects_of_an_environment_are_shared_by_training_and_validation(tmp_path: Path) -> None:

@@ -284,6 +284,79 @@ class Twice(gymnasium.Env):
         self.left -= 1
         return "who is ana ?", len(action) / 100, self.left < 0, False, {"length": len(action)}
 """
+SLIME = """
+from slipstream.compat.slime.rollout.sglang_rollout import GenerateState
+from slipstream.compat.slime.utils.http_utils import post
+from slipstream.compat.slime.utils.types import Sample
+
+MORE = "<user>who is ana ?<end><assistant>"
+
+
+async def generate(args, sample: Sample, sampling_params) -> Sample:
+    assert not args.partial_rollout
+    state = GenerateState(args)
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    sample.tokens = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    for turn in range(2):
+        payload = {
+            "input_ids": sample.tokens,
+            "sampling_params": sampling_params,
+            "return_logprob": True,
+        }
+        output = await post(url, payload)
+        found = output["meta_info"]["output_token_logprobs"]
+        sample.append_response_tokens(
+            args,
+            tokens=[item[1] for item in found],
+            log_probs=[item[0] for item in found],
+            meta_info=output["meta_info"],
+            text=output["text"],
+        )
+        if output["meta_info"]["finish_reason"]["type"] == "length":
+            break
+        if turn == 0:
+            more = state.tokenizer(MORE, add_special_tokens=False)["input_ids"]
+            sample.append_response_tokens(args, tokens=more, trainable=False, text=MORE)
+    sample.reward = sample.response_length / 100
+    return sample
+"""
+TINKER = """
+from types import SimpleNamespace
+
+
+class ModelInput:
+    def __init__(self, ints):
+        self.ints = list(ints)
+
+    def to_ints(self):
+        return self.ints
+
+
+class Twice:
+    def __init__(self, prompt, tokenizer):
+        self.tokenizer, self.left = tokenizer, 2
+        self.ints = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_dict=False
+        )
+        self.stop = [tokenizer.eos_token]
+
+    async def initial_observation(self):
+        return ModelInput(self.ints), self.stop
+
+    async def step(self, action, *, extra=None):
+        self.left -= 1
+        more = self.tokenizer.encode("<user>who is ana ?<end><assistant>")
+        self.ints = [*self.ints, *action, *more]
+        return SimpleNamespace(
+            reward=len(action) / 100,
+            episode_done=self.left == 0,
+            next_observation=ModelInput(self.ints),
+            next_stop_condition=self.stop,
+            metrics={"length": len(action)},
+            logs={},
+        )
+"""
+KINDS = ["tool", "interaction", "agent loop", "trl", "gymnasium", "slime", "tinker"]
 
 
 def write_rows(folder: Path, **more: Any) -> Path:
@@ -309,7 +382,7 @@ def write_rows(folder: Path, **more: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["tool", "interaction", "agent loop", "trl", "gymnasium"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_code_written_for_other_libraries_trains(
     kind: str, sft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,6 +397,8 @@ def test_code_written_for_other_libraries_trains(
     (tmp_path / "loops.yaml").write_text("[{name: twice, _target_: verl_loop.Twice}]")
     (tmp_path / "people.py").write_text(TRL)
     (tmp_path / "twice.py").write_text(GYM)
+    (tmp_path / "slime_twice.py").write_text(SLIME)
+    (tmp_path / "tinker_twice.py").write_text(TINKER)
     rows = write_rows(tmp_path, **({"agent_name": "twice"} if kind == "agent loop" else {}))
     setting = {
         "tool": f"{ROLLOUT}.multi_turn.tool_config_path={tmp_path}/tools.yaml",
@@ -331,6 +406,9 @@ def test_code_written_for_other_libraries_trains(
         "agent loop": f"{ROLLOUT}.agent.agent_loop_config_path={tmp_path}/loops.yaml",
         "trl": f"{ROLLOUT}.multi_turn.environment={{path: {tmp_path}/people.py, name: People}}",
         "gymnasium": f"{ROLLOUT}.multi_turn.environment={{path: {tmp_path}/twice.py, name: Twice}}",
+        "slime": f"{ROLLOUT}.agent.custom_generate_function_path=slime_twice.generate",
+        "tinker": f"{ROLLOUT}.multi_turn.environment="
+        f"{{path: {tmp_path}/tinker_twice.py, name: Twice}}",
     }[kind]
     files = ("data.task=null", f"data.train_files=[{rows}]")
     assert rl(tmp_path / "run", sft, setting, steps=2, data=files) == 0

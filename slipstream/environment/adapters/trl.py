@@ -11,12 +11,12 @@ unless something went wrong in it.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from slipstream.environment.adapters.columns import columns_of
 from slipstream.environment.protocol import Answer, CallProblem, Start, Turn, within
 from slipstream.environment.tools.environment import Toolbox, ToolEnvironment, ToolLimits
 from slipstream.environment.tools.function import (
@@ -113,7 +113,7 @@ class TrlEnvironment:
             self._held, toolbox = await within(TIMEOUT_S, "constructor", self._factory.take)
             self._tools = ToolEnvironment(toolbox)
         start = await self._tools.reset(row, seed)
-        columns = accepted(self._held.reset, _columns(row))
+        columns = accepted(self._held.reset, columns_of(row))
         reset = partial(call_either, self._held.reset, **columns)
         text = _text(await within(TIMEOUT_S, "reset", reset))
         self._is_usable = True
@@ -139,17 +139,6 @@ class TrlEnvironment:
     async def close(self) -> None:
         if self._tools is not None and self._is_usable:
             self._factory.give_back(self._held)
-
-
-def _columns(row: Prompt) -> dict[str, Any]:
-    """The columns of a row, as TRL passes them to `reset`."""
-    return {
-        **copy.deepcopy(row.extra_info),
-        "prompt": copy.deepcopy(row.messages),
-        "data_source": row.data_source,
-        "ability": row.ability,
-        "ground_truth": row.ground_truth,
-    }
 
 
 def _text(found: Any) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,31 +23,18 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from slipstream.data.chat_template import prompt_ids
-from slipstream.errors import (
-    ConfigError,
-    DataError,
-    SlipstreamError,
-    did_you_mean,
-    name_of,
-    shortened,
-)
-from slipstream.reading import reason
-from slipstream.rollout.episode import EpisodeRunner, Generate, extend_sample
-from slipstream.types import (
-    EpisodeRecord,
-    Prompt,
-    Sample,
-    Segment,
-    Status,
-)
+from slipstream.errors import ConfigError, DataError, did_you_mean, name_of
+from slipstream.rollout.agents.session import LENGTHS, PolicySession, check_sampling
+from slipstream.rollout.episode import EpisodeRunner, Generate
+from slipstream.types import Prompt, Sample
 
 SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"
 """VERL's names of its own loops."""
 
-_FIXED = ("temperature", "top_p", "top_k", "min_p")
-"""Sampling parameters that a loop must not change: the trainer's log-probs depend on them."""
+KIND = "agent loop"
+"""What messages call the user's code."""
 
-_IGNORED = ("logprobs", "repetition_penalty")
+_IGNORED = ("logprobs", "repetition_penalty", "min_p")
 
 C = TypeVar("C", bound=type[Any])
 
@@ -144,10 +130,6 @@ def registered_loops() -> list[str]:
     return sorted(_LOOPS)
 
 
-class EpisodeStopped(BaseException):
-    """Ends a loop whose batch is complete. The loop begins again later."""
-
-
 class AgentLoops:
     """Runs the loop that a row names; rows of other names are for `others`."""
 
@@ -198,31 +180,28 @@ class AgentLoops:
         if name not in self._loops and name in self._others:
             return await self._others[name].run(sample, row, generate, seed=seed)
         self.check(name)
-        server = _Server(sample, generate, self._params, self._max_tokens, self._max_prompt_tokens)
-        try:
+        session = PolicySession(
+            sample,
+            generate,
+            kind=KIND,
+            max_tokens=self._max_tokens,
+            max_prompt_tokens=self._max_prompt_tokens,
+        )
+
+        async def call() -> None:
             loop = self._loops[name](
                 trainer_config=SimpleNamespace(config=self._config),
-                server_manager=server,
+                server_manager=_Server(session, self._params),
                 tokenizer=self._tokenizer,
                 processor=None,
                 dataset_cls=None,
                 data_config=SimpleNamespace(config=getattr(self._config, "data", None)),
             )
             output = await loop.run(dict(self._params), **_columns(row))
-            if server.ended is None:
-                server.finish(output)
-        except EpisodeStopped:
-            return False
-        except SlipstreamError:
-            raise
-        except (Exception, BaseExceptionGroup) as error:
-            # A task group of the loop wraps what `generate` raised.
-            if server.ended is None:
-                server.ended = _LoopError(reason(error))
-        if server.ended is not None and not isinstance(server.ended, EpisodeStopped):
-            sample.status = Status.FAILED
-            sample.failure = f"agent loop {name}: {shortened(str(server.ended))}"
-        return server.ended is None
+            if session.ended is None:
+                _finish(session, output)
+
+        return await session.run(f"{KIND} {name}", call)
 
     async def discard(self, sample: Sample) -> None:
         """Release what a stopped sample holds."""
@@ -253,30 +232,11 @@ def _columns(row: Prompt) -> dict[str, Any]:
 
 
 class _Server:
-    """The `server_manager` of one episode. It writes to the sample what was sampled and what the
-    loop added."""
+    """The `server_manager` of one episode."""
 
-    def __init__(
-        self,
-        sample: Sample,
-        generate: Generate,
-        params: Mapping[str, Any],
-        max_tokens: int,
-        max_prompt_tokens: int | None,
-    ) -> None:
-        self._sample = sample
-        self._generate = generate
+    def __init__(self, session: PolicySession, params: Mapping[str, Any]) -> None:
+        self._session = session
         self._params = params
-        self._max_tokens = max_tokens
-        self._max_prompt_tokens = max_prompt_tokens
-        self._prompt = sample.segments[0]
-        self._recorded = sample.segments[1:]
-        self._record = EpisodeRecord()
-        self._begun = False
-        self.ended: BaseException | None = None
-        """Why the episode cannot continue. The loop may have caught the exception."""
-        sample.segments[1:] = []
-        sample.episode = self._record
 
     async def generate(
         self,
@@ -287,136 +247,25 @@ class _Server:
         **_: Any,
     ) -> TokenOutput:
         """Generate the next turn after `prompt_ids`, which begin with all tokens so far."""
-        if self.ended is not None:
-            raise self.ended
-        try:
-            return await self._turn(list(prompt_ids), sampling_params or {})
-        except (EpisodeStopped, _LoopError) as error:
-            self.ended = error
-            raise
-
-    async def _turn(self, ids: list[int], params: Mapping[str, Any]) -> TokenOutput:
-        sample = self._sample
-        fits = self._place(ids)
-        limit = self._limit(params)
-        if not fits or limit < 1:
-            sample.status = Status.TRUNCATED
+        given = sampling_params or {}
+        if self._session.ended is None:
+            check_sampling(given, self._params, kind=KIND, ignored=_IGNORED)
+        asked = [int(given[name]) for name in LENGTHS if given.get(name)]
+        turn = await self._session.turn(prompt_ids, min(asked, default=None))
+        if turn is None:
             return TokenOutput([], [])
-        turn = Segment.given("assistant", [])
-        if self._recorded:
-            turn = self._recorded.pop(0)
-            if turn.role != "assistant":
-                raise _LoopError("replay: the agent loop continued otherwise than before")
-        sample.append(turn)
-        if self._recorded:
-            sample.status = Status.COMPLETED
-        else:  # a new turn, or the last recorded one, which is incomplete
-            extend_sample(sample, await self._generate(sample, limit - len(turn.ids)))
-        if sample.status is Status.PENDING:
-            raise EpisodeStopped
-        if sample.status is Status.FAILED:
-            raise _LoopError(sample.failure or "the engine failed")
-        self._record.turns += 1
         return TokenOutput(list(turn.ids), list(turn.log_probs))
 
-    def _place(self, ids: list[int]) -> bool:
-        """Append the tokens that the loop added; the first call sets the prompt. Returns whether
-        they fit."""
-        sample = self._sample
-        if not self._begun:
-            self._begun = True
-            most = self._max_prompt_tokens
-            if not ids or (most is not None and len(ids) > most):
-                raise _LoopError(
-                    f"the prompt has {len(ids)} tokens; it must have from 1 to "
-                    f"data.max_prompt_length={most}"
-                )
-            if self._recorded and ids != self._prompt.ids:
-                raise _LoopError("replay: the agent loop began with another prompt than before")
-            sample.segments[0] = Segment.given("prompt", ids)
-            return True
-        known = sample.tokens
-        if ids[: len(known)] != known:
-            raise _LoopError(
-                f"the prompt of turn {self._record.turns + 1} does not begin with the "
-                f"{len(known)} tokens so far; an agent loop must append to them, and never decode "
-                "and tokenize them again"
-            )
-        return self._observe(ids[len(known) :])
 
-    def _observe(self, added: list[int]) -> bool:
-        """Append tokens without loss if at least one more token of the policy fits. Returns
-        whether they fit."""
-        if not added:
-            return True
-        if self._sample.response_length + len(added) >= self._max_tokens:
-            return False
-        segment = Segment.given("tool", added)
-        if self._recorded and self._recorded.pop(0) != segment:
-            raise _LoopError("replay: the agent loop continued otherwise than before")
-        self._sample.append(segment)
-        return True
-
-    def _limit(self, given: Mapping[str, Any]) -> int:
-        """Tokens that the next turn may have."""
-        for name, value in given.items():
-            if name in _FIXED and name in self._params and value != self._params[name]:
-                raise DataError(
-                    f"an agent loop changed {name} from {self._params[name]} to {value}; set "
-                    f"actor_rollout_ref.rollout.{name} instead, because training depends on it"
-                )
-            known = (*_FIXED, *_IGNORED, *self._params, "max_tokens", "max_new_tokens")
-            if name not in known:
-                raise DataError(
-                    f"an agent loop gave the sampling parameter {name!r}{did_you_mean(name, known)}"
-                )
-        left = self._max_tokens - self._sample.response_length
-        asked = [given[name] for name in ("max_tokens", "max_new_tokens") if given.get(name)]
-        return min([left, *map(int, asked)])
-
-    def finish(self, output: Any) -> None:
-        """Check the loop's result against what was sampled, and take its mask and reward."""
-        sample = self._sample
-        outputs = output if isinstance(output, list) else [output]
-        if len(outputs) != 1 or not hasattr(outputs[0], "response_ids"):
-            raise DataError("an agent loop must return one AgentLoopOutput")
-        (output,) = outputs
-        if self._recorded:
-            raise _LoopError("replay: the agent loop ended earlier than before")
-        written = sample.response_ids
-        ids, mask = list(output.response_ids), list(output.response_mask)
-        common = min(len(ids), len(written))
-        if ids[:common] != written[:common]:
-            raise _LoopError(
-                "response_ids of the agent loop are not the tokens that were sampled and appended"
-            )
-        if len(mask) != len(ids):
-            raise DataError(
-                f"an agent loop returned {len(ids)} response_ids and {len(mask)} entries of "
-                "response_mask; they must have the same length"
-            )
-        # Tokens after the last turn teach nothing, so they are left out.
-        _apply_mask(sample, mask[:common])
-        if sample.status is Status.PENDING:
-            sample.status = Status.COMPLETED
-        score = output.reward_score
-        if score is not None:
-            if not math.isfinite(score):
-                raise _LoopError(f"reward_score is {score}")
-            self._record.score = float(score)
-
-
-def _apply_mask(sample: Sample, mask: list[int]) -> None:
-    """Exclude sampled tokens that the loop excludes, and all tokens after its response."""
-    start = 0
-    for segment in sample.segments[1:]:
-        own = mask[start : start + len(segment.ids)]
-        own += [0] * (len(segment.ids) - len(own))
-        segment.loss_mask[:] = [
-            one if keep else 0.0 for one, keep in zip(segment.loss_mask, own, strict=True)
-        ]
-        start += len(segment.ids)
-
-
-class _LoopError(Exception):
-    """The episode cannot continue; its text is the reason."""
+def _finish(session: PolicySession, output: Any) -> None:
+    """Check the loop's result against what was sampled, and take its mask and reward."""
+    outputs = output if isinstance(output, list) else [output]
+    if len(outputs) != 1 or not hasattr(outputs[0], "response_ids"):
+        raise DataError("an agent loop must return one AgentLoopOutput")
+    (output,) = outputs
+    session.finish(
+        output.response_ids,
+        output.response_mask,
+        output.reward_score,
+        names=("response_ids", "response_mask", "reward_score"),
+    )

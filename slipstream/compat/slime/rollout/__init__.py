@@ -1,0 +1,1 @@
+"""slime's `slime.rollout`."""

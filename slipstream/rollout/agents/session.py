@@ -1,0 +1,246 @@
+"""The policy as users' code sees it in one episode: it gives token ids, and gets the next turn.
+
+The ids of each call begin with all tokens so far, which stay as they were sampled; the tokens after
+them get loss mask 0. Code that is stopped begins again later, and gets its recorded turns without
+generating them again. Knows engines by `Generate` only. Used by the adapters of this folder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from slipstream.errors import DataError, SlipstreamError, did_you_mean, shortened
+from slipstream.reading import reason
+from slipstream.rollout.episode import EpisodeError, Generate, extend_sample
+from slipstream.types import EpisodeRecord, Sample, Segment, Status
+
+LENGTHS = ("max_tokens", "max_new_tokens")
+"""Sampling parameters that limit the tokens of a turn."""
+
+FIXED = ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids")
+"""Sampling parameters that users' code must not change: the trainer's log-probs depend on them, or
+the engine has them for the whole run."""
+
+
+class EpisodeStopped(BaseException):
+    """Ends users' code whose batch is complete. It begins again later."""
+
+
+class PolicySession:
+    """The turns of one episode. It writes to the sample what was sampled and what was added."""
+
+    def __init__(
+        self,
+        sample: Sample,
+        generate: Generate,
+        *,
+        kind: str,
+        max_tokens: int,
+        max_prompt_tokens: int | None,
+    ) -> None:
+        """`kind` names the code in messages. `max_tokens` limits the tokens after the prompt. The
+        recorded turns of a stopped sample are replayed."""
+        self._sample = sample
+        self._generate = generate
+        self._kind = kind
+        self._max_tokens = max_tokens
+        self._max_prompt_tokens = max_prompt_tokens
+        self._prompt = sample.segments[0]
+        self._recorded = sample.segments[1:]
+        self.record = EpisodeRecord()
+        self.begun = False
+        """Whether there was a call of `turn`."""
+        self.ended: BaseException | None = None
+        """Why the episode cannot continue. Users' code may have caught the exception."""
+        sample.segments[1:] = []
+        sample.episode = self.record
+
+    @property
+    def replays(self) -> bool:
+        """Whether recorded turns are left."""
+        return bool(self._recorded)
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens so far, prompt included."""
+        return self._sample.tokens
+
+    @property
+    def left(self) -> int:
+        """How many tokens may follow."""
+        return self._max_tokens - self._sample.response_length
+
+    async def run(self, name: str, call: Callable[[], Awaitable[None]]) -> bool:
+        """Run users' code, which `name` names in the failure of a sample, to its end.
+
+        Returns what `EpisodeRunner.run` returns. Errors of Slipstream pass unchanged.
+        """
+        try:
+            await call()
+        except EpisodeStopped:
+            return False
+        except SlipstreamError:
+            raise
+        except (Exception, BaseExceptionGroup) as error:
+            # A task group of the code wraps what `turn` raised.
+            if self.ended is None:
+                self.ended = EpisodeError(reason(error))
+        if isinstance(self.ended, SlipstreamError):
+            raise self.ended
+        if self.ended is not None and not isinstance(self.ended, EpisodeStopped):
+            self._sample.status = Status.FAILED
+            self._sample.failure = f"{name}: {shortened(str(self.ended))}"
+        return self.ended is None
+
+    async def turn(self, ids: Sequence[int], most: int | None = None) -> Segment | None:
+        """Return the next turn after `ids`, of at most `most` tokens (None: what is left).
+
+        Returns None, and marks the sample as truncated, if no token of the policy fits.
+        """
+        if self.ended is not None:
+            raise self.ended
+        try:
+            return await self._turn(list(ids), most)
+        except (EpisodeStopped, EpisodeError) as error:
+            self.ended = error
+            raise
+
+    async def _turn(self, ids: list[int], most: int | None) -> Segment | None:
+        sample = self._sample
+        fits = self._place(ids)
+        limit = self.left if most is None else min(self.left, most)
+        if not fits or limit < 1:
+            sample.status = Status.TRUNCATED
+            return None
+        turn = Segment.given("assistant", [])
+        if self._recorded:
+            turn = self._recorded.pop(0)
+            if turn.role != "assistant":
+                raise self._replay_error("continued otherwise")
+        sample.append(turn)
+        if self._recorded:
+            sample.status = Status.COMPLETED
+        else:  # a new turn, or the last recorded one, which is incomplete
+            extend_sample(sample, await self._generate(sample, limit - len(turn.ids)))
+        if sample.status is Status.PENDING:
+            raise EpisodeStopped
+        if sample.status is Status.FAILED:
+            raise EpisodeError(sample.failure or "the engine failed")
+        self.record.turns += 1
+        return turn
+
+    def _place(self, ids: list[int]) -> bool:
+        """Append the tokens that the code added; the first call sets the prompt. Returns whether
+        they fit."""
+        sample = self._sample
+        if not self.begun:
+            self.begun = True
+            most = self._max_prompt_tokens
+            if not ids or (most is not None and len(ids) > most):
+                raise EpisodeError(
+                    f"the prompt has {len(ids)} tokens; it must have from 1 to "
+                    f"data.max_prompt_length={most}"
+                )
+            if self._recorded and ids != self._prompt.ids:
+                raise self._replay_error("began with another prompt")
+            sample.segments[0] = Segment.given("prompt", ids)
+            return True
+        known = sample.tokens
+        if ids[: len(known)] != known:
+            raise EpisodeError(
+                f"the prompt of turn {self.record.turns + 1} does not begin with the {len(known)} "
+                f"tokens so far; the {self._kind} must append to them, and never decode and "
+                "tokenize them again"
+            )
+        return self._observe(ids[len(known) :])
+
+    def _observe(self, added: list[int]) -> bool:
+        """Append tokens without loss if at least one more token of the policy fits. Returns
+        whether they fit."""
+        if not added:
+            return True
+        if self._sample.response_length + len(added) >= self._max_tokens:
+            return False
+        segment = Segment.given("tool", added)
+        if self._recorded and self._recorded.pop(0) != segment:
+            raise self._replay_error("continued otherwise")
+        self._sample.append(segment)
+        return True
+
+    def check_replayed(self) -> None:
+        """Raise EpisodeError if the code ended although recorded turns are left."""
+        if self._recorded:
+            raise self._replay_error("ended earlier")
+
+    def _replay_error(self, what: str) -> EpisodeError:
+        return EpisodeError(f"replay: the {self._kind} {what} than before")
+
+    def finish(
+        self,
+        ids: Sequence[int],
+        mask: Sequence[int] | None,
+        score: float | None,
+        *,
+        names: tuple[str, str, str],
+    ) -> None:
+        """Check the tokens after the prompt that users' code returned, and take its mask (None:
+        all) and its score (None: the reward function's). `names` are the fields in messages.
+
+        Raises EpisodeError for other tokens than those of the episode, and for a score that is not
+        finite; DataError for a mask of another length.
+        """
+        sample = self._sample
+        self.check_replayed()
+        written = sample.response_ids
+        common = min(len(ids), len(written))
+        if list(ids[:common]) != written[:common]:
+            raise EpisodeError(
+                f"{names[0]} of the {self._kind} are not the tokens that were sampled and appended"
+            )
+        if mask is None:
+            mask = [1] * len(ids)
+        if len(mask) != len(ids):
+            raise DataError(
+                f"the {self._kind} returned {len(ids)} tokens in {names[0]} and {len(mask)} "
+                f"entries in {names[1]}; they must have the same length"
+            )
+        # Tokens after the last turn teach nothing, so they are left out.
+        _apply_mask(sample, mask[:common])
+        if sample.status is Status.PENDING:
+            sample.status = Status.COMPLETED
+        if score is not None:
+            if not math.isfinite(score):
+                raise EpisodeError(f"{names[2]} is {score}")
+            self.record.score = float(score)
+
+
+def _apply_mask(sample: Sample, mask: Sequence[int]) -> None:
+    """Exclude sampled tokens that the code excludes, and all tokens after its response."""
+    start = 0
+    for segment in sample.segments[1:]:
+        own = list(mask[start : start + len(segment.ids)])
+        own += [0] * (len(segment.ids) - len(own))
+        segment.loss_mask[:] = [
+            one if keep else 0.0 for one, keep in zip(segment.loss_mask, own, strict=True)
+        ]
+        start += len(segment.ids)
+
+
+def check_sampling(
+    given: Mapping[str, Any], params: Mapping[str, Any], *, kind: str, ignored: Sequence[str]
+) -> None:
+    """Raise DataError if users' code changed a sampling parameter of `params` that is `FIXED`, or
+    gave an unknown one. `ignored` have no effect. `kind` names the code."""
+    known = (*params, *LENGTHS, *ignored)
+    for name, value in given.items():
+        if name in FIXED and value != params.get(name, value):
+            raise DataError(
+                f"the {kind} changed {name} from {params[name]} to {value}; set "
+                f"actor_rollout_ref.rollout.{name} instead, because training depends on it"
+            )
+        if name not in known:
+            raise DataError(
+                f"the {kind} gave the sampling parameter {name!r}{did_you_mean(name, known)}"
+            )
