@@ -15,9 +15,11 @@ TRL_INSTALLED := $(TRL_VENV)/.installed
 LLAMA_VENV := .venv-llama
 LLAMA_INSTALLED := $(LLAMA_VENV)/.installed
 BUILD_JOBS ?= 2
+OPENENV_VENV := .venv-openenv
+OPENENV_INSTALLED := $(OPENENV_VENV)/.installed
 
 .PHONY: help install quickstart test check docs docs-links bench bench-model peers peer-llama \
-	bench-peers clean
+	bench-peers openenv clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1 : /p' Makefile
@@ -99,6 +101,21 @@ $(LLAMA_INSTALLED): bench/peers/constraints-llama.txt
 bench-peers: install $(VLLM_INSTALLED) $(TRL_INSTALLED) ## compare with transformers, vLLM, TRL; POLICY=runs/quickstart
 	@mkdir -p $(BENCH_OUT)
 	$(BIN)/slipstream bench peers --policy $(POLICY) --json $(BENCH_OUT)/peers.json $(ARGS)
+
+openenv: $(OPENENV_INSTALLED) ## run the tests of OpenEnv environments, in an environment of their own
+	@$(OPENENV_VENV)/bin/python -m pytest tests/environment/adapters/test_openenv.py \
+		tests/run/test_lookup.py -k openenv $(ARGS)
+
+# openenv and the extra mcp exclude each other.
+$(OPENENV_INSTALLED): pyproject.toml constraints-openenv.txt
+	@tools/make-venv.sh $(OPENENV_VENV) $(PYTHON)
+	@echo "installing OpenEnv into $(OPENENV_VENV): takes minutes the first time, seconds afterwards"
+ifdef TORCH_INDEX
+	@$(OPENENV_VENV)/bin/python -m pip install -q --no-deps --index-url "$(TORCH_INDEX)" \
+		-c constraints-openenv.txt torch
+endif
+	@$(OPENENV_VENV)/bin/python -m pip install -q -c constraints-openenv.txt -e '.[openenv]' pytest
+	@touch $@
 
 clean: ## remove caches and build products, but not .venv and runs/
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist *.egg-info

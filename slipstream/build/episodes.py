@@ -16,6 +16,11 @@ from slipstream.environment.adapters.gymnasium import (
     GymnasiumEnvironment,
     is_gymnasium_environment,
 )
+from slipstream.environment.adapters.openenv import (
+    OpenEnvEnvironment,
+    check_openenv_client,
+    is_openenv_client,
+)
 from slipstream.environment.adapters.settings import load_class, read_entries
 from slipstream.environment.adapters.trl import TrlFactory, is_trl_environment
 from slipstream.environment.adapters.verl_interactions import (
@@ -229,17 +234,23 @@ def _environment_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) ->
         alone = factory.gives_reward and not _has_rewards(config)
         return Episodes(factory, renderer, _episode_limits(config, scores_itself=alone))
     renderer.check([], results=False)
+    own = partial(found, **settings.kwargs)
+    alone = not _has_rewards(config)
+    # Objects are made here, too, to check the arguments before the run starts.
     if is_gymnasium_environment(found):
-        limits = _episode_limits(config, scores_itself=not _has_rewards(config))
-        # Checks the arguments before the run starts.
         make().close()
-        own = partial(found, **settings.kwargs)
+        limits = _episode_limits(config, scores_itself=alone)
         return Episodes(lambda: GymnasiumEnvironment(own), renderer, limits)
+    if is_openenv_client(found):
+        check_openenv_client(found, f"{key}.name={settings.name}")
+        make()
+        limits = _episode_limits(config, scores_itself=alone)
+        return Episodes(lambda: OpenEnvEnvironment(own), renderer, limits)
     for method in ("reset", "step", "score", "close"):
         if not inspect.iscoroutinefunction(getattr(found, method, None)):
             raise ConfigError(
                 f"{key}.name={settings.name}: the class has no coroutine method {method!r}, and it "
-                "does not have the form of TRL's or gymnasium's environments; see "
+                "does not have the form of TRL's, gymnasium's or OpenEnv's environments; see "
                 "slipstream.environment.protocol.Environment"
             )
     return Episodes(make, renderer, _episode_limits(config))

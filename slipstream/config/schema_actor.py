@@ -300,8 +300,8 @@ class ValKwargsSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSection:
-    """A class whose objects answer the policy: of TRL's `environment_factory`, of gymnasium, or
-    with the methods of `slipstream.environment.protocol.Environment`."""
+    """A class whose objects answer the policy: of TRL's `environment_factory`, of gymnasium, a
+    client of OpenEnv, or with the methods of `slipstream.environment.protocol.Environment`."""
 
     path: str | None = None
     """Python file with the class, or `pkg://package.module`."""

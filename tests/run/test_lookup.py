@@ -12,6 +12,7 @@ import pytest
 from slipstream.cli import main
 from slipstream.data.lookup import LookupTask
 from slipstream.metrics.loggers import read_jsonl
+from tests.environment.serving import serving
 from tests.run.helpers import ROLLOUT, assert_same_rl, records_of, tiny
 
 STEPS = 3
@@ -298,3 +299,37 @@ def test_code_written_for_other_libraries_trains(
     texts = [sample["output"] for sample in samples(tmp_path / "run")]
     mark = "<tool>" if kind in ("tool", "trl") else "<user>who is ana ?<end><assistant>"
     assert sum(mark in text for text in texts) >= len(texts) / 6
+
+
+OPENENV = """
+from openenv.core import GenericEnvClient
+
+
+class Twice(GenericEnvClient):
+    def reset(self, **columns):
+        return super().reset(most=3, **columns)
+
+    def action_from_text(self, text):
+        return {"message": str(len(text) % 4)}
+
+    def text_from_observation(self, observation):
+        return "who is ana ?" if observation["tries"] else ""
+"""
+
+
+def test_sessions_of_an_openenv_server_train(sft: Path, tmp_path: Path) -> None:
+    pytest.importorskip("openenv", reason="needs openenv, which excludes `mcp`: make openenv")
+    (tmp_path / "client.py").write_text(OPENENV)
+    files = ("data.task=null", f"data.train_files=[{write_rows(tmp_path)}]")
+    with serving("tests.environment.adapters.openenv_server") as (url, _):
+        setting = f"{ROLLOUT}.multi_turn.environment={{path: {tmp_path}/client.py, name: Twice, "
+        setting += f'kwargs: {{base_url: "{url}"}}}}'
+        assert rl(tmp_path / "run", sft, setting, steps=2, data=files) == 0
+    steps = [
+        metrics for step, metrics in read_jsonl(tmp_path / "run" / "metrics.jsonl") if step > 0
+    ]
+    assert len(steps) == 2
+    for metrics in steps:
+        assert metrics["training/rollout_log_probs_differing"] == 0
+        assert metrics["episode/turns/mean"] > 1
+    assert max(metrics.get("reward/turn/environment/max", 0.0) for metrics in steps) == 1.0
