@@ -15,11 +15,9 @@ TRL_INSTALLED := $(TRL_VENV)/.installed
 LLAMA_VENV := .venv-llama
 LLAMA_INSTALLED := $(LLAMA_VENV)/.installed
 BUILD_JOBS ?= 2
-OPENENV_VENV := .venv-openenv
-OPENENV_INSTALLED := $(OPENENV_VENV)/.installed
 
 .PHONY: help install quickstart test check docs docs-links bench bench-model peers peer-llama \
-	bench-peers openenv clean
+	bench-peers openenv verifiers clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1 : /p' Makefile
@@ -102,19 +100,22 @@ bench-peers: install $(VLLM_INSTALLED) $(TRL_INSTALLED) ## compare with transfor
 	@mkdir -p $(BENCH_OUT)
 	$(BIN)/slipstream bench peers --policy $(POLICY) --json $(BENCH_OUT)/peers.json $(ARGS)
 
-openenv: $(OPENENV_INSTALLED) ## run the tests of OpenEnv environments, in an environment of their own
-	@$(OPENENV_VENV)/bin/python -m pytest tests/environment/adapters/test_openenv.py \
+openenv: .venv-openenv/.installed ## run the tests of OpenEnv environments, in a .venv of their own
+	@.venv-openenv/bin/python -m pytest tests/environment/adapters/test_openenv.py \
 		tests/run/test_lookup.py -k openenv $(ARGS)
 
-# openenv and the extra mcp exclude each other.
-$(OPENENV_INSTALLED): pyproject.toml constraints-openenv.txt
-	@tools/make-venv.sh $(OPENENV_VENV) $(PYTHON)
-	@echo "installing OpenEnv into $(OPENENV_VENV): takes minutes the first time, seconds afterwards"
+verifiers: .venv-verifiers/.installed ## run the tests of verifiers' environments, in a .venv of their own
+	@.venv-verifiers/bin/python -m pytest tests/rollout/agents/test_verifiers.py \
+		tests/run/test_lookup.py -k verifiers $(ARGS)
+
+# These libraries need another version of mcp than the extra mcp.
+.venv-openenv/.installed .venv-verifiers/.installed: .venv-%/.installed: constraints-%.txt pyproject.toml
+	@tools/make-venv.sh .venv-$* $(PYTHON)
+	@echo "installing $* into .venv-$*: takes minutes the first time, seconds afterwards"
 ifdef TORCH_INDEX
-	@$(OPENENV_VENV)/bin/python -m pip install -q --no-deps --index-url "$(TORCH_INDEX)" \
-		-c constraints-openenv.txt torch
+	@.venv-$*/bin/python -m pip install -q --no-deps --index-url "$(TORCH_INDEX)" -c $< torch
 endif
-	@$(OPENENV_VENV)/bin/python -m pip install -q -c constraints-openenv.txt -e '.[openenv]' pytest
+	@.venv-$*/bin/python -m pip install -q -c $< -e '.[$*]' hypothesis pytest
 	@touch $@
 
 clean: ## remove caches and build products, but not .venv and runs/

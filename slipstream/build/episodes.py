@@ -36,6 +36,11 @@ from slipstream.environment.tools.mcp import load_mcp_tools
 from slipstream.environment.tools.protocol import TIMEOUT_S, Tool
 from slipstream.environment.tools.sandboxed import PythonTool
 from slipstream.errors import ConfigError
+from slipstream.rollout.agents.verifiers import (
+    VerifiersEpisodes,
+    is_verifiers_environment,
+    without_signal_handlers,
+)
 from slipstream.rollout.agents.verl import (
     SINGLE_TURN,
     TOOL_AGENT,
@@ -138,23 +143,28 @@ def make_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episode
     others: dict[str, EpisodeRunner] = {SINGLE_TURN: SingleTurn()}
     if tools is not None:
         others[TOOL_AGENT] = tools
-    rollout = config.actor_rollout_ref.rollout
     return AgentLoops(
         others,
         default=agent.default_agent_loop or (SINGLE_TURN if tools is None else TOOL_AGENT),
-        sampling_params={
-            "temperature": rollout.temperature,
-            "top_p": rollout.top_p,
-            "top_k": rollout.top_k,
-            "repetition_penalty": 1.0,
-            "logprobs": True,
-        },
+        sampling_params=_sampling_params(config),
         max_tokens=config.data.max_response_length,
         max_prompt_tokens=config.data.max_prompt_length,
         tokenizer=tokenizer,
         config=_readable(config),
         loops=_loops_of(agent.agent_loop_config_path),
     )
+
+
+def _sampling_params(config: Config) -> dict[str, Any]:
+    """The sampling parameters that code of the user sees, under VERL's names."""
+    rollout = config.actor_rollout_ref.rollout
+    return {
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        "repetition_penalty": 1.0,
+        "logprobs": True,
+    }
 
 
 def _readable(config: Config) -> Any:
@@ -189,7 +199,7 @@ def turn_ends(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, 
     return make_renderer(config, tokenizer).end_token_ids if has_tools(config) else ()
 
 
-def _tool_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes:
+def _tool_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> EpisodeRunner:
     settings = config.actor_rollout_ref.rollout.multi_turn
     if settings.environment.path is not None:
         return _environment_episodes(config, tokenizer)
@@ -216,7 +226,7 @@ def _tool_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episod
     return Episodes(make, renderer, _episode_limits(config, schemas))
 
 
-def _environment_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episodes:
+def _environment_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> EpisodeRunner:
     """Episodes of the environment that the user names."""
     settings = config.actor_rollout_ref.rollout.multi_turn.environment
     assert settings.path is not None
@@ -233,6 +243,14 @@ def _environment_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) ->
         renderer.check(factory.schemas, results=True)
         alone = factory.gives_reward and not _has_rewards(config)
         return Episodes(factory, renderer, _episode_limits(config, scores_itself=alone))
+    if not inspect.isclass(found):
+        return VerifiersEpisodes(
+            _verifiers_environment(settings.path, settings.name, json.dumps(dict(settings.kwargs))),
+            renderer,
+            sampling_params=_sampling_params(config),
+            max_tokens=config.data.max_response_length,
+            max_prompt_tokens=config.data.max_prompt_length,
+        )
     renderer.check([], results=False)
     own = partial(found, **settings.kwargs)
     alone = not _has_rewards(config)
@@ -261,6 +279,21 @@ def _environment_class(path: str, name: str) -> Any:
     """The user's class. The file is executed once, although training and validation ask for it."""
     key = f"{_KEY}.environment"
     return load_named(path, name, path_key=f"{key}.path", name_key=f"{key}.name", what="classes")
+
+
+@cache
+def _verifiers_environment(path: str, name: str, kwargs: str) -> Any:
+    """The environment that a user's function returns. Training and validation share it, because it
+    may hold data and connections."""
+    key, function = f"{_KEY}.environment", _environment_class(path, name)
+    with without_signal_handlers():
+        made = created(function, {}, json.loads(kwargs), what=key, own_key=f"{key}.kwargs")
+    if not is_verifiers_environment(made):
+        raise ConfigError(
+            f"{key}.name={name} is a function, so it must return an environment of the library "
+            f"verifiers, not {type(made).__name__}; otherwise name a class"
+        )
+    return made
 
 
 class _Checked:

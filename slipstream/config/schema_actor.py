@@ -306,7 +306,7 @@ class EnvironmentSection:
     path: str | None = None
     """Python file with the class, or `pkg://package.module`."""
     name: str = "Environment"
-    """Name of the class, or of a function that returns an object."""
+    """Name of the class, or of a function that returns an environment of verifiers."""
     kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
     """Arguments of the class."""
 

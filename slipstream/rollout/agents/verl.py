@@ -198,7 +198,9 @@ class AgentLoops:
         if name not in self._loops and name in self._others:
             return await self._others[name].run(sample, row, generate, seed=seed)
         self.check(name)
-        server = _Server(sample, generate, self._params, self._max_tokens, self._max_prompt_tokens)
+        server = TurnServer(
+            sample, generate, self._params, self._max_tokens, self._max_prompt_tokens
+        )
         try:
             loop = self._loops[name](
                 trainer_config=SimpleNamespace(config=self._config),
@@ -218,7 +220,7 @@ class AgentLoops:
         except (Exception, BaseExceptionGroup) as error:
             # A task group of the loop wraps what `generate` raised.
             if server.ended is None:
-                server.ended = _LoopError(reason(error))
+                server.ended = LoopError(reason(error))
         if server.ended is not None and not isinstance(server.ended, EpisodeStopped):
             sample.status = Status.FAILED
             sample.failure = f"agent loop {name}: {shortened(str(server.ended))}"
@@ -252,9 +254,9 @@ def _columns(row: Prompt) -> dict[str, Any]:
     }
 
 
-class _Server:
-    """The `server_manager` of one episode. It writes to the sample what was sampled and what the
-    loop added."""
+class TurnServer:
+    """Generates the turns of one episode; the `server_manager` of an agent loop. It writes to the
+    sample what was sampled and what the loop added."""
 
     def __init__(
         self,
@@ -271,12 +273,12 @@ class _Server:
         self._max_prompt_tokens = max_prompt_tokens
         self._prompt = sample.segments[0]
         self._recorded = sample.segments[1:]
-        self._record = EpisodeRecord()
+        self.record = EpisodeRecord()
         self._begun = False
         self.ended: BaseException | None = None
         """Why the episode cannot continue. The loop may have caught the exception."""
         sample.segments[1:] = []
-        sample.episode = self._record
+        sample.episode = self.record
 
     async def generate(
         self,
@@ -291,7 +293,7 @@ class _Server:
             raise self.ended
         try:
             return await self._turn(list(prompt_ids), sampling_params or {})
-        except (EpisodeStopped, _LoopError) as error:
+        except (EpisodeStopped, LoopError) as error:
             self.ended = error
             raise
 
@@ -306,7 +308,7 @@ class _Server:
         if self._recorded:
             turn = self._recorded.pop(0)
             if turn.role != "assistant":
-                raise _LoopError("replay: the agent loop continued otherwise than before")
+                raise LoopError("replay: the agent loop continued otherwise than before")
         sample.append(turn)
         if self._recorded:
             sample.status = Status.COMPLETED
@@ -315,8 +317,8 @@ class _Server:
         if sample.status is Status.PENDING:
             raise EpisodeStopped
         if sample.status is Status.FAILED:
-            raise _LoopError(sample.failure or "the engine failed")
-        self._record.turns += 1
+            raise LoopError(sample.failure or "the engine failed")
+        self.record.turns += 1
         return TokenOutput(list(turn.ids), list(turn.log_probs))
 
     def _place(self, ids: list[int]) -> bool:
@@ -327,18 +329,18 @@ class _Server:
             self._begun = True
             most = self._max_prompt_tokens
             if not ids or (most is not None and len(ids) > most):
-                raise _LoopError(
+                raise LoopError(
                     f"the prompt has {len(ids)} tokens; it must have from 1 to "
                     f"data.max_prompt_length={most}"
                 )
             if self._recorded and ids != self._prompt.ids:
-                raise _LoopError("replay: the agent loop began with another prompt than before")
+                raise LoopError("replay: the agent loop began with another prompt than before")
             sample.segments[0] = Segment.given("prompt", ids)
             return True
         known = sample.tokens
         if ids[: len(known)] != known:
-            raise _LoopError(
-                f"the prompt of turn {self._record.turns + 1} does not begin with the "
+            raise LoopError(
+                f"the prompt of turn {self.record.turns + 1} does not begin with the "
                 f"{len(known)} tokens so far; an agent loop must append to them, and never decode "
                 "and tokenize them again"
             )
@@ -353,7 +355,7 @@ class _Server:
             return False
         segment = Segment.given("tool", added)
         if self._recorded and self._recorded.pop(0) != segment:
-            raise _LoopError("replay: the agent loop continued otherwise than before")
+            raise LoopError("replay: the agent loop continued otherwise than before")
         self._sample.append(segment)
         return True
 
@@ -374,6 +376,11 @@ class _Server:
         asked = [given[name] for name in ("max_tokens", "max_new_tokens") if given.get(name)]
         return min([left, *map(int, asked)])
 
+    def check_replayed(self) -> None:
+        """Raise LoopError if an episode that begins again has ended before its recorded end."""
+        if self._recorded:
+            raise LoopError("replay: the agent loop ended earlier than before")
+
     def finish(self, output: Any) -> None:
         """Check the loop's result against what was sampled, and take its mask and reward."""
         sample = self._sample
@@ -381,13 +388,12 @@ class _Server:
         if len(outputs) != 1 or not hasattr(outputs[0], "response_ids"):
             raise DataError("an agent loop must return one AgentLoopOutput")
         (output,) = outputs
-        if self._recorded:
-            raise _LoopError("replay: the agent loop ended earlier than before")
+        self.check_replayed()
         written = sample.response_ids
         ids, mask = list(output.response_ids), list(output.response_mask)
         common = min(len(ids), len(written))
         if ids[:common] != written[:common]:
-            raise _LoopError(
+            raise LoopError(
                 "response_ids of the agent loop are not the tokens that were sampled and appended"
             )
         if len(mask) != len(ids):
@@ -402,8 +408,8 @@ class _Server:
         score = output.reward_score
         if score is not None:
             if not math.isfinite(score):
-                raise _LoopError(f"reward_score is {score}")
-            self._record.score = float(score)
+                raise LoopError(f"reward_score is {score}")
+            self.record.score = float(score)
 
 
 def _apply_mask(sample: Sample, mask: list[int]) -> None:
@@ -418,5 +424,5 @@ def _apply_mask(sample: Sample, mask: list[int]) -> None:
         start += len(segment.ids)
 
 
-class _LoopError(Exception):
+class LoopError(Exception):
     """The episode cannot continue; its text is the reason."""
