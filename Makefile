@@ -17,7 +17,7 @@ LLAMA_INSTALLED := $(LLAMA_VENV)/.installed
 BUILD_JOBS ?= 2
 
 .PHONY: help install quickstart test check docs docs-links bench bench-model peers peer-llama \
-	bench-peers clean
+	bench-peers openenv verifiers clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1 : /p' Makefile
@@ -99,6 +99,24 @@ $(LLAMA_INSTALLED): bench/peers/constraints-llama.txt
 bench-peers: install $(VLLM_INSTALLED) $(TRL_INSTALLED) ## compare with transformers, vLLM, TRL; POLICY=runs/quickstart
 	@mkdir -p $(BENCH_OUT)
 	$(BIN)/slipstream bench peers --policy $(POLICY) --json $(BENCH_OUT)/peers.json $(ARGS)
+
+openenv: .venv-openenv/.installed ## run the tests of OpenEnv environments, in a .venv of their own
+	@.venv-openenv/bin/python -m pytest tests/environment/adapters/test_openenv.py \
+		tests/run/test_lookup.py -k openenv $(ARGS)
+
+verifiers: .venv-verifiers/.installed ## run the tests of verifiers' environments, in a .venv of their own
+	@.venv-verifiers/bin/python -m pytest tests/rollout/agents/test_verifiers.py \
+		tests/run/test_lookup.py -k verifiers $(ARGS)
+
+# These libraries need another version of mcp than the extra mcp.
+.venv-openenv/.installed .venv-verifiers/.installed: .venv-%/.installed: constraints-%.txt pyproject.toml
+	@tools/make-venv.sh .venv-$* $(PYTHON)
+	@echo "installing $* into .venv-$*: takes minutes the first time, seconds afterwards"
+ifdef TORCH_INDEX
+	@.venv-$*/bin/python -m pip install -q --no-deps --index-url "$(TORCH_INDEX)" -c $< torch
+endif
+	@.venv-$*/bin/python -m pip install -q -c $< -e '.[$*]' hypothesis pytest
+	@touch $@
 
 clean: ## remove caches and build products, but not .venv and runs/
 	@rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist *.egg-info

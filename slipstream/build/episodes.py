@@ -17,6 +17,11 @@ from slipstream.environment.adapters.gymnasium import (
     GymnasiumEnvironment,
     is_gymnasium_environment,
 )
+from slipstream.environment.adapters.openenv import (
+    OpenEnvEnvironment,
+    check_openenv_client,
+    is_openenv_client,
+)
 from slipstream.environment.adapters.settings import load_class, read_entries
 from slipstream.environment.adapters.trl import TrlFactory, is_trl_environment
 from slipstream.environment.adapters.verl_interactions import (
@@ -34,6 +39,11 @@ from slipstream.environment.tools.sandboxed import PythonTool
 from slipstream.errors import ConfigError
 from slipstream.rollout.agents.slime import CUSTOM_GENERATE
 from slipstream.rollout.agents.tinker import TinkerEpisodes, is_tinker_environment
+from slipstream.rollout.agents.verifiers import (
+    VerifiersEpisodes,
+    is_verifiers_environment,
+    without_signal_handlers,
+)
 from slipstream.rollout.agents.verl import (
     SINGLE_TURN,
     TOOL_AGENT,
@@ -162,6 +172,18 @@ def make_episodes(
     )
 
 
+def _sampling_params(config: Config) -> dict[str, Any]:
+    """The sampling parameters that code of the user sees, under VERL's names."""
+    rollout = config.actor_rollout_ref.rollout
+    return {
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        "repetition_penalty": 1.0,
+        "logprobs": True,
+    }
+
+
 def _readable(config: Config) -> Any:
     """The configuration for users' classes: readable by attribute and with `get`."""
     from omegaconf import OmegaConf
@@ -263,19 +285,33 @@ def _environment_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) ->
         renderer.check(factory.schemas, results=True)
         alone = factory.gives_reward and not _has_rewards(config)
         return Episodes(factory, renderer, _episode_limits(config, scores_itself=alone))
+    if not inspect.isclass(found):
+        return VerifiersEpisodes(
+            _verifiers_environment(settings.path, settings.name, json.dumps(dict(settings.kwargs))),
+            renderer,
+            sampling_params=_sampling_params(config),
+            max_tokens=config.data.max_response_length,
+            max_prompt_tokens=config.data.max_prompt_length,
+        )
     renderer.check([], results=False)
+    own = partial(found, **settings.kwargs)
+    alone = not _has_rewards(config)
+    # Objects are made here, too, to check the arguments before the run starts.
     if is_gymnasium_environment(found):
-        limits = _episode_limits(config, scores_itself=not _has_rewards(config))
-        # Checks the arguments before the run starts.
         make().close()
-        own = partial(found, **settings.kwargs)
+        limits = _episode_limits(config, scores_itself=alone)
         return Episodes(lambda: GymnasiumEnvironment(own), renderer, limits)
+    if is_openenv_client(found):
+        check_openenv_client(found, f"{key}.name={settings.name}")
+        make()
+        limits = _episode_limits(config, scores_itself=alone)
+        return Episodes(lambda: OpenEnvEnvironment(own), renderer, limits)
     for method in ("reset", "step", "score", "close"):
         if not inspect.iscoroutinefunction(getattr(found, method, None)):
             raise ConfigError(
                 f"{key}.name={settings.name}: the class has no coroutine method {method!r}, and it "
-                "does not have the form of TRL's, gymnasium's or tinker's environments; see "
-                "slipstream.environment.protocol.Environment"
+                "does not have the form of TRL's, gymnasium's, OpenEnv's or tinker's environments; "
+                "see slipstream.environment.protocol.Environment"
             )
     return Episodes(make, renderer, _episode_limits(config))
 
@@ -285,6 +321,21 @@ def _environment_class(path: str, name: str) -> Any:
     """The user's class. The file is executed once, although training and validation ask for it."""
     key = f"{_KEY}.environment"
     return load_named(path, name, path_key=f"{key}.path", name_key=f"{key}.name", what="classes")
+
+
+@cache
+def _verifiers_environment(path: str, name: str, kwargs: str) -> Any:
+    """The environment that a user's function returns. Training and validation share it, because it
+    may hold data and connections."""
+    key, function = f"{_KEY}.environment", _environment_class(path, name)
+    with without_signal_handlers():
+        made = created(function, {}, json.loads(kwargs), what=key, own_key=f"{key}.kwargs")
+    if not is_verifiers_environment(made):
+        raise ConfigError(
+            f"{key}.name={name} is a function, so it must return an environment of the library "
+            f"verifiers, not {type(made).__name__}; otherwise name a class"
+        )
+    return made
 
 
 class _Checked:

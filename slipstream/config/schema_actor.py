@@ -301,12 +301,14 @@ class ValKwargsSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSection:
     """A class whose objects answer the policy: of TRL's `environment_factory`, of gymnasium, of
-    tinker-cookbook, or with the methods of `slipstream.environment.protocol.Environment`."""
+    tinker-cookbook, a client of OpenEnv, or with the methods of
+    `slipstream.environment.protocol.Environment`."""
 
     path: str | None = None
     """Python file with the class, or `pkg://package.module`."""
     name: str = "Environment"
-    """Name of the class, or of a function that returns an environment of tinker-cookbook."""
+    """Name of the class; or of a function: `load_environment` returns an environment of verifiers,
+    any other name one of tinker-cookbook."""
     kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
     """Arguments of the class."""
 

@@ -42,6 +42,8 @@ EXTRAS = {
     "math-verify": "scoring responses of data_source math_verify",
     "reasoning-gym": "data.task=reasoning_gym",
     "gymnasium": "environments of gymnasium (rollout.multi_turn.environment)",
+    "openenv": "environments of OpenEnv servers (rollout.multi_turn.environment)",
+    "verifiers": "environments of verifiers (rollout.multi_turn.environment)",
     "mcp": "tools of MCP servers (rollout.multi_turn.mcp_config_path)",
     "datasets": "reading folders written by save_to_disk of `datasets`",
     "ray": "several processes (trainer.nnodes, trainer.n_gpus_per_node)",

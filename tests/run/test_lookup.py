@@ -13,6 +13,9 @@ from slipstream.cli import main
 from slipstream.data.lookup import LookupTask, build_tokenizer
 from slipstream.data.sample_file import load_samples
 from slipstream.metrics.loggers import read_jsonl
+from slipstream.rollout.agents.verifiers import write_rows as write_verifiers_rows
+from slipstream.user_code import load_named
+from tests.environment.serving import serving
 from tests.run.helpers import ROLLOUT, assert_same_rl, records_of, tiny
 
 STEPS = 3
@@ -75,8 +78,13 @@ def samples(folder: Path) -> list[dict[str, Any]]:
     return [record for records in records_of(folder / "rollouts").values() for record in records]
 
 
+def trained(folder: Path) -> list[dict[str, float]]:
+    """The metrics of the RL steps of a run."""
+    return [metrics for step, metrics in read_jsonl(folder / "metrics.jsonl") if step > 0]
+
+
 def test_episodes_call_the_tool_and_are_trained_on(plain: Path) -> None:
-    steps = [metrics for step, metrics in read_jsonl(plain / "metrics.jsonl") if step > 0]
+    steps = trained(plain)
     assert len(steps) == STEPS
     for metrics in steps:
         assert metrics["training/rollout_log_probs_differing"] == 0
@@ -419,3 +427,90 @@ def test_code_written_for_other_libraries_trains(
     texts = [sample["output"] for sample in samples(tmp_path / "run")]
     mark = "<tool>" if kind in ("tool", "trl") else "<user>who is ana ?<end><assistant>"
     assert sum(mark in text for text in texts) >= len(texts) / 6
+
+
+OPENENV = """
+from openenv.core import GenericEnvClient
+
+
+class Twice(GenericEnvClient):
+    def reset(self, **columns):
+        return super().reset(most=3, **columns)
+
+    def action_from_text(self, text):
+        return {"message": str(len(text) % 4)}
+
+    def text_from_observation(self, observation):
+        return "who is ana ?" if observation["tries"] else ""
+"""
+
+
+def test_sessions_of_an_openenv_server_train(sft: Path, tmp_path: Path) -> None:
+    pytest.importorskip("openenv", reason="needs openenv, which excludes `mcp`: make openenv")
+    (tmp_path / "client.py").write_text(OPENENV)
+    files = ("data.task=null", f"data.train_files=[{write_rows(tmp_path)}]")
+    with serving("tests.environment.adapters.openenv_server") as (url, _):
+        setting = f"{ROLLOUT}.multi_turn.environment={{path: {tmp_path}/client.py, name: Twice, "
+        setting += f'kwargs: {{base_url: "{url}"}}}}'
+        assert rl(tmp_path / "run", sft, setting, steps=2, data=files) == 0
+    steps = trained(tmp_path / "run")
+    assert len(steps) == 2
+    for metrics in steps:
+        assert metrics["training/rollout_log_probs_differing"] == 0
+        assert metrics["episode/turns/mean"] > 1
+    assert max(metrics.get("reward/turn/environment/max", 0.0) for metrics in steps) == 1.0
+
+
+VERIFIERS = """
+import json
+
+import verifiers as vf
+from datasets import Dataset
+
+
+def look_up(name: str) -> str:
+    \"\"\"Look up a person.
+
+    Args:
+        name: The name.
+    \"\"\"
+    return f"{name} : boss dan , friend ben"
+
+
+def length(completion):
+    return len(completion[-1].content) / 100
+
+
+def load_environment(path, tools):
+    with open(path) as file:
+        rows = [json.loads(line) for line in file]
+    data = Dataset.from_list([{"prompt": row["prompt"], "answer": "dan"} for row in rows])
+    rubric = vf.Rubric(funcs=[length])
+    if tools:
+        return vf.ToolEnv(tools=[look_up], max_turns=4, dataset=data, rubric=rubric)
+    return vf.SingleTurnEnv(dataset=data, rubric=rubric)
+"""
+
+
+@pytest.mark.parametrize("tools", [True, False], ids=["tools", "single turn"])
+def test_environments_of_verifiers_train(tools: bool, sft: Path, tmp_path: Path) -> None:
+    pytest.importorskip("verifiers", reason="needs verifiers, which excludes `mcp`: make verifiers")
+    source, rows = tmp_path / "people.py", tmp_path / "train.jsonl"
+    source.write_text(VERIFIERS)
+    kwargs = {"path": str(write_rows(tmp_path)), "tools": tools}
+    made = load_named(source, "load_environment", path_key="", name_key="", what="")(**kwargs)
+    assert write_verifiers_rows(made, rows) == 8
+    setting = f"{ROLLOUT}.multi_turn.environment={{path: {source}, name: load_environment, "
+    setting += f'kwargs: {{path: "{kwargs["path"]}", tools: {tools}}}}}'
+    files = ("data.task=null", f"data.train_files=[{rows}]", "data.max_prompt_length=40")
+    assert rl(tmp_path / "run", sft, setting, steps=2, data=files) == 0
+    steps = trained(tmp_path / "run")
+    assert len(steps) == 2
+    for metrics in steps:
+        assert metrics["training/rollout_log_probs_differing"] == 0
+        assert metrics["training/num_failed_rewards"] == 0
+        assert metrics["episode/num_turns"] == metrics["episode/turns/mean"]
+        assert metrics["critic/score/mean"] == pytest.approx(metrics["episode/length"])
+        assert (metrics["episode/turns/mean"] > 1) == tools
+    if tools:
+        assert any("<tool>" in sample["output"] for sample in samples(tmp_path / "run"))

@@ -25,6 +25,7 @@ from slipstream.environment.tools.protocol import numbers_in
 from slipstream.errors import ConfigError, SlipstreamError, shortened
 from slipstream.reading import reason, shown
 from slipstream.rollout.agents.session import PolicySession
+from slipstream.rollout.agents.verifiers import LOAD_ENVIRONMENT
 from slipstream.rollout.episode import (
     CRASH,
     TOKENS,
@@ -50,9 +51,10 @@ log = logging.getLogger(__name__)
 
 def is_tinker_environment(found: Any) -> bool:
     """Return whether a class has the methods of tinker's `Env`, or `found` is a function. What a
-    function returns is not known before."""
+    function returns is not known before; with the name `load_environment` it is one of the library
+    verifiers."""
     if inspect.isfunction(found):
-        return True
+        return found.__name__ != LOAD_ENVIRONMENT
     return inspect.isclass(found) and all(callable(getattr(found, m, None)) for m in _METHODS)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from slipstream.environment.tools.protocol import Tool, tool_name
 from slipstream.errors import ConfigError
 from slipstream.types import Prompt
 from tests.docs.pages import ROOT
+from tests.environment.serving import serving
 
 MODULE = "tests.environment.tools.mcp_server"
 COMMAND = {"command": sys.executable, "args": ["-m", MODULE], "cwd": str(ROOT)}
@@ -55,20 +55,11 @@ def tools(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Tool]
         with loaded(write(tmp_path, test=COMMAND)) as found:
             yield found
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, "-m", MODULE, str(port)], cwd=ROOT)
-    try:
-        for _ in range(200):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-                break
-            time.sleep(0.05)
-        with loaded(write(tmp_path, test={"url": f"http://127.0.0.1:{port}/mcp"})) as found:
-            yield found
-    finally:
-        process.kill()
-        process.wait()
+    with (
+        serving(MODULE) as (url, _),
+        loaded(write(tmp_path, test={"url": f"{url}/mcp"})) as found,
+    ):
+        yield found
 
 
 def call(tool: str, number: int = 0, **arguments: Any) -> ToolCall:
