@@ -278,10 +278,10 @@ def _environment_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) ->
         return created(found, {}, settings.kwargs, what=key, own_key=f"{key}.kwargs")
 
     if is_trl_environment(found):
-        limits = _tool_limits(config, tokenizer)
+        of_tools = _tool_limits(config, tokenizer)
         kwargs = json.dumps(to_dict(config)["actor_rollout_ref"]["rollout"]["multi_turn"])
         first = _Checked(make, partial(found, **settings.kwargs))
-        factory = _trl_factory(found, kwargs, first, limits)
+        factory = _trl_factory(found, kwargs, first, of_tools)
         renderer.check(factory.schemas, results=True)
         alone = factory.gives_reward and not _has_rewards(config)
         return Episodes(factory, renderer, _episode_limits(config, scores_itself=alone))

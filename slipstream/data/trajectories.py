@@ -135,9 +135,8 @@ def to_sample(trajectory: Trajectory, *, group_index: int | None = None, index: 
         raise DataError(f"{where}: --to rl needs a 'reward'; add it, or use --to sft")
     if trajectory.recorded is not None:
         recorded = trajectory.recorded
-        place = {"group_index": group_index, "index": index}
-        earlier = [replace(branch, **place) for branch in recorded.earlier]
-        return replace(recorded, earlier=earlier, **place)
+        earlier = [replace(b, group_index=group_index, index=index) for b in recorded.earlier]
+        return replace(recorded, earlier=earlier, group_index=group_index, index=index)
     if not trajectory.turns:
         raise DataError(
             f"{where}: no assistant message has 'token_ids', 'logprobs' and 'prompt_token_ids', "
@@ -387,5 +386,5 @@ def _recorded(record: Mapping[str, Any], reward: float, status: Status, where: s
 
 def _dumped_segments(record: Mapping[str, Any], where: str) -> list[Segment]:
     prompt = Segment.given("prompt", token_ids(record["prompt_ids"], f"{where}: prompt_ids"))
-    lists = [record[name] for name in ("segments", "response_ids", "loss_mask", "log_probs")]
-    return [prompt, *segments_of(*lists, where)]
+    rows, ids = record["segments"], record["response_ids"]
+    return [prompt, *segments_of(rows, ids, record["loss_mask"], record["log_probs"], where)]

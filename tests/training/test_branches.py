@@ -98,7 +98,7 @@ def test_advantages_equal_those_of_one_row(estimator: str) -> None:
         found.append(batch.advantages[batch.targets])
     assert len(found[0]) == whole().num_target_tokens
     torch.testing.assert_close(found[1], found[0])
-    assert found[0].unique().numel() > 2
+    assert len(set(found[0].tolist())) > 2
 
 
 def test_selected_rows_keep_their_sequences() -> None:

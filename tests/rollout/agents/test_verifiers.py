@@ -287,8 +287,6 @@ def load_environment(turns=1):
     data = Dataset.from_list([{"question": "who is ana ?", "answer": "ben"}])
     return vf.SingleTurnEnv(dataset=data, rubric=vf.Rubric(funcs=[lambda answer: 1.0]))
 
-def nothing():
-    return 3
 """
 
 
@@ -305,5 +303,8 @@ def test_the_settings_name_a_function(tmp_path: Path) -> None:
     assert isinstance(episodes._environment, vf.SingleTurnEnv)
     with pytest.raises(ConfigError, match="depth"):
         make_episodes(config_of(*line, f"{KEY}.environment.kwargs.depth=1"), build_tokenizer())
+    other = tmp_path / "other.py"
+    other.write_text("def load_environment():\n    return 3\n")
+    line[0] = f"{KEY}.environment.path={other}"
     with pytest.raises(ConfigError, match=r"environment of the library verifiers, not int"):
-        make_episodes(config_of(line[0], f"{KEY}.environment.name=nothing"), build_tokenizer())
+        make_episodes(config_of(*line), build_tokenizer())
