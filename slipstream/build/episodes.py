@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,12 +48,14 @@ from slipstream.rollout.agents.verl import (
     SINGLE_TURN,
     TOOL_AGENT,
     AgentLoops,
+    check_loop,
     registered_loops,
 )
 from slipstream.rollout.episode import EpisodeLimits, EpisodeRunner, Episodes, SingleTurn
 from slipstream.rollout.formats.registry import format_of_template, get_call_format
 from slipstream.rollout.render import Renderer
 from slipstream.rollout.render_check import CONVERSATIONS, changed_conversations
+from slipstream.types import Prompt
 from slipstream.user_code import created, load_named
 
 if TYPE_CHECKING:
@@ -153,23 +155,30 @@ def make_episodes(
     custom = make_custom_generate(config, tokenizer, evaluation=evaluation)
     if custom is not None:
         others[CUSTOM_GENERATE] = custom
-    rollout = config.actor_rollout_ref.rollout
     return AgentLoops(
         others,
         default=agent.default_agent_loop or [*others][-1],  # the user's own, if there is one
-        sampling_params={
-            "temperature": rollout.temperature,
-            "top_p": rollout.top_p,
-            "top_k": rollout.top_k,
-            "repetition_penalty": 1.0,
-            "logprobs": True,
-        },
+        sampling_params=_sampling_params(config),
         max_tokens=config.data.max_response_length,
         max_prompt_tokens=config.data.max_prompt_length,
         tokenizer=tokenizer,
         config=_readable(config),
         loops=_loops_of(agent.agent_loop_config_path),
     )
+
+
+def check_agents(config: Config, prompts: Iterable[Prompt]) -> None:
+    """Raise ConfigError if a row names an agent loop that the run does not have. Without tools and
+    loops every response is a single turn, whatever rows say."""
+    named = {str(prompt.extra_info.get("agent_name") or "") for prompt in prompts} - {""}
+    if not named or not has_episodes(config):
+        return
+    agent = config.actor_rollout_ref.rollout.agent
+    known = [SINGLE_TURN, *registered_loops(), *_loops_of(agent.agent_loop_config_path)]
+    known += [TOOL_AGENT] if has_tools(config) else []
+    known += [CUSTOM_GENERATE] if agent.custom_generate_function_path is not None else []
+    for name in sorted(named):
+        check_loop(name, known)
 
 
 def _sampling_params(config: Config) -> dict[str, Any]:
@@ -239,7 +248,7 @@ def _tool_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episod
             f"{_KEY}.function_tool_path=FILE, tool_config_path or interaction_config_path, or "
             f"{_KEY}.enable=null"
         )
-    toolbox = Toolbox(tools, _tool_limits(config, tokenizer))
+    toolbox = Toolbox(tools, tool_limits(config, tokenizer))
 
     def make() -> ToolEnvironment:
         return ToolEnvironment(
@@ -278,7 +287,7 @@ def _environment_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) ->
         return created(found, {}, settings.kwargs, what=key, own_key=f"{key}.kwargs")
 
     if is_trl_environment(found):
-        of_tools = _tool_limits(config, tokenizer)
+        of_tools = tool_limits(config, tokenizer)
         kwargs = json.dumps(to_dict(config)["actor_rollout_ref"]["rollout"]["multi_turn"])
         first = _Checked(make, partial(found, **settings.kwargs))
         factory = _trl_factory(found, kwargs, first, of_tools)
@@ -368,7 +377,8 @@ def _has_rewards(config: Config) -> bool:
     return bool(config.custom_reward_function.path or rewards.enable or rewards.terms)
 
 
-def _tool_limits(config: Config, tokenizer: PreTrainedTokenizerBase) -> ToolLimits:
+def tool_limits(config: Config, tokenizer: PreTrainedTokenizerBase) -> ToolLimits:
+    """The limits of tool calls. Raises ConfigError for a limit in tokens with a slow tokenizer."""
     settings = config.actor_rollout_ref.rollout.multi_turn
     if settings.max_tool_response_tokens is not None and not tokenizer.is_fast:
         raise ConfigError(

@@ -8,10 +8,12 @@ import pytest
 
 from slipstream.build.episodes import (
     changed_turns,
+    check_agents,
     has_episodes,
     make_episodes,
     make_renderer,
     make_tools,
+    tool_limits,
     tool_schemas,
     turn_ends,
 )
@@ -23,6 +25,7 @@ from slipstream.errors import ConfigError
 from slipstream.rollout.agents.tinker import TinkerEpisodes
 from slipstream.rollout.agents.verl import AgentLoops
 from slipstream.rollout.episode import Episodes
+from slipstream.types import Prompt
 from tests.data.helpers import char_tokenizer
 from tests.rollout.tool_templates import tool_tokenizer
 
@@ -234,3 +237,28 @@ def test_the_sandbox_can_be_a_tool() -> None:
     # The sandbox ends a program first.
     assert tool.timeout_s > 50.0
     assert has_episodes(config_of(f"{KEY}.python_tool=true"))
+
+
+def test_a_row_with_an_unknown_agent_loop_is_refused_before_the_run(tmp_path: Path) -> None:
+    def prompts(*names: str | None) -> list[Prompt]:
+        rows = [{} if name is None else {"agent_name": name} for name in names]
+        return [Prompt(uid=str(i), ids=[1], extra_info=row) for i, row in enumerate(rows)]
+
+    tools = tmp_path / "tools.py"
+    tools.write_text(TOOL)
+    config = config_of(f"{KEY}.function_tool_path={tools}")
+    check_agents(config, prompts(None, "tool_agent", "single_turn_agent"))
+    with pytest.raises(ConfigError, match="there is no agent loop 'tool_agnet'") as caught:
+        check_agents(config, prompts(None, "tool_agnet"))
+    assert "tool_agent" in str(caught.value)
+    # Without tools and loops, every response is a single turn, and a warning says so.
+    check_agents(config_of(), prompts("tool_agnet"))
+
+
+def test_answers_are_limited_in_tokens_of_the_policy() -> None:
+    config = config_of(
+        f"{KEY}.max_tool_response_tokens=2", f"{KEY}.tool_response_truncate_side=right"
+    )
+    limits = tool_limits(config, build_tokenizer())
+    assert limits.cut("ana 's boss : ben") == "ana 's...(truncated)"
+    assert limits.cut("ana 's") == "ana 's"

@@ -130,6 +130,23 @@ def registered_loops() -> list[str]:
     return sorted(_LOOPS)
 
 
+def check_loop(name: str, known: Sequence[str]) -> None:
+    """Raise ConfigError, with similar names, if `name` is none of the `known` loops."""
+    if name in known:
+        return
+    if name == TOOL_AGENT:
+        raise ConfigError(
+            f"the agent loop {name!r} needs tools; set "
+            "actor_rollout_ref.rollout.multi_turn.tool_config_path or function_tool_path"
+        )
+    raise ConfigError(
+        f"there is no agent loop {name!r}{did_you_mean(name, known)} (known: "
+        f"{', '.join(sorted(known))}); register it in a module of "
+        "actor_rollout_ref.model.external_lib, or name its class in "
+        "actor_rollout_ref.rollout.agent.agent_loop_config_path"
+    )
+
+
 class AgentLoops:
     """Runs the loop that a row names; rows of other names are for `others`."""
 
@@ -160,19 +177,7 @@ class AgentLoops:
 
     def check(self, name: str) -> None:
         """Raise ConfigError, with similar names, if there is no loop `name`."""
-        known = [*self._loops, *self._others]
-        if name == TOOL_AGENT and name not in known:
-            raise ConfigError(
-                f"the agent loop {name!r} needs tools; set "
-                "actor_rollout_ref.rollout.multi_turn.tool_config_path or function_tool_path"
-            )
-        if name not in known:
-            raise ConfigError(
-                f"there is no agent loop {name!r}{did_you_mean(name, known)} (known: "
-                f"{', '.join(sorted(known))}); register it in a module of "
-                "actor_rollout_ref.model.external_lib, or name its class in "
-                "actor_rollout_ref.rollout.agent.agent_loop_config_path"
-            )
+        check_loop(name, [*self._loops, *self._others])
 
     async def run(self, sample: Sample, row: Prompt, generate: Generate, *, seed: int) -> bool:
         """Run an episode, or continue one that was stopped (see `EpisodeRunner`)."""
