@@ -261,7 +261,7 @@ def _tool_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> Episod
         renderer.check(schemas, results=True)
     if interactions:
         renderer.check(schemas, results=False)
-    return Episodes(make, renderer, _episode_limits(config, schemas))
+    return Episodes(make, renderer, episode_limits(config, schemas))
 
 
 def _environment_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) -> EpisodeRunner:
@@ -275,7 +275,7 @@ def _environment_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) ->
         texts = [str(tokenizer.convert_ids_to_tokens(i)) for i in ends]
         return TinkerEpisodes(
             found,
-            _episode_limits(config, scores_itself=not _has_rewards(config)),
+            episode_limits(config, scores_itself=not _has_rewards(config)),
             kwargs=settings.kwargs,
             tokenizer=tokenizer,
             ends={*ends, *texts, *config.actor_rollout_ref.rollout.stop},
@@ -293,7 +293,7 @@ def _environment_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) ->
         factory = _trl_factory(found, kwargs, first, of_tools)
         renderer.check(factory.schemas, results=True)
         alone = factory.gives_reward and not _has_rewards(config)
-        return Episodes(factory, renderer, _episode_limits(config, scores_itself=alone))
+        return Episodes(factory, renderer, episode_limits(config, scores_itself=alone))
     if not inspect.isclass(found):
         return VerifiersEpisodes(
             _verifiers_environment(settings.path, settings.name, json.dumps(dict(settings.kwargs))),
@@ -308,12 +308,12 @@ def _environment_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) ->
     # Objects are made here, too, to check the arguments before the run starts.
     if is_gymnasium_environment(found):
         make().close()
-        limits = _episode_limits(config, scores_itself=alone)
+        limits = episode_limits(config, scores_itself=alone)
         return Episodes(lambda: GymnasiumEnvironment(own), renderer, limits)
     if is_openenv_client(found):
         check_openenv_client(found, f"{key}.name={settings.name}")
         make()
-        limits = _episode_limits(config, scores_itself=alone)
+        limits = episode_limits(config, scores_itself=alone)
         return Episodes(lambda: OpenEnvEnvironment(own), renderer, limits)
     for method in ("reset", "step", "score", "close"):
         if not inspect.iscoroutinefunction(getattr(found, method, None)):
@@ -322,7 +322,7 @@ def _environment_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) ->
                 "does not have the form of TRL's, gymnasium's, OpenEnv's or tinker's environments; "
                 "see slipstream.environment.protocol.Environment"
             )
-    return Episodes(make, renderer, _episode_limits(config))
+    return Episodes(make, renderer, episode_limits(config))
 
 
 @cache
@@ -400,9 +400,10 @@ def tool_limits(config: Config, tokenizer: PreTrainedTokenizerBase) -> ToolLimit
     )
 
 
-def _episode_limits(
+def episode_limits(
     config: Config, prompt_tools: Sequence[ToolSchema] = (), *, scores_itself: bool = False
 ) -> EpisodeLimits:
+    """The limits of episodes; `prompt_tools` are the tools that prompts already list."""
     settings = config.actor_rollout_ref.rollout.multi_turn
     return EpisodeLimits(
         max_tokens=config.data.max_response_length,
