@@ -213,11 +213,11 @@ class DraftSection:
     """`slipstream draft`: training of a draft head for a fixed policy, in rounds of new
     responses."""
 
-    total_training_steps: PositiveInt = 480
+    total_training_steps: PositiveInt = 768
     """Training steps in total."""
     samples_per_round: PositiveInt = 256
     """Responses that a round trains on, one per prompt."""
-    epochs_per_round: PositiveInt = 2
+    epochs_per_round: PositiveInt = 8
     """Number of passes over the responses of a round, if `steps_per_round` is null."""
     steps_per_round: PositiveInt | None = None
     """Training steps on the responses of one round; null: as set by `epochs_per_round`."""

@@ -180,7 +180,7 @@ class LookupTask:
         others = [other for other in people if other != name]
         return {
             relation: NOBODY if draws.unit() < self.missing else others[draws.below(len(others))]
-            for relation in draws.shuffled(RELATIONS)
+            for relation in RELATIONS
         }
 
     def prompt(self, split: Split, index: int) -> Prompt:

@@ -579,9 +579,10 @@ def report(
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"summary      {output / SUMMARY}", highlight=False, soft_wrap=True)
     console.print(f"policy       {policy}  (AutoModelForCausalLM.from_pretrained)", highlight=False)
+    again = AGENT_RECIPE if has_turns else "quickstart_small"
     console.print(
         f"next         {program()} eval --checkpoint {output} --problems 2048\n"
-        f"             {program()} train --recipe quickstart_small "
+        f"             {program()} train --recipe {again} "
         "trainer.default_local_dir=runs/mine actor_rollout_ref.rollout.n=16",
         highlight=False,
         soft_wrap=True,

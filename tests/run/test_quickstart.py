@@ -119,6 +119,40 @@ def test_cold_start_trains_a_new_head_in_rl(
         quickstart.main(output, **given, cold_start=True, speculation=False)
 
 
+def test_the_agent_learns_to_use_a_tool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(quickstart, "PROBLEMS", 16)
+    small = (
+        "sft.total_training_steps=40",
+        "sft.batch_tokens=1024",
+        "data.max_response_length=96",
+        "data.train_batch_size=2",
+        "data.val_size=4",
+        "actor_rollout_ref.rollout.n=2",
+        "trainer.total_training_steps=2",
+    )
+    monkeypatch.setattr(quickstart, "SPECULATION", [*quickstart.SPECULATION, *small])
+    every = "speculative.train.training_interval_steps=1"
+    monkeypatch.setattr(quickstart, "COLD_START", [*quickstart.COLD_START, every])
+    output = tmp_path / "run"
+    given: dict[str, Any] = {"seed": 2, "sft_control": False, "bf16": False, "agent": True}
+    assert quickstart.main(output, recipe="auto", **given) == 0
+    summary = json.loads((output / quickstart.SUMMARY).read_text())
+    assert summary["recipe"] == quickstart.AGENT_RECIPE
+    assert summary["rollout_log_probs_differing"] == 0
+    assert summary["tokens_identical"] is True
+    assert "draft" not in summary["seconds"]
+    turns = [one["turns"] for one in summary["evaluation"].values()]
+    assert len(turns) == 2
+    assert min(turns) > 1
+    shown = capsys.readouterr().out
+    for text in ("turns", "    policy  ", "    tool    ", "--recipe quickstart_agent"):
+        assert text in shown
+    with pytest.raises(ConfigError, match="--recipe=quickstart"):
+        quickstart.main(output, recipe="quickstart", **given)
+
+
 def test_drafts_summary_is_computed_from_the_metrics() -> None:
     def step(accepted: float, by_head: float, **more: float) -> dict[str, float]:
         names = ("spec/on_fraction", "spec/accept_length", "spec/head_fraction")
