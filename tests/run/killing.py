@@ -1,7 +1,7 @@
 """Kills a run repeatedly, and compares its final result with that of an uninterrupted run.
 
 `python -m tests.run.killing --kills 20` prints where the run was killed, and fails if any result
-differs.
+differs. With `--agent` the policy calls a tool, and its episodes have several turns and branches.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tests.run.helpers import (
     ACTOR,
+    ROLLOUT,
     assert_same_result,
     finish,
     result_of,
@@ -49,6 +50,32 @@ STATEFUL = (
 )
 
 
+AGENT_SFT = 60
+"""Steps of SFT after which the policy calls the tool."""
+
+AGENT = (
+    "data.task=lookup",
+    "data.task_kwargs.max_steps=3",
+    "data.max_prompt_length=24",
+    "data.max_response_length=112",
+    "data.val_size=4",
+    f"{ROLLOUT}.n=3",
+    f"{ROLLOUT}.multi_turn.history=rerender",
+    f"sft.total_training_steps={AGENT_SFT}",
+    "sft.batch_tokens=1024",
+    "sft.max_tokens_per_micro_batch=1024",
+    "sft.optim.lr=1e-2",
+    "sft.save_freq=10",
+    "sft.test_freq=30",
+    "speculative.enable=true",
+    "speculative.spec_strategy=history",
+    "actor_rollout_ref.model.init.hidden_size=64",
+    "actor_rollout_ref.model.init.intermediate_size=128",
+    f"{ACTOR}.optim.lr=0.001",
+)
+"""A run in which the policy calls a tool."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kill:
     """The position of a run when it was killed."""
@@ -61,17 +88,20 @@ class Kill:
         return f"{self.phase} after step {self.step}{', while saving' if self.saving else ''}"
 
 
-def line_of(folder: Path, reward: Path) -> list[str]:
+def line_of(folder: Path, reward: Path, *, agent: bool = False) -> list[str]:
+    if agent:
+        return tiny(folder, *STATEFUL, *AGENT)
     return tiny(folder, *STATEFUL, reward=reward)
 
 
 def kill_until_done(
-    line: list[str], folder: Path, output: Path, kills: int, seed: int
+    line: list[str], folder: Path, output: Path, kills: int, seed: int, *, sft: int = STEPS
 ) -> list[Kill]:
-    """Run `line` with `kills` SIGKILLs spread over its steps, every second one during a save. Then
-    let it finish. Returns the kills that hit a running process."""
+    """Run `line` with `kills` SIGKILLs spread over the last steps of SFT, which has `sft` steps,
+    and those of RL, every second one during a save. Then let it finish. Returns the kills that hit
+    a running process."""
     rng = random.Random(seed)
-    targets = sorted(rng.uniform(0, 2 * STEPS) for _ in range(kills))
+    targets = sorted(sft - STEPS + rng.uniform(0, 2 * STEPS) for _ in range(kills))
     done: list[Kill] = []
     for number, target in enumerate(targets):
         # Folders left by earlier kills are not saves in progress.
@@ -85,7 +115,7 @@ def kill_until_done(
         time.sleep(rng.uniform(0, 0.05 if during_save else 0.4))
         if process.is_alive():
             _stop(process)
-            done.append(_where(folder, saving=bool(_saving(folder) - left)))
+            done.append(_where(folder, sft, saving=bool(_saving(folder) - left)))
         elif process.exitcode != 0:
             raise AssertionError(output.read_text(encoding="utf-8"))
     process = start(line, output)
@@ -113,9 +143,9 @@ def _saving(folder: Path) -> set[Path]:
     return {path for root in (folder, folder / "sft") for path in root.glob(".saving.*")}
 
 
-def _where(folder: Path, *, saving: bool) -> Kill:
+def _where(folder: Path, last: int, *, saving: bool) -> Kill:
     sft, rl = _steps(folder)
-    in_rl = sft == STEPS and (folder / "sft" / f"global_step_{STEPS}").exists()
+    in_rl = sft == last and (folder / "sft" / f"global_step_{last}").exists()
     return Kill("rl" if in_rl else "sft", rl if in_rl else sft, saving)
 
 
@@ -124,19 +154,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="where to leave both runs")
+    parser.add_argument("--agent", action="store_true", help="a run whose policy calls a tool")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temporary:
         root = args.folder or Path(temporary)
         root.mkdir(parents=True, exist_ok=True)
         reward = write_reward(root)
         started = time.perf_counter()
-        process = start(line_of(root / "whole", reward), root / "whole.txt")
+        whole = line_of(root / "whole", reward, agent=args.agent)
+        process = start(whole, root / "whole.txt")
         if finish(process, root / "whole.txt") != 0:
             print((root / "whole.txt").read_text(encoding="utf-8"))
             return 1
         print(f"uninterrupted: {time.perf_counter() - started:.1f} s")
-        line = line_of(root / "killed", reward)
-        kills = kill_until_done(line, root / "killed", root / "killed.txt", args.kills, args.seed)
+        line = line_of(root / "killed", reward, agent=args.agent)
+        sft = AGENT_SFT if args.agent else STEPS
+        killed_folder, output = root / "killed", root / "killed.txt"
+        kills = kill_until_done(line, killed_folder, output, args.kills, args.seed, sft=sft)
         for kill in kills:
             print(f"killed: {kill}")
         whole, killed = result_of(root / "whole"), result_of(root / "killed")
