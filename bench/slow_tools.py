@@ -1,18 +1,18 @@
-"""Rollouts whose tools are slow, beside the same rollout turn by turn.
+"""Measures rollouts whose tools are slow.
 
     python -m bench.slow_tools --policy RUN [--episodes 64] [--median 0.05] [--longest 5]
         [--rounds 3]
 
-RUN is a run with tools, such as `slipstream quickstart --agent`. Each call of a tool takes a time
-of a log-normal law, which depends on the problem and the turn. Prints the wall time of a rollout:
+RUN is a run with tools, such as `slipstream quickstart --agent`. Each turn with calls waits for a
+random time (log-normal), which depends on the problem and the turn only. Prints wall times:
 
     engine    tools without delays: the engine alone
     longest   the episode with the longest path, alone: its turns and its delays
     episodes  all episodes, each with its delays; the larger of the two above is the least possible
     in turns  all episodes generate one turn, then all tools answer, and so on
 
-and the tokens that prefills computed for second and later turns, over those that were new. Every
-rollout has the same tokens, or the benchmark fails.
+and the tokens that prefill computed, divided by those that no earlier turn had computed. Fails if
+two rollouts of all episodes differ in a token.
 """
 
 from __future__ import annotations

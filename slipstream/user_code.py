@@ -33,7 +33,7 @@ _PACKAGE = "pkg://"
 
 _IMPORTS = {
     "verl": "import slipstream.compat.verl instead of verl (docs/from_verl.md)",
-    "slime": "import slipstream.compat.slime instead of slime (docs/tools.md)",
+    "slime": "import slipstream.compat.slime instead of slime (docs/agents.md)",
 }
 """What to do if a user's module imports another system."""
 

@@ -310,7 +310,7 @@ class EnvironmentSection:
     """Name of the class; or of a function: `load_environment` returns an environment of verifiers,
     any other name one of tinker-cookbook."""
     kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
-    """Arguments of the class."""
+    """Arguments of the class or function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,7 +318,7 @@ class MultiTurnSection:
     """Episodes of several turns, with tools."""
 
     enable: bool | None = None
-    """Let the policy call tools; null: if there are tools or interactions."""
+    """Run episodes of several turns; null: if there are tools, interactions or an environment."""
     function_tool_path: str | None = None
     """Python file with tools: the functions that `slipstream.environment.tools.function_tool`
     decorates, or all public functions if there are none."""
@@ -335,15 +335,15 @@ class MultiTurnSection:
     """YAML file with classes derived from VERL's `BaseInteraction`, which answer the turns without
     tool calls. Rows choose one by `extra_info.interaction_kwargs.name`."""
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
-    """An environment. It replaces tools and interactions."""
+    """A class or function that answers the policy. Do not set tools or interactions as well."""
     format: str | None = None
     """How the policy writes tool calls: `hermes`, `qwen3_coder`, `llama3_json`, `mistral`,
     `gpt-oss`, or a registered format; null: as the chat template does."""
     history: Literal["append", "rerender"] = "append"
-    """What the context of a later turn is: `append`, all turns as they were sampled; `rerender`,
-    the chat template's rendering of the conversation. If the template changes earlier turns, for
-    example drops their reasoning, `rerender` begins a new branch of the episode, and each sampled
-    token is trained on once."""
+    """What the context of a later turn is. `append`: the tokens of earlier turns as they were
+    sampled. `rerender`: the chat template's rendering of the conversation. If it does not begin
+    with the earlier tokens, a new branch of the episode begins with it. Each sampled token is
+    trained on once."""
     max_assistant_turns: PositiveInt | None = None
     """Maximum number of turns of the policy; null: no limit."""
     max_user_turns: PositiveInt | None = None
@@ -366,8 +366,9 @@ class AgentSection:
 
     default_agent_loop: str | None = None
     """The loop of rows without `agent_name`: `single_turn_agent`, `tool_agent`, `custom_generate`,
-    or the name of a class derived from VERL's `AgentLoopBase`; null: `custom_generate` if there is
-    such a function, and `tool_agent` if there are tools."""
+    or the name of a class derived from VERL's `AgentLoopBase`; null: the first that exists of
+    `custom_generate`, `tool_agent` (tools, interactions or an environment) and
+    `single_turn_agent`."""
     agent_loop_config_path: str | None = None
     """YAML file with a list of such classes: `[{name: my_agent, _target_: package.module.Class}]`.
     Other keys of an entry are arguments of the class."""

@@ -174,6 +174,8 @@ async def run_rl_training(
                     deadlines.last_resort(STUCK_ROLLOUT, rollout_manager.timeout_s),
                 ):
                     groups = await rollout_manager.generate_batch()
+            if (waited := rollout_manager.counts.tool_seconds) > 0:
+                timers.move(waited, "gen", "tools")
             timers.move(rollout_manager.counts.scoring_seconds, "gen", "reward")
             metrics = rollout_metrics(
                 groups,

@@ -163,6 +163,11 @@ SECTIONS: tuple[Section, ...] = (
         "Only of episodes with tools or an environment.",
         (
             Metric("episode/turns/{mean,max,min}", "turns", "turns of the policy per episode"),
+            Metric(
+                "episode/branches/{mean,max,min}",
+                "branches",
+                "branches per episode (multi_turn.history=rerender)",
+            ),
             Metric("tool_call_counts/{mean,max,min}", "calls", "tool calls per episode"),
             Metric(
                 "episode/problems/<reason>",
@@ -670,11 +675,12 @@ SECTIONS: tuple[Section, ...] = (
         "Wall time: these metrics differ between runs that compute the same.",
         (
             Metric(
-                "timing_s/{gen,reward,adv,old_log_prob,ref,values,update_critic,update_actor,sync,drafter}",
+                "timing_s/{gen,tools,reward,adv,old_log_prob,ref,values,update_critic,update_actor,sync,drafter}",
                 "s",
-                "stages of the step, which do not overlap: generation, the wait for rewards "
-                "after all responses have ended, advantages, log-probs of the policy and of the "
-                "reference, values, updates of critic and policy, weights to the engines, "
+                "stages of the step, which do not overlap: generation, the wait for tools while "
+                "no response is generated, the wait for rewards after all episodes have ended, "
+                "advantages, log-probs of the policy and of the reference, values, updates of "
+                "critic and policy, weights to the engines, "
                 "training of the draft head",
                 wall_time=True,
             ),

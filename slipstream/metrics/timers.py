@@ -60,6 +60,7 @@ def timing_per_token(timings: dict[str, float], tokens: dict[str, int]) -> dict[
 
 STEP_PARTS = (
     "gen",
+    "tools",
     "reward",
     "adv",
     "old_log_prob",

@@ -27,6 +27,7 @@ GEN_PARTS = {
 }
 STAGES = {
     "gen": "generation",
+    "tools": "waiting for tools",
     "reward": "reward",
     "adv": "advantages",
     "old_log_prob": "log-probs, policy",

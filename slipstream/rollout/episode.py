@@ -4,12 +4,12 @@
 
 A response of a single turn is an episode whose environment ends it after one turn. A sample gets a
 segment for each turn of the policy, and one with loss mask 0 for each answer of the environment.
-Its tokens are only appended. With `rerender` an episode continues in a new branch if the chat
-template renders the conversation otherwise: the branch begins with the template's rendering, with
-loss mask 0, and each sampled token is trained on in the branch that sampled it.
+Its tokens are only appended. With `rerender` a new branch begins if the chat template renders the
+earlier turns differently. The branch begins with this rendering, with loss mask 0. Each sampled
+token is trained on in the branch that sampled it.
 
-An episode that is stopped keeps its tokens and continues later. In the same process it also keeps
-its environment. After a restart it gets a new environment, and the recorded turns are replayed to
+A step can end before an episode does (`partial_rollout`). The episode keeps its tokens and
+continues in a later step. In the same process it also keeps its environment. After a restart it gets a new environment, and the recorded turns are replayed to
 it: tools are called again, and must answer as before.
 
 Knows engines by their protocol only, and nothing about groups and training. Called by

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NoReturn, Protocol
 
@@ -112,15 +113,17 @@ class RolloutCounts:
 
     `dropped` counts groups by reason: a filter's reason, or `surplus`. `carried_over` counts
     unfinished samples that the next batch continues. `tail_seconds` is the wall time with fewer
-    than half of the batch's maximum of running responses. `scoring_seconds` is the wall time
-    without running responses, waiting for rewards. `generated` is the number of needed groups,
-    accepted and rejected, divided by the batch size; None without a filter.
+    than half of the batch's maximum of running responses. `tool_seconds` is the wall time without
+    running responses while episodes wait for tools, and `scoring_seconds` the wall time waiting for
+    rewards. `generated` is the number of needed groups, accepted and rejected, divided by the batch
+    size; None without a filter.
     """
 
     dropped: dict[str, int] = field(default_factory=dict)
     generated: float | None = None
     carried_over: int = 0
     tail_seconds: float = 0.0
+    tool_seconds: float = 0.0
     scoring_seconds: float = 0.0
 
     def drop(self, reason: str) -> None:
@@ -192,6 +195,7 @@ class AsyncRolloutManager:
         self.rejected = batch.rejected
         batch.occupancy.finish()
         self.counts.tail_seconds = batch.occupancy.tail_seconds
+        self.counts.tool_seconds = batch.occupancy.tool_seconds
         self.counts.scoring_seconds = batch.occupancy.empty_seconds
         if self._filter is not None:
             self.counts.generated = 1 + len(batch.rejected) / batch.want
@@ -319,7 +323,9 @@ class AsyncRolloutManager:
         ended = False
         with anyio.CancelScope() as scope:
             batch.episodes[id(sample)] = sample, scope
-            ended = await self._episodes.run(sample, prompt, generate, seed=seed)
+            single = isinstance(self._episodes, SingleTurn)
+            with nullcontext() if single else batch.occupancy.episode():
+                ended = await self._episodes.run(sample, prompt, generate, seed=seed)
         del batch.episodes[id(sample)]
         if ended:
             # Pending until it is scored, so that no other task takes it for finished.

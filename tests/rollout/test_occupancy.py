@@ -39,3 +39,19 @@ def test_half_of_the_maximum_is_no_tail() -> None:
     occupancy.finish()
     assert occupancy.tail_seconds == 0.0
     assert occupancy.empty_seconds == 20.0
+
+
+def test_the_wait_for_tools_is_told_apart_from_the_wait_for_rewards() -> None:
+    now = 0.0
+    occupancy = Occupancy(lambda: now)
+    with occupancy.episode():
+        now += 1.0  # nothing was generated yet
+        with occupancy.one():
+            now += 2.0
+        now += 4.0  # its tool works
+        with occupancy.one():
+            now += 8.0
+    now += 16.0
+    occupancy.finish()
+    assert occupancy.tool_seconds == 4.0
+    assert occupancy.empty_seconds == 16.0

@@ -1,5 +1,5 @@
 """slime's package `slime`, for custom generate functions written for slime: replace `slime` by
 `slipstream.compat.slime`.
 
-`docs/tools.md` lists the differences.
+`docs/agents.md` lists the differences.
 """

@@ -1,8 +1,9 @@
-"""The policy as users' code sees it in one episode: it gives token ids, and gets the next turn.
+"""Lets users' code ask the policy for turns, in one episode. The code passes token ids, and gets the
+next turn.
 
-The ids of each call begin with all tokens so far, which stay as they were sampled; the tokens after
-them get loss mask 0. Code that is stopped begins again later, and gets its recorded turns without
-generating them again. Knows engines by `Generate` only. Used by the adapters of this folder.
+Each call must repeat all earlier tokens unchanged. New tokens in it get loss mask 0. When the batch
+is complete, the run stops the code. A later step starts it again, and returns its recorded turns.
+Knows engines by `Generate` only. Used by the adapters of this folder.
 """
 
 from __future__ import annotations
