@@ -9,8 +9,9 @@ earlier turns differently. The branch begins with this rendering, with loss mask
 token is trained on in the branch that sampled it.
 
 A step can end before an episode does (`partial_rollout`). The episode keeps its tokens and
-continues in a later step. In the same process it also keeps its environment. After a restart it gets a new environment, and the recorded turns are replayed to
-it: tools are called again, and must answer as before.
+continues in a later step. In the same process it also keeps its environment. After a restart it
+gets a new environment, and the recorded turns are replayed to it: tools are called again, and must
+answer as before.
 
 Knows engines by their protocol only, and nothing about groups and training. Called by
 `rollout.manager`.

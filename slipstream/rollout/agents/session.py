@@ -1,5 +1,6 @@
-"""Lets users' code ask the policy for turns, in one episode. The code passes token ids, and gets the
-next turn.
+"""Lets users' code ask the policy for turns, in one episode.
+
+The code passes token ids, and gets the next turn.
 
 Each call must repeat all earlier tokens unchanged. New tokens in it get loss mask 0. When the batch
 is complete, the run stops the code. A later step starts it again, and returns its recorded turns.

@@ -4,8 +4,8 @@
         url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
         output = await post(url, {"input_ids": [...], "sampling_params": sampling_params})
 
-`post` to this address is answered by the engine of the run, in SGLang's form, without HTTP. Which
-episode a request belongs to is a context variable, so that episodes that run together never mix.
+The engine of the run answers `post` to this address, in SGLang's form and without HTTP. A context
+variable holds the episode of the running code, so episodes that run together never mix.
 Knows engines by `Generate` only.
 """
 

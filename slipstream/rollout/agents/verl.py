@@ -41,7 +41,8 @@ C = TypeVar("C", bound=type[Any])
 
 @dataclass(slots=True)
 class TokenOutput:
-    """The answer of `server_manager.generate`. `stop_reason` is `completed`."""
+    """The answer of `server_manager.generate`. `stop_reason` is always `completed`, also for a turn
+    that was cut off. `token_ids` is empty if no token fits."""
 
     token_ids: list[int]
     log_probs: list[float] | None = None
