@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.algorithms import AdaptiveKLController, FixedKLController
+from slipstream.algorithms import AdaptiveKLController, AdvantageConfig, FixedKLController
 from slipstream.loops.rl_batch import (
     KLInReward,
     batch_metrics,
@@ -14,7 +14,12 @@ from slipstream.loops.rl_batch import (
     mini_batches,
     usable_samples,
 )
-from slipstream.rollout.train_rows import placed_rewards, prepare_grpo_batch
+from slipstream.rollout.train_rows import (
+    fill_advantages,
+    placed_rewards,
+    prepare_grpo_batch,
+    rows_of,
+)
 from slipstream.training.columns import train_batch
 from slipstream.types import (
     Group,
@@ -170,3 +175,21 @@ def test_batch_metrics_cover_only_trained_tokens() -> None:
     assert metrics["critic/rewards/mean"] == 0.5
     assert metrics["rollout/staleness/mean"] == 2.0
     assert metrics["rollout/staleness/max"] == 3.0
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo"])
+def test_a_failed_sample_changes_no_advantage_of_its_siblings(estimator: str) -> None:
+    whole, without = group(0, False, True, False, False), group(0, False, True, False, False)
+    whole.samples[1].reward = 100.0
+    without.samples.pop(1)
+    found = []
+    for one in (whole, without):
+        (kept,) = usable_samples([one]).groups
+        made = rows_of(kept)
+        rewards = placed_rewards(made, [s.reward for s in kept], kept)
+        keys = [s.group_index for s in kept]
+        fill_advantages(made, rewards, keys, adv_estimator=estimator, config=AdvantageConfig())
+        found.append(made.advantages)
+    assert found[0] is not None
+    assert torch.equal(found[0], found[1])
+    assert len(set(found[0].tolist())) > 2

@@ -4,6 +4,9 @@ an interruption."""
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,12 @@ import pytest
 from slipstream.cli import main
 from slipstream.data.lookup import LookupTask, build_tokenizer
 from slipstream.data.sample_file import load_samples
+from slipstream.environment.protocol import InfrastructureError
+from slipstream.environment.tasks.lookup import LookUpSession
+from slipstream.environment.tools.protocol import ToolResult
 from slipstream.metrics.loggers import read_jsonl
 from slipstream.rollout.agents.verifiers import write_rows as write_verifiers_rows
+from slipstream.rollout.episode import EpisodeLimits
 from slipstream.user_code import load_named
 from tests.environment.serving import serving
 from tests.run.helpers import ROLLOUT, assert_same_rl, records_of, tiny
@@ -167,6 +174,59 @@ def test_branches_are_trained_on_as_they_were_sampled(sft: Path, tmp_path: Path)
 def _earlier(sample: dict[str, Any]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = sample.get("episode", {}).get("earlier", [])
     return found
+
+
+def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of environments are repeated at once."""
+    at_once = partial(EpisodeLimits, backoff_s=0.0)
+    monkeypatch.setattr("slipstream.build.episodes.EpisodeLimits", at_once)
+
+
+def test_a_tool_server_that_refuses_some_calls_changes_nothing(
+    plain: Path, sft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute, draws, refused = LookUpSession.execute, random.Random(1), list[str]()
+
+    async def sometimes(self: LookUpSession, arguments: Mapping[str, Any]) -> ToolResult:
+        if draws.random() < 0.15:
+            refused.append(str(arguments))
+            raise InfrastructureError("503")
+        return await execute(self, arguments)
+
+    monkeypatch.setattr(LookUpSession, "execute", sometimes)
+    without_waiting(monkeypatch)
+    assert rl(tmp_path / "run", sft) == 0
+    assert refused
+    assert_same_rl(tmp_path / "run", plain, STEPS)
+
+
+def test_samples_whose_tool_server_is_down_are_not_trained_on(
+    plain: Path, sft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute = LookUpSession.execute
+    first = {s["uid"]: s for s in samples(plain) if s["step"] == 1 and s["episode"]["calls"]}
+    down = min(first)
+
+    async def sometimes(self: LookUpSession, arguments: Mapping[str, Any]) -> ToolResult:
+        table = first[down]["extra_info"]["tools_kwargs"]["look_up"]["create_kwargs"]["table"]
+        if self.table == table:
+            raise InfrastructureError("503")
+        return await execute(self, arguments)
+
+    monkeypatch.setattr(LookUpSession, "execute", sometimes)
+    without_waiting(monkeypatch)
+    assert rl(tmp_path / "run", sft, steps=1) == 0
+    found = {(s["uid"], s["index"]): s for s in samples(tmp_path / "run")}
+    for before in (s for s in samples(plain) if s["step"] == 1):
+        now = found[before["uid"], before["index"]]
+        if before["uid"] == down and before["episode"]["calls"]:
+            assert (now["status"], "503" in now["failure"]) == ("failed", True)
+        else:
+            assert now == before
+    ((_, metrics),) = [(n, m) for n, m in read_jsonl(tmp_path / "run" / "metrics.jsonl") if n == 1]
+    failed = [s for s in found.values() if s["status"] == "failed"]
+    assert metrics["training/num_failed_rewards"] == len(failed) > 0
+    assert metrics["training/rollout_log_probs_differing"] == 0
 
 
 def test_a_run_without_its_tools_is_a_single_turn(sft: Path, tmp_path: Path) -> None:

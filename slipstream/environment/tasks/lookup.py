@@ -18,16 +18,18 @@ class LookUpTool(ToolInfo):
     schema: ToolSchema = field(default_factory=lambda: SCHEMA)
 
     async def open(self, kwargs: Mapping[str, Any]) -> ToolSession:
-        return _LookUpSession(kwargs["table"], float(kwargs["cost"]))
+        return LookUpSession(kwargs["table"], float(kwargs["cost"]))
 
 
-class _LookUpSession:
+class LookUpSession:
+    """The table of one episode."""
+
     def __init__(self, table: Mapping[str, Mapping[str, str]], cost: float) -> None:
-        self._table = table
+        self.table = table
         self._cost = cost
 
     async def execute(self, arguments: Mapping[str, Any]) -> ToolResult:
-        return ToolResult(text=look_up(self._table, arguments["name"]), reward=-self._cost)
+        return ToolResult(text=look_up(self.table, arguments["name"]), reward=-self._cost)
 
     async def score(self) -> float:
         return 0.0
