@@ -14,11 +14,21 @@ from slipstream.algorithms.aggregation import LossAggMode
 from slipstream.algorithms.settings import PolicyLossConfig
 from slipstream.errors import DataError
 from slipstream.rollout.train_rows import fill_advantages
+from slipstream.training import OptimSettings, SingleProcessBackend
 from slipstream.training.columns import select_rows, train_batch
+from slipstream.training.fsdp2 import Ranks, ShardedBackend
 from slipstream.training.losses import policy_loss_fn
 from slipstream.training.packing import SequenceLayout, plan_sequences
 from slipstream.types import TrainBatch, TrainRow
-from tests.training.helpers import gradients, make_rows, relative_difference, tiny_backend
+from tests.training.helpers import (
+    gradients,
+    make_rows,
+    relative_difference,
+    tiny_backend,
+    tiny_decoder,
+    weights,
+)
+from tests.training.ranks import on_ranks
 
 LENGTHS = [21, 14, 30]
 
@@ -130,3 +140,26 @@ def test_a_sequence_beyond_the_budget_is_refused_with_remedies() -> None:
         plan_sequences({0: 10, 1: 20}, {0: 0, 1: 0}, max_tokens=29, padded=False)
     assert "ppo_max_token_len_per_gpu" in str(error.value)
     assert "multi_turn.history=append" in str(error.value)
+
+
+SEQUENCES = policy_loss_fn(loss_mode="gspo", loss_agg_mode=LossAggMode.SEQ_MEAN_TOKEN_MEAN)
+
+
+def updated(backend: SingleProcessBackend) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    metrics = backend.forward_backward(branched(), SEQUENCES).wait()
+    metrics |= backend.optim_step().wait()
+    return metrics, weights(backend)
+
+
+def on_rank(ranks: Ranks) -> Any:
+    return updated(ShardedBackend(tiny_decoder(), ranks, **SETTINGS))
+
+
+SETTINGS: dict[str, Any] = {"max_tokens_per_micro_batch": 70, "optim": OptimSettings(lr=1e-2)}
+
+
+def test_processes_share_whole_sequences() -> None:
+    metrics, expected = updated(tiny_backend(**SETTINGS))
+    for own, found in on_ranks(2, on_rank):
+        assert own == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+        assert relative_difference(found, expected) < 1e-5
