@@ -261,3 +261,16 @@ def test_returns_equal_those_without_the_answers_of_tools(estimator: str) -> Non
         found.append([*batch.returns[targets].tolist(), *batch.advantages[targets].tolist()])
     assert found[0] == pytest.approx(found[1])
     assert len(set(found[0])) == 6
+
+
+def test_rewards_of_turns_stand_in_the_row_of_their_branch() -> None:
+    first, sample = make_sample(0, ids=[7, 8, 9]), make_sample(0, 1.5, [6])
+    sample.earlier = [first]
+    turns = [PlacedReward(3, "tool", -0.5), PlacedReward(2, "end", 1.0, 1)]
+    sample.episode = EpisodeRecord(rewards=turns)
+    samples = [make_sample(0, 1.0), sample]
+    batch = rows_of(samples)
+    assert batch.sequences == [0, 1, 3]
+    placed = placed_rewards(batch, [1.0, 1.5], samples)
+    # Rows of 4, 5 and 3 tokens. The reward without those of turns is 1.0.
+    assert by_row(batch, placed) == [[0, 0, 0, 1.0], [0, 0, 0, -0.5, 0], [0, 0, 1.0 + 1.0]]
