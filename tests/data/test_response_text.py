@@ -58,3 +58,13 @@ def test_the_token_that_ended_a_sample_is_left_out(reason: StopReason, text: str
         stop_reason=reason,
     )
     assert response_text(sample, response_decoder(own)) == text
+
+
+def test_the_text_of_an_episode_covers_all_branches() -> None:
+    def branch(text: str) -> Sample:
+        ids = tokenizer()(text)["input_ids"]
+        return Sample(segments=[Segment.given("prompt", [1]), Segment.given("assistant", ids)])
+
+    sample = branch("cd<|im_end|>")
+    sample.earlier, sample.stop_reason = [branch("ab<|im_end|>")], StopReason.EOS
+    assert response_text(sample, tokenizer().decode) == "ab<|im_end|>cd"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -23,10 +23,11 @@ from slipstream.algorithms import (
     policy_loss_names,
     policy_loss_selection,
 )
+from slipstream.deadlines import Deadlines
 from slipstream.errors import DataError, TrainingError
 from slipstream.loops import learner
 from slipstream.loops.rl import run_rl_training
-from slipstream.loops.rl_batch import KLInReward
+from slipstream.loops.rl_batch import KLInReward, Usable
 from slipstream.models.value_model import ValueModel
 from slipstream.rewards.protocol import Score
 from slipstream.rollout.filters import check_spread
@@ -38,6 +39,7 @@ from slipstream.training.protocol import ImmediateTrainFuture
 from slipstream.training.single import SingleProcessBackend
 from slipstream.types import Sample, SamplingParams, TrainBatch
 from tests.loops.test_rl import Log, buffer, config, engine
+from tests.rollout.samples import make_sample
 from tests.training.helpers import as_rows, observe, rows_of, tiny_backend, tiny_decoder, weights
 
 PARTS = AdvantageConfig(gdpo_reward_keys=["even", "short"])
@@ -522,3 +524,15 @@ def test_kl_in_reward_changes_token_level_advantages() -> None:
     assert history[0]["actor/reward_kl_penalty"] != 0
     assert not torch.equal(found[0], found[1])
     reference.close()
+
+
+def test_each_branch_is_a_row_with_its_own_noise_key() -> None:
+    first, sample = make_sample(0), make_sample(0)
+    sample.earlier, sample.branch = [first], 1
+    usable = Usable(groups=[[make_sample(0, index=1), sample]], lone=0)
+    made = learner.Learner(cast(Any, None), replace(config(), noise_seed=7), Deadlines())._rows(
+        usable
+    )
+    keys = [key for key in made.keys if key is not None]
+    assert [(key.index, key.branch, key.seed) for key in keys] == [(1, 0, 7), (0, 0, 7), (0, 1, 7)]
+    assert made.sequences == [0, 1, 3]

@@ -327,3 +327,14 @@ def test_mean_interval_is_students() -> None:
 def test_mean_interval_needs_two_values() -> None:
     with pytest.raises(DataError, match="two or more values"):
         mean_interval([0.5])
+
+
+def test_lengths_and_tokens_of_an_episode_cover_all_branches() -> None:
+    branched = sample(2, 1.0, prompt=7)
+    branched.earlier = [sample(5, 0.0)]
+    metrics = rollout_metrics([group(0, branched)], max_prompt_length=9, max_response_length=9)
+    assert metrics["response_length/mean"] == 5 + 2
+    assert metrics["prompt_length/mean"] == 3
+    assert metrics["perf/total_num_tokens"] == (3 + 5) + (7 + 2)
+    # The prompt and a turn in each branch; a rendered context counts as one, too.
+    assert metrics["num_turns/mean"] == 4
