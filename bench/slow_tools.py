@@ -177,12 +177,15 @@ async def measure(bench: Bench, args: argparse.Namespace) -> bool:
     names = ("engine", "longest", "episodes", "in turns")
     seconds: dict[str, list[float]] = {name: [] for name in names}
     same, known = True, list[list[int]]()
+    # The first rollout of the engine. Later ones find keys and values of earlier ones.
+    before = bench.engine.stats()
     _, samples = await bench.run(bench.prompts, none)
+    computed = bench.engine.stats().since(before).prompt_tokens
+    new = sum(map(new_tokens, samples))
     slowest = max(samples, key=path)
     alone = [prompt for prompt in bench.prompts if prompt.uid == slowest.uid]
     for number in range(args.rounds):
         progress(f"round {number + 1} of {args.rounds}")
-        before = bench.engine.stats()
         for name, prompts, how in (
             ("engine", bench.prompts, partial(bench.run, delay=none)),
             ("longest", alone, partial(bench.run, delay=delay)),
@@ -196,8 +199,6 @@ async def measure(bench: Bench, args: argparse.Namespace) -> bool:
             tokens = [sample.tokens for sample in samples]
             known = known or tokens
             same = same and tokens == known
-            if name == "engine":
-                done = bench.engine.stats().since(before)
     turns = [0 if s.episode is None else s.episode.turns for s in samples]
     delays = [
         delay(sample.uid, turn)
@@ -215,10 +216,7 @@ async def measure(bench: Bench, args: argparse.Namespace) -> bool:
     for name in ("episodes", "in turns"):
         ratios = [a / b for a, b in zip(seconds[name], least, strict=True)]
         print(f"{name} over the least possible: {median(ratios):.2f}x")
-    new = sum(map(new_tokens, samples))
-    print(
-        f"prefill: {done.prompt_tokens} tokens computed, {new} new: {done.prompt_tokens / new:.3f}"
-    )
+    print(f"prefill: {computed} tokens computed, {new} new: {computed / new:.3f}")
     print("tokens: " + ("the same in all rollouts" if same else "DIFFERENT"))
     return same
 
