@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from slipstream.metrics.names import METRICS, find
 from slipstream.metrics.progress import Progress
+from slipstream.run.conversation import parts_of
 from slipstream.types import Group, Prompt, Sample
 
 LINES_PER_PHASE = 25
@@ -141,18 +142,11 @@ def sample_texts(
 def conversation(sample: Sample, decode: Callable[[Sequence[int]], str]) -> list[str]:
     """One line for each turn of an episode and each answer, with the rewards of the turn. `decode`
     makes the text."""
-    rewards = [] if sample.episode is None else sample.episode.rewards
     lines = []
-    for number, branch in enumerate(sample.branches):
-        start = 0
-        for segment in branch.segments:
-            end = start + len(segment.ids)
-            if start >= len(branch.prompt_ids):
-                given = [r for r in rewards if r.branch == number and start <= r.place < end]
-                role = "policy" if segment.role == "assistant" else segment.role
-                ends = "".join(f"  [{one.name} {one.value:+.3g}]" for one in given)
-                lines.append(f"{role:<6}  {_one_line(decode(segment.ids))}{ends}")
-            start = end
+    for part in parts_of(sample):
+        role = "policy" if part.segment.role == "assistant" else part.segment.role
+        ends = "".join(f"  [{one.name} {one.value:+.3g}]" for one in part.rewards)
+        lines.append(f"{role:<6}  {_one_line(decode(part.segment.ids))}{ends}")
     return lines
 
 

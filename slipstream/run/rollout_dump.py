@@ -16,6 +16,7 @@ from slipstream.data.response_text import response_decoder
 from slipstream.data.sample_file import segment_rows
 from slipstream.errors import CheckpointError
 from slipstream.rewards.protocol import REWARD_EXTRAS, Decode, response_text
+from slipstream.run.conversation import parts_of
 from slipstream.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -104,20 +105,13 @@ def token_record(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> dict[str
 
 
 def _parts(sample: Sample) -> list[dict[str, Any]]:
-    rewards = [] if sample.episode is None else sample.episode.rewards
     found: list[dict[str, Any]] = []
-    shown = 0
-    for number, branch in enumerate(sample.branches):
-        place = 0
-        for segment in branch.segments:
-            end = place + len(segment.ids)
-            if place >= len(branch.prompt_ids):
-                own = [r for r in rewards if r.branch == number and place <= r.place < end]
-                given = {one.name: one.value for one in own}
-                part = {"at": shown, "role": segment.role, "branch": number, "rewards": given}
-                found.append(part)
-                shown += len(segment.ids)
-            place = end
+    at = 0
+    for part in parts_of(sample):
+        given = {one.name: one.value for one in part.rewards}
+        role, branch = part.segment.role, part.branch
+        found.append({"at": at, "role": role, "branch": branch, "rewards": given})
+        at += len(part.segment.ids)
     return found
 
 
