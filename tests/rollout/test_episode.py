@@ -548,3 +548,21 @@ def test_a_template_that_cannot_append_is_rendered_whole() -> None:
     appended = new_sample()
     run(rerendering({"rerender": False}, template), appended, Policy(*turns))
     assert appended.status is Status.FAILED
+
+
+def test_an_engine_that_fails_before_the_first_token_fails_the_sample() -> None:
+    async def down(sample: Sample, max_tokens: int | None = None, /) -> Generation:
+        return Generation(
+            request_id="r",
+            token_ids=[],
+            log_probs=[],
+            sampling_log_probs=[],
+            spans=[],
+            stop_reason=StopReason.ERROR,
+            error="the engine is down",
+        )
+
+    sample, log = new_sample(), list[str]()
+    assert not anyio.run(lambda: episodes_of(log).run(sample, prompt(), down, seed=7))
+    assert (sample.status, sample.failure) == (Status.FAILED, "the engine is down")
+    assert log == ["reset 7", "close"]

@@ -137,10 +137,11 @@ def test_rollouts_become_samples_for_rl(plain: Path, tmp_path: Path) -> None:
     [
         (f"{ROLLOUT}.max_num_seqs=1",),
         (f"{ROLLOUT}.max_num_seqs=7",),
+        (f"{ROLLOUT}.max_num_seqs=64",),
         (f"{ROLLOUT}.enable_prefix_caching=false",),
         ("speculative.enable=true", "speculative.spec_strategy=history"),
     ],
-    ids=["one", "seven", "no prefix cache", "history"],
+    ids=["one", "seven", "sixty-four", "no prefix cache", "history"],
 )
 def test_tokens_and_weights_do_not_depend_on_how_they_are_computed(
     plain: Path, sft: Path, tmp_path: Path, overrides: tuple[str, ...]
