@@ -96,8 +96,16 @@ def batches_of(samples: Sequence[Sample], group_size: int) -> list[FixedBatch]:
     ]
 
 
-def joined(batches: Sequence[FixedBatch]) -> FixedBatch:
-    """All completions of at least one batch with masks as one batch."""
+def joined(groups: Sequence[FixedBatch]) -> FixedBatch:
+    """The groups of `batches_of` whose prompts have the most frequent length, as one batch.
+
+    TRL pads shorter prompts on the left and counts the padding as positions. The rotary angles of
+    other positions round differently, and gradients of such a batch differ by 5e-5.
+    """
+    by_length: dict[int, list[FixedBatch]] = {}
+    for group in groups:
+        by_length.setdefault(len(group.prompt_ids[0]), []).append(group)
+    batches = max(by_length.values(), key=len)
     return FixedBatch(
         group_size=batches[0].group_size,
         prompt_ids=list(chain.from_iterable(batch.prompt_ids for batch in batches)),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,9 @@ def test_batches_mask_the_tools_tokens_and_leave_out_groups_without_advantages()
     assert (both.group_size, both.rewards) == (2, [0.5, 1.0, 0.0, 1.0])
     assert both.masks == [*first.masks, *(second.masks or [])]
     assert list(map(len, both.shifts)) == list(map(len, both.completion_ids)) == [7, 6, 8, 7]
+    # Only prompts of one length are compared.
+    longer = replace(first, prompt_ids=[[3, 3, 4], [3, 3, 4]])
+    assert joined([longer, first, second]) == both
 
 
 def test_trls_tool_and_reward_are_those_of_our_environment(tmp_path: Path) -> None:
