@@ -184,11 +184,16 @@ def _values(
     counted = slice(WARM_UP, bench.steps)
 
     def times(of: Sequence[ContenderRun]) -> tuple[list[float], list[float]]:
-        """By round: the median time of a step in seconds, and the time per token in ms."""
+        """By round: medians over steps of the time in seconds, and of the time per token in ms."""
         steps = [median(one.seconds[counted]) for one in of]
-        tokens = [sum(step["tokens"] for step in one.steps[counted]) for one in of]
-        spent = [sum(one.seconds[counted]) for one in of]
-        return steps, [1000 * s / n for s, n in zip(spent, tokens, strict=True)]
+        tokens = [
+            median(
+                1000 * seconds / step["tokens"]
+                for seconds, step in zip(one.seconds[counted], one.steps[counted], strict=True)
+            )
+            for one in of
+        ]
+        return steps, tokens
 
     (steps, tokens), (our_steps, our_tokens) = times(found[name]), times(found[PLAIN])
     turns = [
