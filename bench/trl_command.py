@@ -33,13 +33,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="run folder with an SFT policy to start from, and its draft head (default: "
         f"{QUICKSTART})",
     )
-    add_count_flag(
-        parser,
-        "steps",
-        100,
-        "steps of Slipstream per round; the first three steps of every contender do not count",
-    )
-    add_count_flag(parser, "rounds", 3, "whole trainings of each contender, each with another seed")
     parser.add_argument(
         "--problems",
         metavar="N",
@@ -48,6 +41,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="held-out problems on which the trained policies are compared; 0: no comparison "
         "(default: 1024)",
     )
+    add_run_flags(parser, steps=100)
+
+
+def add_run_flags(parser: argparse.ArgumentParser, *, steps: int) -> None:
+    """Flags of the runs that are compared; `trl_tools` has them too."""
+    add_count_flag(
+        parser,
+        "steps",
+        steps,
+        "steps of Slipstream per round; the first three steps of every contender do not count",
+    )
+    add_count_flag(parser, "rounds", 3, "whole trainings of each contender, each with another seed")
     parser.add_argument(
         "--precision",
         choices=PRECISIONS,

@@ -36,6 +36,7 @@ from bench.trl_parity import (
     TOLERANCE,
     UPDATE_TOLERANCE,
     Differences,
+    FixedBatch,
     UpdateDifferences,
     differences,
     make_batch,
@@ -84,9 +85,11 @@ def run(bench: TrlBench, say: Callable[[str], None]) -> list[ResultRow]:
     config = compose(bench)
     settings = trl_settings(config)
     model = start_of(bench.policy)
-    rows = run_parity(config, settings, model, trl, bench.threads, say)
-    dtype = str(dtype_from_name(config.actor_rollout_ref.actor.dtype, torch.device("cpu")))
-    dtype = dtype.removeprefix("torch.")
+    task = task_of(config, model)
+    batch = make_batch(task, task.tokenizer)
+    steps = [make_batch(task, task.tokenizer, first=100 * step) for step in range(UPDATES)]
+    rows = run_parity(model, batch, steps, settings, trl, bench.threads, say)
+    dtype = dtype_of(config)
     precisions = bench.precisions or PRECISIONS[dtype]
     found: dict[str, list[ContenderRun]] = {}
     accuracies: dict[str, list[list[float]]] = {}
@@ -102,25 +105,31 @@ def run(bench: TrlBench, say: Callable[[str], None]) -> list[ResultRow]:
                 for name, scores in _evaluate(bench, ran, Path(folder), say).items():
                     accuracies.setdefault(name, []).append(scores)
     return rows + [
-        _row(bench, name, found, accuracies.get(name, []), dtype, settings, versions)
+        training_row(bench, name, found, accuracies.get(name, []), dtype, settings, versions)
         for name in found
     ]
 
 
+def dtype_of(config: Config) -> str:
+    """The dtype of our matrix products on a CPU, a key of `PRECISIONS`."""
+    dtype = dtype_from_name(config.actor_rollout_ref.actor.dtype, torch.device("cpu"))
+    return str(dtype).removeprefix("torch.")
+
+
 def run_parity(
-    config: Config,
-    settings: Mapping[str, Any],
     model: Path,
+    batch: FixedBatch,
+    steps: Sequence[FixedBatch],
+    settings: Mapping[str, Any],
     trl: Sequence[str],
     threads: int,
     say: Callable[[str], None],
 ) -> list[ResultRow]:
-    """One row per case, and one for `UPDATES` optimizer steps with `settings`.
+    """One row per case with `batch`, and one for an optimizer step with `settings` on each batch of
+    `steps`.
 
     Raises EngineError if a difference is above `TOLERANCE` or `UPDATE_TOLERANCE`.
     """
-    task = task_of(config, model)
-    batch = make_batch(task, task.tokenizer)
     old = old_log_probs(model, batch)
     rows = []
     with PeerProcess("trl, parity", trl) as process:
@@ -139,7 +148,6 @@ def run_parity(
                 "tensor_difference": apart.tensor,
             }
             rows.append(_parity_row(case.name, values, seconds, threads))
-    steps = [make_batch(task, task.tokenizer, first=100 * step) for step in range(UPDATES)]
     # A new process, because TRL reads the number of threads once and keeps its trained weights.
     with PeerProcess("trl, updates", trl) as process:
         start = time.perf_counter()
@@ -148,13 +156,13 @@ def run_parity(
     apart_after = update_differences(model, our_updates(model, steps, settings), answered)
     norms = ", ".join(f"{norm:.3g}" for norm in answered.grad_norms)
     described = describe_updates(apart_after)
-    say(f"parity, {UPDATES} steps with gradient norms {norms}: {described}")
+    say(f"parity, {len(steps)} steps with gradient norms {norms}: {described}")
     check_updates(apart_after)
     values = {
         "grad_norm_difference": apart_after.grad_norm,
         "update_difference": apart_after.update,
     }
-    return [*rows, _parity_row(f"{UPDATES} steps", values, seconds, threads)]
+    return [*rows, _parity_row(f"{len(steps)} steps", values, seconds, threads)]
 
 
 def _parity_row(name: str, values: Mapping[str, float], seconds: float, threads: int) -> ResultRow:
@@ -243,7 +251,7 @@ def evaluate(
     return [float(json.loads(line)["score"]) for line in output.read_text().splitlines()]
 
 
-def _row(
+def training_row(
     bench: TrlBench,
     name: str,
     found: Mapping[str, Sequence[ContenderRun]],
@@ -252,6 +260,8 @@ def _row(
     settings: Mapping[str, Any],
     versions: Mapping[str, str],
 ) -> ResultRow:
+    """The row of the contender `name`. `found` are the runs of all contenders by round, `scores`
+    its scores on held-out problems by round, and `versions` those of TRL's environment."""
     mine, plain = found[name], found[PLAIN]
     counted = slice(WARM_UP, bench.steps)
     seconds = [s for one in mine for s in one.seconds[counted]]

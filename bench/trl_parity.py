@@ -1,8 +1,9 @@
 """Parity of TRL's GRPO and ours: loss and gradients of one batch, and weights after several
 optimizer steps, from the same weights and in fp32.
 
-`CASES` pairs settings of TRL with ours. The batch consists of demonstrations of the countdown task,
-both correct and incorrect ones. Used by `trl_compare`, and by tests with recorded answers of TRL.
+`CASES` pairs settings of TRL with ours. The batch of `make_batch` consists of demonstrations of the
+countdown task, both correct and incorrect ones. Used by `trl_compare` and `trl_tools`, and by tests
+with recorded answers of TRL.
 """
 
 from __future__ import annotations
@@ -95,13 +96,15 @@ CASES = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedBatch:
     """Completions with rewards, `group_size` consecutive ones per prompt. In off-policy cases, old
-    log-probs are the model's own plus `shifts`, one per token."""
+    log-probs are the model's own plus `shifts`, one per token. `masks` are 1 for tokens that a
+    policy sampled and 0 for those of a tool; None: there are no tools."""
 
     group_size: int
     prompt_ids: Sequence[Sequence[int]]
     completion_ids: Sequence[Sequence[int]]
     rewards: Sequence[float]
     shifts: Sequence[Sequence[float]]
+    masks: Sequence[Sequence[int]] | None = None
 
     @property
     def longest(self) -> int:
@@ -395,10 +398,11 @@ def _rows(
         zip(batch.prompt_ids, batch.completion_ids, strict=True)
     ):
         before = [0.0] * len(prompt)
+        mask = [1.0] * len(completion) if batch.masks is None else map(float, batch.masks[place])
         rows.append(
             TrainRow(
                 tokens=[*prompt, *completion],
-                loss_mask=[*before, *[1.0] * len(completion)],
+                loss_mask=[*before, *mask],
                 advantages=None
                 if advantages is None
                 else [*before, *[advantages[place]] * len(completion)],

@@ -1,6 +1,6 @@
 """Settings of the comparison with TRL, and one round of interleaved training of all contenders.
 
-Used by `trl_compare`.
+Used by `trl_compare` and `trl_tools`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from slipstream.config.load import CONFIG_FILE, load_config
 from slipstream.config.schema import Config
 from slipstream.config.tree import show
 from slipstream.data.countdown import CountdownTask
+from slipstream.data.lookup import DATA_SOURCE as LOOKUP
+from slipstream.data.registry import Task
 from slipstream.errors import ConfigError, check_at_least_one
 from slipstream.metrics.loggers import read_jsonl
+from slipstream.types import Prompt
 
 PRECISIONS = {
     "float32": ("float32",),
@@ -140,9 +143,10 @@ def trl_command() -> tuple[str, ...]:
     return peer_command(".venv-trl", "bench/peers/trl_peer.py", remedy=PEERS_REMEDY)
 
 
-def trl_settings(config: Config) -> dict[str, Any]:
-    """Settings with which TRL trains as `config` says. Raises ConfigError, with the setting's name,
-    for a setting that TRL does not have or treats differently."""
+def trl_settings(config: Config, task: str = CountdownTask.name) -> dict[str, Any]:
+    """Settings with which TRL trains on `task` as `config` says. Raises ConfigError, with the
+    setting's name, for another task and for a setting that TRL does not have or treats
+    differently."""
     actor, rollout, algorithm = (
         config.actor_rollout_ref.actor,
         config.actor_rollout_ref.rollout,
@@ -150,7 +154,7 @@ def trl_settings(config: Config) -> dict[str, Any]:
     )
     batch, longest = config.data.train_batch_size, config.data.max_response_length
     fixed: dict[str, tuple[object, object]] = {
-        "data.task": (config.data.task, "countdown"),
+        "data.task": (config.data.task, task),
         "custom_reward_function.path": (config.custom_reward_function.path, None),
         "reward_model.reward_manager": (config.reward_model.reward_manager, "naive"),
         "reward_model.enable": (config.reward_model.enable, False),
@@ -170,12 +174,7 @@ def trl_settings(config: Config) -> dict[str, Any]:
         f"{_ROLLOUT}.top_k": (rollout.top_k, -1),
         f"{_ROLLOUT}.top_p": (rollout.top_p, 1.0),
     }
-    for name, (value, wanted) in fixed.items():
-        if value != wanted:
-            raise ConfigError(
-                f"{name}={show(value)} has no counterpart in this comparison with TRL; set "
-                f"{name}={show(wanted)}"
-            )
+    check_fixed(fixed)
     loss_types = {str(mode): name for name, mode in AGG_MODES.items()}
     if actor.loss_agg_mode not in loss_types:
         raise ConfigError(
@@ -201,6 +200,17 @@ def trl_settings(config: Config) -> dict[str, Any]:
         "epsilon": actor.clip_ratio,
         "scale_rewards": "group" if algorithm.norm_adv_by_std_in_grpo else "none",
     }
+
+
+def check_fixed(fixed: Mapping[str, tuple[object, object]]) -> None:
+    """Raise ConfigError, with the setting's name, if a value is not the only one that can be
+    compared. `fixed` has both by name."""
+    for name, (value, wanted) in fixed.items():
+        if value != wanted:
+            raise ConfigError(
+                f"{name}={show(value)} has no counterpart in this comparison with TRL; set "
+                f"{name}={show(wanted)}"
+            )
 
 
 def compose(bench: TrlBench, *more: str) -> Config:
@@ -237,23 +247,16 @@ def run_round(
 ) -> tuple[dict[str, ContenderRun], dict[str, str]]:
     """Train all contenders once, with the seed of the round. Also returns TRL's versions."""
     seed = config.trainer.seed + number
-    ab = AbBench(
-        policy=bench.policy,
-        steps=bench.steps,
-        settings=(
-            *dtype_settings(bench),
-            *bench.settings,
-            f"trainer.seed={seed}",
-            f"trainer.num_threads={bench.threads}",
-        ),
-    )
+    ab = ab_bench(bench, bench.steps, seed)
     arms = _arms(bench.policy)
     start = start_of(bench.policy)
     lines = {name: command(ab, start, arms[name], folder / name) for name in arms}
     ran = {name: ContenderRun(folder / name) for name in arms}
     limit = 2 * bench.steps
     prompts = folder / "prompts.jsonl"
-    task = task_of(compose(bench, f"trainer.seed={seed}"), start)
+    seeded = compose(bench, f"trainer.seed={seed}")
+    task = make_task(seeded, make_tokenizer(seeded, start))
+    assert task is not None, "trl_settings refuses data sets"
     write_prompts(task, prompts, limit * settings["prompts_per_step"])
     external = config.actor_rollout_ref.model.external_lib
     versions: dict[str, str] = {}
@@ -277,6 +280,7 @@ def run_round(
             process = stack.enter_context(PeerProcess(name, trl))
             answer = process.ask(
                 "begin",
+                task=task.name,
                 model=str(start),
                 prompts=str(prompts),
                 precision=precision,
@@ -294,6 +298,20 @@ def run_round(
     return ran, versions
 
 
+def ab_bench(bench: TrlBench, steps: int, seed: int) -> AbBench:
+    """Our runs of `steps` steps with the settings of `bench`."""
+    return AbBench(
+        policy=bench.policy,
+        steps=steps,
+        settings=(
+            *dtype_settings(bench),
+            *bench.settings,
+            f"trainer.seed={seed}",
+            f"trainer.num_threads={bench.threads}",
+        ),
+    )
+
+
 def _say_steps(say: Callable[[str], None], steps: int, done: int) -> None:
     """Report every tenth step, because a round takes many minutes."""
     if done % 10 == 0:
@@ -308,7 +326,7 @@ def _arms(policy: Path) -> dict[str, list[str]]:
     return {name: arms[name] for name in (PLAIN, FROZEN) if name in arms}
 
 
-def write_prompts(task: CountdownTask, file: Path, count: int) -> None:
+def write_prompts(task: Task, file: Path, count: int) -> None:
     """Write the first `count` training prompts of the task, in the order in which a run uses
     them."""
     lines = []
@@ -317,20 +335,32 @@ def write_prompts(task: CountdownTask, file: Path, count: int) -> None:
         entry = {
             "messages": prompt.messages,
             "ids": prompt.ids,
-            "ground_truth": prompt.ground_truth,
+            "columns": _columns(prompt),
         }
         lines.append(json.dumps(entry) + "\n")
     file.write_text("".join(lines))
 
 
+def _columns(prompt: Prompt) -> dict[str, Any]:
+    """What TRL's data set holds of a prompt besides its messages."""
+    if prompt.data_source != LOOKUP:
+        return dict(prompt.ground_truth)
+    given = prompt.extra_info["tools_kwargs"]["look_up"]["create_kwargs"]
+    # As text: a column of dictionaries would get the keys of all rows in each row.
+    table = json.dumps(given["table"])
+    return {"answer": prompt.ground_truth, "table": table, "cost": given["cost"]}
+
+
 def _steps_of(folder: Path) -> list[Mapping[str, float]]:
-    """Times, tokens and reward of each step of our run."""
+    """Times, sampled tokens, turns and reward of each step of our run."""
     lines = [metrics for _, metrics in read_jsonl(folder / "metrics.jsonl")]
     return [
         {
             "generation": step["timing_s/gen"],
             "reward": step["timing_s/reward"],
-            "tokens": step["response_length/mean"] * step["rollout/num_samples"],
+            "tokens": round(step["rollout/tokens_per_second"] * step["timing_s/gen"]),
+            # Samples without tools have one turn.
+            "turns": step.get("episode/turns/mean", 1.0) * step["rollout/num_samples"],
             "reward_mean": step["critic/score/mean"],
         }
         for step in lines
@@ -343,5 +373,6 @@ def _of_trl(answer: Mapping[str, Any]) -> Mapping[str, float]:
         "generation": answer["generation_seconds"],
         "reward": answer["reward_seconds"],
         "tokens": answer["tokens"],
+        "turns": answer["turns"],
         "reward_mean": fmean(answer["rewards"]),
     }

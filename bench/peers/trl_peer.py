@@ -2,15 +2,16 @@
 JSON answer per line to standard output.
 
 Runs in the environment that `make peers` makes. Slipstream starts it
-(`slipstream/bench/peer_process.py`); from Slipstream it only loads the file of the countdown
-scorer. It computes only between a command and its answer.
+(`slipstream/bench/peer_process.py`); from Slipstream it only loads the scorers, and the tool of the
+lookup task. It computes only between a command and its answer.
 
     {"op": "parity", "model": FOLDER, "batch": FILE, "gradients": FILE, "threads": 2,
      "settings": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": null, "delta": null,
                   "scale_rewards": "group", "max_completion_length": 64}}
         batch: a JSON file with one entry per completion, `group_size` consecutive ones per prompt:
         {"group_size": n, "prompt_ids": [[ids]], "completion_ids": [[ids]], "rewards": [..],
-         "old_log_probs": [[..]] or null (the model's own)}
+         "old_log_probs": [[..]] or null (the model's own),
+         "masks": [[..]] (1: sampled, 0: of a tool) or null (no tools)}
     -> {"ok": true, "loss": .., "advantages": [..]}
         computed in fp32; the file `gradients` then has the gradients of all weights, by name
 
@@ -20,20 +21,25 @@ scorer. It computes only between a command and its answer.
     -> {"ok": true, "grad_norms": [..]}
         norms before clipping; the file `weights` then has all weights, by name
 
-    {"op": "begin", "model": FOLDER, "prompts": FILE, "precision": "float32", "threads": 2,
+    {"op": "begin", "task": "countdown", "model": FOLDER, "prompts": FILE, "precision": "float32",
+     "threads": 2,
      "settings": {"prompts_per_step": 4, "group_size": 4, "max_completion_length": 456,
                   "max_steps": 100, "lr": 1.5e-4, "warmup_steps": 5, "betas": [0.9, 0.99],
                   "eps": 1e-8, "weight_decay": 0.0, "grad_clip": 1.0, "seed": 1,
-                  "loss_type": "dapo", "epsilon": 0.2, "scale_rewards": "group"}}
-        prompts: JSON lines {"messages": [..], "ids": [..], "ground_truth": {"numbers": [..],
-            "target": n}}, used in this order
+                  "loss_type": "dapo", "epsilon": 0.2, "scale_rewards": "group",
+                  "max_tool_calling_iterations": 11 (default: no limit)}}
+        task: a key of `TASKS`
+        prompts: JSON lines {"messages": [..], "ids": [..], "columns": {..}}, used in this order;
+            the columns are those of the task's function
         precision: a key of `PRECISIONS`
     -> {"ok": true, "seconds": .., "versions": {..}}
     {"op": "step"}
     -> {"ok": true, "seconds": .., "generation_seconds": .., "reward_seconds": ..,
-        "update_seconds": .., "cpu_seconds": .., "tokens": n, "longest": n, "rewards": [..]}
-        one optimizer step, including its rollout; `tokens` counts tokens of completions;
-        update_seconds is the time without generation and rewards
+        "update_seconds": .., "cpu_seconds": .., "tokens": n, "longest": n, "turns": n,
+        "rewards": [..]}
+        one optimizer step, including its rollout; `tokens` counts sampled tokens and `turns` those
+        of the policy; generation includes the tools; update_seconds is the time without generation
+        and rewards
     {"op": "finish", "folder": FOLDER}
     -> {"ok": true}
         the folder then has the model, as transformers saves it
@@ -45,6 +51,7 @@ An answer to a command that failed is {"ok": false, "error": ".."}.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import sys
@@ -64,7 +71,25 @@ PRECISIONS = {
     "bfloat16-weights": ("bfloat16", False),
 }
 
-SCORER = Path(__file__).parents[2] / "slipstream" / "rewards" / "countdown.py"
+ROOT = Path(__file__).parents[2]
+SCORER = ROOT / "slipstream" / "rewards" / "countdown.py"
+
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<assistant>",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close": "<end>", "content": "text"},
+    },
+}
+"""How transformers finds the tool calls in a turn of the lookup task. TRL knows the templates of
+some models only, and takes this description from a tokenizer that has one."""
 
 Command = dict[str, Any]
 
@@ -160,6 +185,75 @@ def trainer_class(warmup: int) -> Any:
     return Trainer
 
 
+def countdown(tokenizer: Any) -> dict[str, Any]:
+    """Arguments of the trainer for the countdown task, whose rows have `numbers` and `target`."""
+    scorer = load_scorer()
+
+    def reward(
+        completions: list[Any], numbers: list[Any], target: list[Any], **more: Any
+    ) -> list[float]:
+        texts = [completion[-1]["content"] for completion in completions]
+        return [scorer(*each) for each in zip(numbers, target, texts, strict=True)]
+
+    return {"reward_funcs": reward}
+
+
+def lookup(tokenizer: Any) -> dict[str, Any]:
+    """Arguments of the trainer for the lookup task, whose rows have `answer`, `table` (JSON) and
+    `cost`. Tool and scorer are Slipstream's own. Sets the tokenizer's response template."""
+    sys.path.append(str(ROOT))
+    from slipstream.data import lookup as task
+    from slipstream.rewards.lookup import compute_score
+
+    tokenizer.response_template = RESPONSE_TEMPLATE
+
+    class Table:
+        """The table of one rollout. TRL calls `reset` with its row; other methods are tools."""
+
+        def reset(self, *, table: str, **row: Any) -> None:
+            self.table = json.loads(table)
+            self.calls = 0
+
+        def look_up(self, name: str) -> str:
+            """Look up the relations of a person.
+
+            Args:
+                name: The person's name.
+            """
+            found = task.look_up(self.table, name)
+            # Only a call with a valid argument costs.
+            self.calls += 1
+            return found
+
+    def reward(
+        completions: list[Any],
+        environments: list[Any],
+        answer: list[str],
+        cost: list[float],
+        **more: Any,
+    ) -> list[float]:
+        scores = []
+        for place, completion in enumerate(completions):
+            turns = [message for message in completion if message["role"] == "assistant"]
+            text = "\n".join(turn["content"] for turn in turns)
+            score = compute_score(task.DATA_SOURCE, text, answer[place])["score"]
+            scores.append(score - cost[place] * environments[place].calls)
+        return scores
+
+    return {"reward_funcs": reward, "environment_factory": Table}
+
+
+TASKS = {"countdown": countdown, "lookup": lookup}
+
+
+def as_rollout(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A given batch as the result of TRL's `rollout_func`."""
+    found = {name: batch[name] for name in ("prompt_ids", "completion_ids")}
+    if batch.get("masks") is not None:
+        found["env_mask"] = batch["masks"]
+    return {**found, "logprobs": None}
+
+
 def parity(
     *, model: str, batch: str, gradients: str, threads: int, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -176,11 +270,7 @@ def parity(
     rows = Dataset.from_list([{"prompt": str(i)} for i in range(count // group_size)])
 
     def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        return {
-            "prompt_ids": given["prompt_ids"],
-            "completion_ids": given["completion_ids"],
-            "logprobs": None,
-        }
+        return as_rollout(given)
 
     def reward(prompts: list[Any], **more: Any) -> list[float]:
         return list(given["rewards"])
@@ -244,11 +334,7 @@ def updates(
 
     def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         made.append(given[len(made)])
-        return {
-            "prompt_ids": made[-1]["prompt_ids"],
-            "completion_ids": made[-1]["completion_ids"],
-            "logprobs": None,
-        }
+        return as_rollout(made[-1])
 
     def reward(prompts: list[Any], **more: Any) -> list[float]:
         return list(made[-1]["rewards"])
@@ -284,7 +370,7 @@ def updates(
 
 
 class Clocks:
-    """Seconds of the parts of a step, and lengths and rewards of its rollout."""
+    """Seconds of the parts of a step, and lengths, turns and rewards of its rollout."""
 
     def __init__(self) -> None:
         self.restart()
@@ -292,6 +378,7 @@ class Clocks:
     def restart(self) -> None:
         self.parts = {"generation": 0.0, "reward": 0.0}
         self.lengths: list[int] = []
+        self.turns = 0
         self.rewards: list[float] = []
         self.wall, self.cpu = time.perf_counter(), time.process_time()
 
@@ -311,6 +398,7 @@ class Clocks:
             "cpu_seconds": cpu,
             "tokens": sum(self.lengths),
             "longest": max(self.lengths),
+            "turns": self.turns,
             "rewards": self.rewards,
         }
 
@@ -327,7 +415,6 @@ def train(
     from datasets import Dataset
     from transformers import TrainerCallback
 
-    scorer = load_scorer()
     clocks = Clocks()
     settings = begin["settings"]
     warmed = trainer_class(settings["warmup_steps"])
@@ -337,7 +424,10 @@ def train(
 
         def _generate(self, prompts: list[Any]) -> Any:
             made = clocks.timed("generation", lambda: warmed._generate(self, prompts))
-            clocks.lengths += [len(ids) for ids in made[1]]
+            _, ids, masks, completions = made[:4]
+            clocks.lengths += map(len, ids) if masks is None else map(sum, masks)
+            messages = itertools.chain.from_iterable(completions)
+            clocks.turns += sum(message["role"] == "assistant" for message in messages)
             return made
 
         def _calculate_rewards(self, *args: Any, **more: Any) -> Any:
@@ -367,13 +457,8 @@ def train(
                 raise ValueError(f"{command['op']!r} is not possible now; give step or finish")
             clocks.restart()
 
-    def reward(
-        completions: list[Any], numbers: list[Any], target: list[Any], **more: Any
-    ) -> list[float]:
-        texts = [completion[-1]["content"] for completion in completions]
-        return [scorer(*each) for each in zip(numbers, target, texts, strict=True)]
-
     tokenizer = load_tokenizer(begin["model"])
+    of_task = TASKS[begin["task"]](tokenizer)
     with TemporaryDirectory() as output:
         args = arguments(
             output,
@@ -383,16 +468,17 @@ def train(
             num_generations=settings["group_size"],
             max_steps=settings["max_steps"],
             seed=settings["seed"],
+            max_tool_calling_iterations=settings.get("max_tool_calling_iterations"),
             **optimizer_arguments(settings),
         )
         steps = StepByCommand()
         trainer = Trainer(
             model=begin["model"],
-            reward_funcs=reward,
             args=args,
             train_dataset=Dataset.from_list(read_prompts(Path(begin["prompts"]), tokenizer)),
             processing_class=tokenizer,
             callbacks=[steps],
+            **of_task,
         )
         trainer.train()
         if steps.folder is None:
@@ -413,7 +499,7 @@ def read_prompts(file: Path, tokenizer: Any) -> list[dict[str, Any]]:
         )
         if list(ids) != entry["ids"]:
             raise ValueError(f"{file}, line {number}: the ids of the prompt are {ids} here")
-        rows.append({"prompt": entry["messages"], **entry["ground_truth"]})
+        rows.append({"prompt": entry["messages"], **entry["columns"]})
     return rows
 
 

@@ -40,7 +40,7 @@ for line in sys.stdin:
         answer["versions"] = {"trl": "1.16.0"}
     elif op == "step":
         parts = {"generation_seconds": 1e-4, "reward_seconds": 1e-5}
-        answer |= {**parts, "tokens": 20, "rewards": [0.0, 1.0]}
+        answer |= {**parts, "tokens": 20, "turns": 4, "rewards": [0.0, 1.0]}
     elif op == "finish":
         shutil.copytree(begin["model"], command["folder"])
     print(json.dumps(answer), flush=True)

@@ -22,7 +22,15 @@ from bench.trl_parity import (
     update_differences,
 )
 from slipstream.data.countdown import CountdownTask
-from tests.bench.trl_record import FOLDER, UPDATE_SETTINGS, answered, recorded, updated
+from tests.bench.trl_record import (
+    FOLDER,
+    TOOL_CASES,
+    UPDATE_SETTINGS,
+    answered,
+    recorded,
+    recorded_tools,
+    updated,
+)
 
 
 def outcome(case: Case, *, told: Case | None = None) -> ParityOutcome:
@@ -59,6 +67,17 @@ def test_a_different_epsilon_is_detected(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(trl_parity, "TRL_EPS", 1e-6)
     apart = differences(outcome(CASES[0]), answered(CASES[0]))
     assert apart.advantages == pytest.approx(1e-4 / 0.5774, rel=0.02)
+
+
+@pytest.mark.parametrize("case", TOOL_CASES, ids=lambda case: case.name)
+def test_loss_and_gradients_with_a_tool_equal_trls(case: Case) -> None:
+    batch, answers = recorded_tools()
+    assert batch.masks is not None
+    assert all(0 in mask for mask in batch.masks)
+    assert differences(ours(FOLDER, batch, case, None), answers[case.name]).largest < TOLERANCE
+    # The loss of the tool's tokens is detected.
+    unmasked = ours(FOLDER, replace(batch, masks=None), case, None)
+    assert differences(unmasked, answers[case.name]).gradient > 100 * TOLERANCE
 
 
 def test_optimizer_steps_equal_trls() -> None:

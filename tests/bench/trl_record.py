@@ -7,15 +7,19 @@ needs the environment that `make peers` makes. It writes to `FOLDER`:
     the model
     answers.json              the batch, old log-probs of off-policy cases, and TRL's loss and
                               advantages for each of `CASES`
-    gradients.safetensors     TRL's gradients, as `<case>/<weight>`
+    answers.safetensors       TRL's gradients, as `<case>/<weight>`
     updates.json              the batches of several optimizer steps, and their gradient norms
     updates.safetensors       the weights after these steps
+    tools.json                a batch of episodes with a tool, and TRL's loss and advantages for
+                              each of `TOOL_CASES`
+    tools.safetensors         their gradients, as `<case>/<weight>`
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,12 +40,16 @@ from bench.trl_parity import (
 from bench.trl_runs import trl_command
 from slipstream.bench.peer_process import PeerProcess
 from slipstream.data.countdown import CountdownTask
+from slipstream.data.lookup import LookupTask
+from slipstream.data.sft import tokenize_conversation
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import save_checkpoint
 
 FOLDER = Path(__file__).parent / "data" / "trl"
 
+TOOL_CASES = CASES[:2]
+"""Cases with different means over tokens."""
 
 UPDATE_SETTINGS: dict[str, Any] = {
     "max_completion_length": 144,
@@ -67,8 +75,19 @@ def recorded() -> tuple[FixedBatch, list[list[float]], dict[str, Any]]:
 def answered(case: Case) -> ParityOutcome:
     """TRL's answer for a case."""
     _, _, cases = recorded()
+    return _outcome(case, cases, "answers")
+
+
+def recorded_tools() -> tuple[FixedBatch, dict[str, ParityOutcome]]:
+    """The batch with a tool, and TRL's answers by case."""
+    content = json.loads((FOLDER / "tools.json").read_text())
+    answers = {case.name: _outcome(case, content["cases"], "tools") for case in TOOL_CASES}
+    return FixedBatch(**content["batch"]), answers
+
+
+def _outcome(case: Case, cases: dict[str, Any], name: str) -> ParityOutcome:
     prefix = f"{case.name}/"
-    gradients = load_file(FOLDER / "gradients.safetensors")
+    gradients = load_file(FOLDER / f"{name}.safetensors")
     return ParityOutcome(
         loss=cases[case.name]["loss"],
         advantages=cases[case.name]["advantages"],
@@ -97,11 +116,8 @@ def main() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
     save_checkpoint(_model(task), FOLDER, save_tokenizer=task.tokenizer.save_pretrained)
     old = old_log_probs(FOLDER, batch)
-    found: dict[str, ParityOutcome] = {}
-    with PeerProcess("trl", trl_command()) as process:
-        for case in CASES:
-            given = old if case.off_policy else None
-            found[case.name] = theirs(process, FOLDER, batch, case, given, threads=1)
+    _write("answers", batch, old, CASES)
+    _write("tools", tool_batch(), None, TOOL_CASES)
     steps = [
         make_batch(task, task.tokenizer, groups=2, group_size=3, first=100 * step)
         for step in range(4)
@@ -114,25 +130,62 @@ def main() -> None:
     }
     (FOLDER / "updates.json").write_text(json.dumps(content) + "\n")
     save_file(dict(trained.weights), FOLDER / "updates.safetensors")
-    content = {
-        "batch": asdict(batch),
-        "old_log_probs": old,
-        "cases": {
-            name: {"loss": outcome.loss, "advantages": outcome.advantages}
-            for name, outcome in found.items()
-        },
-    }
-    (FOLDER / "answers.json").write_text(json.dumps(content) + "\n")
-    gradients = {
-        f"{case}/{name}": gradient
-        for case, outcome in found.items()
-        for name, gradient in outcome.gradients.items()
-    }
-    save_file(gradients, FOLDER / "gradients.safetensors")
     for file in FOLDER.iterdir():
         # Only TRL needs the tokenizer.
         if file.name.startswith("tokenizer") or file.suffix == ".jinja":
             file.unlink()
+
+
+def _write(
+    name: str, batch: FixedBatch, old: list[list[float]] | None, cases: Sequence[Case]
+) -> None:
+    """Ask TRL and write its answers and gradients."""
+    found: dict[str, ParityOutcome] = {}
+    with PeerProcess("trl", trl_command()) as process:
+        for case in cases:
+            given = old if case.off_policy else None
+            found[case.name] = theirs(process, FOLDER, batch, case, given, threads=1)
+    content = {
+        "batch": asdict(batch),
+        "old_log_probs": old,
+        "cases": {
+            case: {"loss": outcome.loss, "advantages": outcome.advantages}
+            for case, outcome in found.items()
+        },
+    }
+    (FOLDER / f"{name}.json").write_text(json.dumps(content) + "\n")
+    gradients = {
+        f"{case}/{weight}": gradient
+        for case, outcome in found.items()
+        for weight, gradient in outcome.gradients.items()
+    }
+    save_file(gradients, FOLDER / f"{name}.safetensors")
+
+
+def tool_batch() -> FixedBatch:
+    """Demonstrations of the lookup task, three for each of two problems. A reward is 1 less a cost
+    per look-up."""
+    task = LookupTask(1, max_steps=2, waste=0.6)
+    prompts, completions, masks, rewards = [], [], [], []
+    for index in range(2):
+        for variant in range(3):
+            messages = task.demonstration("train", index, variant=variant)
+            whole = tokenize_conversation(messages, task.tokenizer)
+            start = next(place for place, mask in enumerate(whole.loss_mask) if mask)
+            prompts.append(list(whole.ids[:start]))
+            completions.append(list(whole.ids[start:]))
+            masks.append([int(mask) for mask in whole.loss_mask[start:]])
+            calls = sum(message["role"] == "tool" for message in messages)
+            rewards.append(1.0 - task.cost * calls)
+    shifts = [[0.0] * len(ids) for ids in completions]
+    return FixedBatch(
+        group_size=3,
+        prompt_ids=prompts,
+        completion_ids=completions,
+        rewards=rewards,
+        shifts=shifts,
+        masks=masks,
+    )
 
 
 def _model(task: CountdownTask) -> Decoder:
