@@ -161,8 +161,8 @@ def main(argv: list[str] | None = None) -> int:
         root.mkdir(parents=True, exist_ok=True)
         reward = write_reward(root)
         started = time.perf_counter()
-        whole = line_of(root / "whole", reward, agent=args.agent)
-        process = start(whole, root / "whole.txt")
+        uninterrupted = line_of(root / "whole", reward, agent=args.agent)
+        process = start(uninterrupted, root / "whole.txt")
         if finish(process, root / "whole.txt") != 0:
             print((root / "whole.txt").read_text(encoding="utf-8"))
             return 1
