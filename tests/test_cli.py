@@ -269,12 +269,17 @@ def test_export_and_quickstart_pass_their_flags(calls: Calls, tmp_path: Path) ->
     line = ["quickstart", "--output", "o", "--seed", "4", "--recipe", "quickstart_small"]
     assert cli.main([*line, "--sft-control", "--no-bf16", "--no-speculation"]) == 0
     assert cli.main([*line, "--cold-start"]) == 0
+    assert cli.main(["quickstart", "--agent"]) == 0
     assert calls == [
         ("export", tmp_path, Path("model"), "bfloat16", None),
         ("export", tmp_path, Path("model"), "bfloat16", "sglang"),
-        ("quickstart", Path("runs/quickstart"), 1, "auto", False, True, True, False),
-        ("quickstart", Path("o"), 4, "quickstart_small", True, False, False, False),
-        ("quickstart", Path("o"), 4, "quickstart_small", False, True, True, True),
+        ("quickstart", Path("runs/quickstart"), 1, "auto", False, True, True, False, False),
+        ("quickstart", Path("o"), 4, "quickstart_small", True, False, False, False, False),
+        ("quickstart", Path("o"), 4, "quickstart_small", False, True, True, True, False),
+        (
+            *("quickstart", Path("runs/quickstart_agent"), 1, "auto", False),
+            *(True, True, False, True),
+        ),
     ]
 
 

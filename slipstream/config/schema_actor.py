@@ -441,8 +441,9 @@ class RolloutSection:
     timeout_s: PositiveFloat | None = None
     """Deadline in seconds for the rollout of one step; null: `trainer.stage_timeout_s`."""
     max_failed_share: Fraction = 0.5
-    """End the run if more than this share of the samples of three steps in a row failed, for
-    example because a tool server does not answer; 1: only if all failed."""
+    """End the run if the engine or tools failed for more than this share of the samples of three
+    steps in a row, for example because a tool server does not answer; 1: never. Failures of the
+    reward function do not count (`reward_model.on_failure`)."""
     val_kwargs: ValKwargsSection = field(default_factory=ValKwargsSection)
     """Sampling during validation."""
     multi_turn: MultiTurnSection = field(default_factory=MultiTurnSection)

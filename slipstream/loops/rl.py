@@ -36,7 +36,7 @@ from slipstream.loops.steps import checkpoint_due
 from slipstream.metrics.batch_metrics import rollout_metrics
 from slipstream.metrics.loggers import MetricsLogger
 from slipstream.metrics.timers import IdleCores, Timers, gen_split, step_split, timing_per_token
-from slipstream.rewards.protocol import PRIME
+from slipstream.rewards.protocol import PRIME, SCORE_PART
 from slipstream.rollout.manager import RolloutCounts
 from slipstream.threads import usable_cores
 from slipstream.training.protocol import ReferencePolicy, TrainingBackend
@@ -257,7 +257,8 @@ def speed_metrics(
 
 class FailureWatch:
     """Reports each new reason of failed samples once, and ends a run in which no sample
-    succeeds, or in which more than the share `most` of the last `give_up` steps' samples failed."""
+    succeeds, or in which engine or tools failed for more than the share `most` of the last
+    `give_up` steps' samples."""
 
     def __init__(
         self,
@@ -280,7 +281,10 @@ class FailureWatch:
         self._steps += 1
         self._scored += len(samples) - len(failures)
         self._last = failures[-1] if failures else ""
-        failed = sum(sample.status is Status.FAILED for sample in samples)
+        # Failures of the reward function are `reward_model.on_failure`'s matter.
+        failed = sum(
+            s.status is Status.FAILED and SCORE_PART not in s.reward_parts for s in samples
+        )
         self._recent.append((failed, len(samples)))
         for reason, count in Counter(failures).items():
             if reason not in self._said and self._left:

@@ -26,7 +26,7 @@ from slipstream.loops.rl import (
 )
 from slipstream.metrics.names import check_names
 from slipstream.metrics.timers import STEP_PARTS, Timers
-from slipstream.rewards.protocol import PRIME, Score
+from slipstream.rewards.protocol import PRIME, Score, apply_score
 from slipstream.rollout.manager import AsyncRolloutManager, RolloutSettings
 from slipstream.training.protocol import TrainFuture
 from slipstream.training.single import SingleProcessBackend
@@ -469,3 +469,13 @@ def test_a_run_ends_if_too_many_samples_of_three_steps_failed(
         watch.check(3, last=False)
     assert "max_failed_share" in str(caught.value)
     assert "tool server down" in str(caught.value)
+
+
+def test_failures_of_the_reward_function_do_not_end_a_run() -> None:
+    watch = FailureWatch(lambda text: None, most=0.5)
+    for step in range(1, 4):
+        samples = [Sample(status=Status.COMPLETED) for _ in range(4)]
+        for sample in samples[1:]:
+            apply_score(sample, Score(0.0, ok=False, failure="broken"))
+        watch.see(step, [Group(index=0, prompt=Prompt(uid="a", ids=[1]), samples=samples)])
+        watch.check(step, last=False)
