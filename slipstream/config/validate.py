@@ -597,12 +597,23 @@ def _multi_turn(config: Config) -> Iterator[str]:
     # A user's module can register tools.
     known = config.actor_rollout_ref.model.external_lib is None
     without = not given and not settings.python_tool and settings.environment.path is None
-    if settings.enable and known and without and config.data.task not in TASKS_WITH_TOOLS:
+    none = known and without and config.data.task not in TASKS_WITH_TOOLS
+    if settings.enable and none:
         yield (
             f"{key}.enable=true: there are no tools and no interactions; set one of "
             f"{', '.join(f'{key}.{name}' for name in _TOOL_KEYS)}, {key}.environment.path, or "
             f"{key}.enable=false"
         )
+    if settings.enable is False or none:
+        for name, value, off in (
+            ("history", settings.history, "append"),
+            ("max_tool_response_tokens", settings.max_tool_response_tokens, None),
+        ):
+            if value != off:
+                yield WithoutEffect(
+                    f"{key}.{name}={value} has no effect without tools, interactions and an "
+                    f"environment; set one of them, or {key}.{name}={off or 'null'}"
+                )
     if settings.enable is False:
         if settings.python_tool:
             yield WithoutEffect(

@@ -257,8 +257,17 @@ def test_a_row_with_an_unknown_agent_loop_is_refused_before_the_run(tmp_path: Pa
 
 def test_answers_are_limited_in_tokens_of_the_policy() -> None:
     config = config_of(
-        f"{KEY}.max_tool_response_tokens=2", f"{KEY}.tool_response_truncate_side=right"
+        f"{KEY}.python_tool=true",
+        f"{KEY}.max_tool_response_tokens=2",
+        f"{KEY}.tool_response_truncate_side=right",
     )
     limits = tool_limits(config, build_tokenizer())
     assert limits.cut("ana 's boss : ben") == "ana 's...(truncated)"
     assert limits.cut("ana 's") == "ana 's"
+
+
+@pytest.mark.parametrize("setting", ["history=rerender", "max_tool_response_tokens=9"])
+def test_settings_of_tools_without_tools_are_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"{KEY}.{setting} has no effect without tools"):
+        config_of(f"{KEY}.{setting}")
+    config_of(f"{KEY}.{setting}", f"{KEY}.python_tool=true")

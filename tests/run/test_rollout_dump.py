@@ -27,6 +27,7 @@ from slipstream.types import (
     StopReason,
     VersionSpan,
 )
+from tests.run.test_conversation import branched
 
 
 def generated(ids: list[int], drafted: list[int], reason: StopReason) -> Generation:
@@ -193,12 +194,7 @@ def test_dumps_are_json_without_numbers_that_are_not_finite(tmp_path: Path) -> N
 
 
 def test_the_token_record_of_an_episode_has_its_turns_answers_and_branches() -> None:
-    first = Sample(segments=[Segment.given("prompt", [1, 2]), Segment.given("assistant", [3, 4])])
-    sample = Sample(earlier=[first])
-    for role, ids in (("prompt", [1, 2, 3]), ("assistant", [5]), ("tool", [6]), ("assistant", [7])):
-        sample.append(Segment.given(role, ids))
-    rewards = [PlacedReward(3, "tool", -0.5), PlacedReward(5, "end", 1.0, 1)]
-    sample.episode = EpisodeRecord(turns=3, rewards=rewards)
+    sample = branched()
     tokenizer = build_tokenizer()
     shown = token_record(sample, tokenizer)
     assert "".join(shown["pieces"]) == tokenizer.decode([3, 4]) + tokenizer.decode([5, 6, 7])
