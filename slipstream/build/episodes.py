@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.build.agents import make_custom_generate, turn_end_ids
+from slipstream.build.limits import branches_fit
 from slipstream.build.sandbox import make_sandbox
 from slipstream.config.schema import Config
 from slipstream.config.tree import to_dict
@@ -269,6 +270,11 @@ def _environment_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) ->
     settings = config.actor_rollout_ref.rollout.multi_turn.environment
     assert settings.path is not None
     key = f"{_KEY}.environment"
+    if task_tools(config.data.task):
+        raise ConfigError(
+            f"data.task={config.data.task} has tools of its own, which {key}.path replaces; set "
+            f"{key}.path=null, or data.task=null and data.train_files=FILE"
+        )
     found = _environment_class(settings.path, settings.name)
     if is_tinker_environment(found):
         ends = turn_end_ids(config, tokenizer)
@@ -413,6 +419,7 @@ def episode_limits(
         max_prompt_tokens=config.data.max_prompt_length,
         prompt_tools=prompt_tools,
         rerender=settings.history == "rerender",
+        branches_fit=branches_fit(config),
         scores_itself=scores_itself,
     )
 

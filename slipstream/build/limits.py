@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from slipstream.build.algorithm import (
     critic_budget,
     wants_critic,
@@ -20,7 +22,7 @@ from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import supports_varlen
 from slipstream.models.numerics import dtype_from_name
 from slipstream.models.policy import PolicyConfig
-from slipstream.training.packing import padded_length
+from slipstream.training.packing import fits_micro_batch, padded_length
 
 
 def check_budgets(config: Config, policy: PolicyConfig, mode: Mode) -> None:
@@ -45,6 +47,27 @@ def check_budgets(config: Config, policy: PolicyConfig, mode: Mode) -> None:
                 f"{name}={budget} cannot hold one sequence of {length} tokens, which has "
                 f"{padded_length(length)} tokens with padding; set {name}={padded_length(length)}"
             )
+
+
+def branches_fit(config: Config) -> Callable[[Sequence[int]], bool]:
+    """Return whether branches of given lengths fit into one micro-batch of the policy, and of the
+    critic if there is one. Padding is counted, although some backends have none."""
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    rows = actor.ppo_micro_batch_size_per_gpu
+    tokens = actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None
+    limits = [(tokens, rows if tokens is None else None)]
+    if wants_critic(config):
+        tokens = critic_budget(config)
+        rows = critic.ppo_micro_batch_size_per_gpu or rows
+        limits.append((tokens, rows if tokens is None else None))
+
+    def fit(lengths: Sequence[int]) -> bool:
+        return all(
+            fits_micro_batch(lengths, max_tokens=tokens, max_rows=rows, padded=True)
+            for tokens, rows in limits
+        )
+
+    return fit
 
 
 def check_demonstrations(config: Config, policy: PolicyConfig) -> None:

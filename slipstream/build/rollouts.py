@@ -62,6 +62,7 @@ def eval_settings(config: Config, tokenizer: PreTrainedTokenizerBase) -> EvalSet
             n=v.n,
             batch_size=config.data.val_batch_size,
             timeout_s=config.trainer.stage_timeout_s,
+            episode_timeout_s=r.episode_timeout_s,
             episodes=episodes,
         )
 
@@ -89,6 +90,7 @@ def make_rollouts(
         over_sampling=r.over_sample_rate,
         partial_rollout=r.partial_rollout,
         timeout_s=r.timeout_s or config.trainer.stage_timeout_s,
+        episode_timeout_s=r.episode_timeout_s,
         greedy_baseline=wants_greedy(config),
     )
     wanted = config.algorithm.filter_groups

@@ -440,6 +440,10 @@ class RolloutSection:
     """Instead of dropping responses that were cut off, continue them in the next step."""
     timeout_s: PositiveFloat | None = None
     """Deadline in seconds for the rollout of one step; null: `trainer.stage_timeout_s`."""
+    episode_timeout_s: PositiveFloat | None = None
+    """Deadline in seconds for each response or episode in the rollout of one step; null: none.
+    A sample that is late fails: its environment is closed, it is not trained on, and the run
+    continues."""
     max_failed_share: Fraction = 0.5
     """End the run if the engine or tools failed for more than this share of the samples of three
     steps in a row, for example because a tool server does not answer; 1: never. Failures of the

@@ -22,7 +22,8 @@ from slipstream.types import Group, Prompt, Sample, SamplingParams, Status
 class EvalSettings:
     """Sampling settings: `n` responses per prompt, `batch_size` prompts at a time (None: all).
 
-    `timeout_s` is the deadline of one batch of prompts, in seconds.
+    `timeout_s` is the deadline of one batch of prompts, and `episode_timeout_s` of one episode, in
+    seconds.
     """
 
     params: SamplingParams
@@ -30,6 +31,7 @@ class EvalSettings:
     n: int = 1
     batch_size: int | None = None
     timeout_s: float = 3600.0
+    episode_timeout_s: float | None = None
     episodes: EpisodeRunner | None = None
     """Runs episodes of several turns; None: every response is a single turn."""
     by_source: Mapping[str, EvalSettings] = field(default_factory=dict)
@@ -143,6 +145,7 @@ async def _evaluate(
             seed=settings.seed,
             namespace="val",
             timeout_s=settings.timeout_s,
+            episode_timeout_s=settings.episode_timeout_s,
         ),
         episodes=settings.episodes,
     )

@@ -83,11 +83,12 @@ STATUS = {
     StopReason.ERROR: Status.FAILED,
 }
 
-TOKENS, ASSISTANT_TURNS, USER_TURNS, TOOL_SECONDS, CRASH = (
+TOKENS, ASSISTANT_TURNS, USER_TURNS, TOOL_SECONDS, MICRO_BATCH, CRASH = (
     "tokens",
     "assistant_turns",
     "user_turns",
     "tool_seconds",
+    "micro_batch",
     "environment_crash",
 )
 """Budgets, and a crash that recurs, for `EpisodeRecord.truncated_by`."""
@@ -102,7 +103,9 @@ class EpisodeLimits:
     `max_tool_seconds` limits the time in tools and the environment, without waiting for a tool to
     be free. `max_prompt_tokens` limits a prompt that the environment changes. `prompt_tools` are
     the tools that prompts already list. `rerender` begins a new branch where the chat template
-    changes earlier turns; `max_tokens` then limits the context of each branch.
+    changes earlier turns; `max_tokens` then limits the context of each branch. `branches_fit` tells
+    whether branches of given lengths can be trained on together; an episode ends before a branch
+    that may not fit.
 
     A call of the environment that fails because of the infrastructure is repeated `retries` times.
     The first repetition waits `backoff_s` seconds, and each later one twice as long as the one
@@ -120,6 +123,7 @@ class EpisodeLimits:
     backoff_s: float = 0.5
     close_s: float = 60.0
     rerender: bool = False
+    branches_fit: Callable[[Sequence[int]], bool] | None = None
     scores_itself: bool = False
 
 
@@ -388,6 +392,8 @@ class _Episode:
         used = len(ids) - _first_prompt(sample) if branches else _used(sample) + len(ids)
         if used >= self._limits.max_tokens:
             return truncate(sample, TOKENS)
+        if branches and not self._may_branch(sample):
+            return truncate(sample, MICRO_BATCH)
         self._messages += messages
         if branches:
             _begin_branch(sample, ids)
@@ -396,6 +402,11 @@ class _Episode:
             sample.append(Segment.given(role, ids))
         sample.status = Status.PENDING
         return False
+
+    def _may_branch(self, sample: Sample) -> bool:
+        """Whether another branch fits, whatever its length will be."""
+        fits, most = self._limits.branches_fit, _first_prompt(sample) + self._limits.max_tokens
+        return fits is None or fits([*(one.num_tokens for one in sample.branches), most])
 
     def _continuation(
         self, sample: Sample, message: AssistantMessage, messages: Sequence[Message]

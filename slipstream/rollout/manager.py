@@ -85,7 +85,7 @@ class RolloutSettings:
     """Settings of the rollout manager: a batch has `batch_size` groups of `n` samples.
 
     `over_sampling=0.25` starts 25 % more groups than needed. `timeout_s` is the time limit of one
-    batch. `seed` and `namespace` are part of every sample's noise key. It is an error if the filter
+    batch. An episode that takes longer than `episode_timeout_s` in one batch fails. `seed` and `namespace` are part of every sample's noise key. It is an error if the filter
     rejects more than `max_rejected` times the batch size in one batch. With `greedy_baseline` each
     group has one more response, decoded greedily.
     """
@@ -98,6 +98,7 @@ class RolloutSettings:
     over_sampling: float = 0.0
     partial_rollout: bool = False
     timeout_s: float = 3600.0
+    episode_timeout_s: float | None = None
     max_rejected: float = 20.0
     greedy_baseline: bool = False
 
@@ -320,13 +321,19 @@ class AsyncRolloutManager:
             return await self._generate(sample, max_tokens, engine, batch)
 
         seed = episode_seed(sample.noise_key(self.settings.seed, self.settings.namespace))
-        ended = False
-        with anyio.CancelScope() as scope:
+        ended, limit = False, self.settings.episode_timeout_s
+        with anyio.move_on_after(limit) as scope:
             batch.episodes[id(sample)] = sample, scope
             single = isinstance(self._episodes, SingleTurn)
             with nullcontext() if single else batch.occupancy.episode():
                 ended = await self._episodes.run(sample, prompt, generate, seed=seed)
         del batch.episodes[id(sample)]
+        if scope.cancelled_caught and limit is not None and anyio.current_time() >= scope.deadline:
+            sample.status = Status.FAILED
+            sample.failure = (
+                f"episode: not complete after {limit:g} s; raise "
+                "actor_rollout_ref.rollout.episode_timeout_s"
+            )
         if ended:
             # Pending until it is scored, so that no other task takes it for finished.
             status, sample.status = sample.status, Status.PENDING

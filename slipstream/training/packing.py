@@ -186,20 +186,16 @@ def plan_sequences(
     for index in sorted(lengths):
         units.setdefault(sequences[index], []).append(index)
 
-    def size(rows: Sequence[int]) -> int:
-        own = [lengths[i] for i in rows]
-        return padded_length(max(own)) * len(own) if padded else sum(own)
-
     def fits(rows: Sequence[int]) -> bool:
-        few = max_rows is None or len(rows) <= max_rows
-        return few and (max_tokens is None or size(rows) <= max_tokens)
+        own = [lengths[i] for i in rows]
+        return fits_micro_batch(own, max_tokens=max_tokens, max_rows=max_rows, padded=padded)
 
     plan: list[list[int]] = []
     for unit in sorted(units.values(), key=lambda rows: (max(lengths[i] for i in rows), rows[0])):
         if not fits(unit):
             raise DataError(
                 f"the {len(unit)} branches of an episode (rows {unit[0]} to {unit[-1]}) need "
-                f"{size(unit)} tokens in one micro-batch, but its limits are {max_tokens} tokens "
+                f"{_size([lengths[i] for i in unit], padded)} tokens in one micro-batch, but its limits are {max_tokens} tokens "
                 f"and {max_rows} rows; raise ppo_max_token_len_per_gpu or "
                 "ppo_micro_batch_size_per_gpu, or set "
                 "actor_rollout_ref.rollout.multi_turn.history=append, which makes no branches"
@@ -209,6 +205,19 @@ def plan_sequences(
         else:
             plan.append(list(unit))
     return plan
+
+
+def fits_micro_batch(
+    lengths: Sequence[int], *, max_tokens: int | None, max_rows: int | None, padded: bool
+) -> bool:
+    """Return whether rows of these lengths fit into one micro-batch."""
+    few = max_rows is None or len(lengths) <= max_rows
+    return few and (max_tokens is None or _size(lengths, padded) <= max_tokens)
+
+
+def _size(lengths: Sequence[int], padded: bool) -> int:
+    """The tokens of a micro-batch, with padding if it is padded."""
+    return padded_length(max(lengths)) * len(lengths) if padded else sum(lengths)
 
 
 def _by_groups(

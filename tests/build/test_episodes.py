@@ -212,6 +212,9 @@ def test_an_environment_replaces_tools() -> None:
         config_of(f"{KEY}.environment.path=a.py", f"{KEY}.function_tool_path=b.py")
     with pytest.raises(ConfigError, match="python_tool"):
         config_of(f"{KEY}.environment.path=a.py", f"{KEY}.python_tool=true")
+    line = ["data.train_files=[]", "data.task=lookup", f"{KEY}.environment.path=a.py"]
+    with pytest.raises(ConfigError, match="data.task=null"):
+        make_episodes(config_of(*line), build_tokenizer())
 
 
 @pytest.mark.parametrize("tool", ["python_tool=true", "mcp_config_path=servers.json"])

@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.build import sandbox as build_sandbox
 from slipstream.build.engine import engine_settings
-from slipstream.build.limits import check_budgets
+from slipstream.build.limits import branches_fit, check_budgets
 from slipstream.config import Hardware, load_config
 from slipstream.errors import ConfigError
 from slipstream.rewards.sandbox.fusion import FusionSandbox
@@ -83,3 +83,39 @@ def test_sandbox_and_its_limits_follow_the_settings() -> None:
     )
     assert isinstance(service, FusionSandbox)
     assert service._limits.memory_mb == 77
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fitting", "too_much"),
+    [
+        (["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64"], [32, 20], [32, 20, 1]),
+        (
+            [
+                "actor_rollout_ref.actor.use_dynamic_bsz=false",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+            ],
+            [900, 20],
+            [1, 1, 1],
+        ),
+        (
+            ["algorithm.adv_estimator=gae", "critic.ppo_max_token_len_per_gpu=64"],
+            [32, 20],
+            [32, 20, 1],
+        ),
+        (
+            [
+                "algorithm.adv_estimator=gae",
+                "critic.use_dynamic_bsz=false",
+                "critic.ppo_micro_batch_size_per_gpu=2",
+            ],
+            [900, 20],
+            [1, 1, 1],
+        ),
+    ],
+)
+def test_branches_fit_into_a_micro_batch(
+    overrides: list[str], fitting: list[int], too_much: list[int]
+) -> None:
+    fit = branches_fit(load_config(overrides, recipe="tiny", hardware=CPU))
+    assert fit(fitting)
+    assert not fit(too_much)

@@ -22,6 +22,7 @@ from slipstream.environment.protocol import (
 from slipstream.rollout.episode import (
     ASSISTANT_TURNS,
     CRASH,
+    MICRO_BATCH,
     TOKENS,
     TOOL_SECONDS,
     USER_TURNS,
@@ -515,6 +516,23 @@ def test_the_context_of_a_branch_counts_for_the_limit_of_tokens() -> None:
     policy = Policy(*turns)
     run(rerendering({"max_tokens": used + 1}), sample, policy)
     assert (len(sample.branches), policy.asked[-1]) == (2, 1)
+
+
+def test_an_episode_ends_before_a_branch_that_may_not_fit() -> None:
+    asked: list[list[int]] = []
+
+    def fit(lengths: Sequence[int]) -> bool:
+        asked.append(list(lengths))
+        return len(lengths) < 3
+
+    sample = new_sample()
+    ended = run(rerendering({"branches_fit": fit}), sample, Policy(*[f"{CALL}<end>"] * 4))
+    assert ended
+    assert sample.episode is not None
+    assert (sample.status, sample.episode.truncated_by) == (Status.TRUNCATED, MICRO_BATCH)
+    first, second = sample.branches
+    most = len(first.prompt_ids) + 200
+    assert asked == [[first.num_tokens, most], [first.num_tokens, second.num_tokens, most]]
 
 
 @pytest.mark.parametrize("stop_at", [0, 2])

@@ -231,3 +231,39 @@ def test_a_dropped_episode_does_not_wait_for_its_tool() -> None:
     (group,) = batch(rollouts)
     assert group.prompt.uid == "short"
     assert Table.opened == Table.closed == 4
+
+
+class Hangs(Table):
+    """Never answers."""
+
+    async def step(self, turn: Turn) -> Answer:
+        await anyio.sleep_forever()
+        raise AssertionError
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_late_episode_fails_and_the_batch_goes_on(partial: bool) -> None:
+    rollouts = manager("short", episode_timeout_s=0.3, partial_rollout=partial)
+    made = iter([Table, Hangs])
+    rollouts._episodes = Episodes(lambda: next(made)(), RENDERER, EpisodeLimits(max_tokens=400))
+    (group,) = batch(rollouts)
+    assert sorted(sample.status for sample in group.samples) == [Status.COMPLETED, Status.FAILED]
+    (late,) = [sample for sample in group.samples if sample.status is Status.FAILED]
+    assert late.failure is not None
+    assert "rollout.episode_timeout_s" in late.failure
+    assert Table.opened == Table.closed == 2
+
+
+def test_a_late_generation_is_aborted() -> None:
+    """The engine must not go on with a response that nobody waits for."""
+    rollouts = manager("short", n=1, episode_timeout_s=0.2)
+    engine = rollouts._engines[0]
+
+    async def generate() -> list[Group]:
+        await engine.pause()
+        return await rollouts.generate_batch()
+
+    (group,) = anyio.run(generate)
+    assert group.samples[0].status is Status.FAILED
+    assert engine.stats().running == 0
+    assert Table.opened == Table.closed == 1
