@@ -1,9 +1,10 @@
 """`AsyncEngine` implements the asynchronous engine protocol with a synchronous `EngineCore`.
 
-    generate() ---- add ----> core            One of the waiting calls is the leader. It runs the
-        |                       |             core's steps on the compute thread and passes each
-        +<-- Generation --------+             finished generation to the call that waits for it.
-                                              When its own generation is done, another call leads.
+    generate() ---- add ----> core            One of the waiting calls is the leader. It passes new
+        |                       |             requests to the core, runs its steps on the compute
+        +<-- Generation --------+             thread, and passes each finished generation to the
+                                              call that waits for it. When its own generation is
+                                              done, another call leads.
 
 There is no background task, so nothing has to be started and nothing can leak. All work on the core
 runs on one thread, never on the event loop. The thread belongs to the engine or is shared with a
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import anyio
+import anyio.lowlevel
 
 from slipstream.errors import EngineError, RequestError
 from slipstream.inference.protocol import EngineStats
@@ -41,6 +43,10 @@ from slipstream.types import (
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+
+_IDLE_CYCLES = 4
+"""Cycles of the event loop without a new request, after which the next step begins. A turn whose
+tool needs no thread is answered within these."""
 
 
 class EngineCore(Protocol):
@@ -79,13 +85,20 @@ class EngineCore(Protocol):
 
 @dataclass(slots=True)
 class _Ticket:
-    """A `generate` call that waits. `event` is set when its result is there or when it has become
-    the leader."""
+    """A `generate` call that waits. `event` is set when its result or error is there, or when it
+    has become the leader."""
 
+    request: GenerateRequest
     event: anyio.Event = field(default_factory=anyio.Event)
     result: Generation | None = None
+    error: Exception | None = None
     submitted: bool = False
     """Whether the request has been passed to the core, or is being passed to it."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether the call has neither a result nor an error."""
+        return self.result is None and self.error is None
 
 
 class AsyncEngine:
@@ -114,6 +127,8 @@ class AsyncEngine:
         self._leader: str | None = None
         self._paused = False
         self._interrupts = 0
+        self._arrived = 0
+        """The number of `generate` calls so far."""
         self._closed = False
 
     @property
@@ -126,20 +141,23 @@ class AsyncEngine:
             raise RequestError(
                 f"request {name!r}: a request with this request_id is already running"
             )
-        ticket = self._tickets[name] = _Ticket()
+        ticket = self._tickets[name] = _Ticket(request)
+        self._arrived += 1
         try:
-            async with self._lock:
-                if ticket.result is None:
-                    ticket.submitted = True
-                    await self._call(lambda: self.core.add(request))
+            if self._paused:
+                async with self._lock:
+                    await self._call(lambda: self._add(self._not_submitted()))
             if self._leader is None:
                 self._leader = name
-            while ticket.result is None:
+            while ticket.waits:
                 if self._leader == name and not self._paused:
                     await self._advance()
                 else:
                     await ticket.event.wait()
                     ticket.event = anyio.Event()
+            if ticket.error is not None:
+                raise ticket.error
+            assert ticket.result is not None
             return ticket.result
         finally:
             await self._withdraw(name, ticket)
@@ -150,7 +168,7 @@ class AsyncEngine:
         not_submitted = [
             _empty(name, StopReason.ABORT)
             for name, ticket in self._tickets.items()
-            if not ticket.submitted and ticket.result is None and (chosen is None or name in chosen)
+            if not ticket.submitted and ticket.waits and (chosen is None or name in chosen)
         ]
         self._deliver(not_submitted)
         async with self._between_steps():
@@ -218,10 +236,12 @@ class AsyncEngine:
     async def _advance(self) -> None:
         """Run steps until a request ends or the time slice is over."""
         async with self._lock:
+            await self._gather()
             if self._paused:
                 return
-            active = [n for n, t in self._tickets.items() if t.submitted and t.result is None]
-            future = self._submit(lambda: self._run_slice(active))
+            added = self._not_submitted()
+            active = [n for n, t in self._tickets.items() if t.submitted and t.waits]
+            future = self._submit(lambda: self._run_slice(active, added))
             try:
                 await arrival(future)
             except anyio.get_cancelled_exc_class():
@@ -232,15 +252,49 @@ class AsyncEngine:
             finally:
                 if not future.cancelled():
                     self._deliver(future.result())
+                    for ticket in added:
+                        if ticket.error is not None:
+                            ticket.event.set()
 
-    def _run_slice(self, active: Sequence[str]) -> list[Generation]:
-        """Run steps on the compute thread for one time slice.
+    async def _gather(self) -> None:
+        """Let tasks that can continue now do so. Episodes whose turns have just ended add their
+        next turns, and all of these join the next step together."""
+        idle = 0
+        while idle < _IDLE_CYCLES:
+            before = self._arrived
+            await anyio.lowlevel.checkpoint()
+            idle = idle + 1 if self._arrived == before else 0
+
+    def _not_submitted(self) -> list[_Ticket]:
+        """The waiting calls whose requests the core does not have, in the order of arrival. They
+        count as submitted from now on."""
+        found = [
+            ticket for ticket in self._tickets.values() if not ticket.submitted and ticket.waits
+        ]
+        for ticket in found:
+            ticket.submitted = True
+        return found
+
+    def _add(self, tickets: Sequence[_Ticket]) -> bool:
+        """Pass requests to the core, on the compute thread. Returns whether it took them all; calls
+        whose requests it refused get the error."""
+        for ticket in tickets:
+            try:
+                self.core.add(ticket.request)
+            except Exception as error:
+                ticket.error = error
+        return all(ticket.error is None for ticket in tickets)
+
+    def _run_slice(self, active: Sequence[str], added: Sequence[_Ticket]) -> list[Generation]:
+        """Pass requests to the core, and run steps for one time slice, on the compute thread.
 
         If a step fails, all `active` requests end with the error. Otherwise their calls would wait
         forever.
         """
         end = time.monotonic() + self._slice
         ended: list[Generation] = []
+        if not self._add(added):
+            return []
         try:
             # A call that waits for the core must not end the slice early. Progress would then
             # depend on thread scheduling, and a run with over-sampling could not be repeated.
@@ -275,7 +329,7 @@ class AsyncEngine:
         """Wake the calls that wait for these generations."""
         for generation in generations:
             ticket = self._tickets.get(generation.request_id)
-            if ticket is not None and ticket.result is None:
+            if ticket is not None and ticket.waits:
                 ticket.result = generation
                 ticket.event.set()
 
@@ -283,7 +337,7 @@ class AsyncEngine:
         """Remove a call that returns: abort its request if it has not ended, and if the call was
         the leader, make another call the leader."""
         try:
-            if ticket.submitted and ticket.result is None and not self._closed:
+            if ticket.submitted and ticket.waits and not self._closed:
                 with anyio.CancelScope(shield=True):
                     async with self._between_steps():
                         await self._call(lambda: self.core.abort([name]))

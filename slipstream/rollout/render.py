@@ -33,6 +33,9 @@ _QUESTION, _ANSWER, _REASON = "question 4171", "answer 8263", "reason 6352"
 _RESULT = "result 5193"
 """Texts of the synthetic conversation, which no template contains."""
 
+_MOST_EXTENSIONS = 1024
+"""The number of extensions that a renderer keeps."""
+
 _OUTSIDE = ("user", "tool")
 """Roles whose text comes from outside. System and assistant messages may contain control tokens."""
 
@@ -67,6 +70,7 @@ class Renderer:
                 "the tokenizer has no token that ends a turn; set its eos_token, or set "
                 f"{_CUSTOM} to a template whose turns end with a special token"
             )
+        self._extensions: dict[tuple[object, ...], tuple[int, list[int], Sequence[ToolSchema]]] = {}
         self._ends_known: dict[tuple[object, ...], bool] = {}
         self._end_texts = {str(tokenizer.convert_ids_to_tokens(i)): i for i in ends}
         control = {str(token) for token in tokenizer.added_tokens_decoder.values()}
@@ -91,6 +95,20 @@ class Renderer:
         A template that allows only one tool result gets all results as one. Raises DataError if the
         template fails, or writes no end token after a turn.
         """
+        # The samples of a group often get equal answers. The tools are kept, so that no other ones
+        # can have their identity.
+        key = (last.reasoning is None, repr(messages), tuple(map(id, tools)))
+        if key not in self._extensions:
+            if len(self._extensions) == _MOST_EXTENSIONS:
+                del self._extensions[next(iter(self._extensions))]
+            end, ids = self._extension(last, messages, tools)
+            self._extensions[key] = end, ids, tools
+        end, ids, _ = self._extensions[key]
+        return end, [*ids]
+
+    def _extension(
+        self, last: AssistantMessage, messages: Sequence[Message], tools: Sequence[ToolSchema]
+    ) -> tuple[int, list[int]]:
         protected, literals = self._protect(messages)
         try:
             text = self._render([*_synthetic(last, protected), *protected], tools)

@@ -9,6 +9,7 @@ import pytest
 from slipstream.data.lookup import build_tokenizer
 from slipstream.environment.protocol import AssistantMessage
 from slipstream.errors import DataError
+from slipstream.rollout import render
 from slipstream.rollout.formats.registry import format_of_template
 from slipstream.rollout.render import Renderer
 from slipstream.types import Message
@@ -217,3 +218,29 @@ def test_the_lookup_tokenizer_appends() -> None:
     end, ids = renderer.extend(parsed, [result("boss ben")])
     assert end == tokenizer.eos_token_id
     assert tokenizer.decode(ids) == "<tool>boss ben<end><assistant>"
+
+
+def test_kept_extensions_are_those_of_a_new_renderer() -> None:
+    kept = renderer_of("qwen3")
+    plain = AssistantMessage(text="x", content="x")
+    thought = AssistantMessage(text="x", content="x", reasoning="r")
+    cases = [
+        (turn, messages, tools)
+        for turn in (plain, thought)
+        for messages in ([result("a")], [result("b")], [result("a"), result("b", 1)], [QUESTION])
+        for tools in (TOOLS, [{**TOOLS[0]}], [])
+    ]
+    for _ in range(2):
+        for turn, messages, tools in cases:
+            end, ids = kept.extend(turn, messages, tools)
+            assert (end, ids) == renderer_of("qwen3").extend(turn, messages, tools)
+            ids.clear()  # Callers get their own lists.
+
+
+def test_a_renderer_keeps_a_limited_number_of_extensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render, "_MOST_EXTENSIONS", 3)
+    renderer = renderer_of("qwen3")
+    turn = AssistantMessage(text="x", content="x")
+    for number in range(5):
+        renderer.extend(turn, [result(str(number))], TOOLS)
+    assert len(renderer._extensions) == 3
