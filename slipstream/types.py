@@ -198,9 +198,9 @@ class EpisodeRecord:
 
     `problems` counts tool calls that could not be answered normally, by kind. `truncated_by` names
     the budget that ended the episode (`tokens`, `assistant_turns`, `user_turns`, `tool_seconds`,
-    `micro_batch`), or is `environment_crash`. `score`, if it is not None, replaces the reward function's score. `metrics` are the
-    environment's own. `tool_seconds` are the seconds in tools and the
-    environment; they do not count for equality.
+    `micro_batch`), or is `environment_crash`. `score`, if it is not None, replaces the reward
+    function's score. `metrics` are the environment's own. `tool_seconds` are the seconds in tools
+    and the environment; they do not count for equality.
     """
 
     turns: int = 0

@@ -85,9 +85,10 @@ class RolloutSettings:
     """Settings of the rollout manager: a batch has `batch_size` groups of `n` samples.
 
     `over_sampling=0.25` starts 25 % more groups than needed. `timeout_s` is the time limit of one
-    batch. An episode that takes longer than `episode_timeout_s` in one batch fails. `seed` and `namespace` are part of every sample's noise key. It is an error if the filter
-    rejects more than `max_rejected` times the batch size in one batch. With `greedy_baseline` each
-    group has one more response, decoded greedily.
+    batch. An episode that takes longer than `episode_timeout_s` in one batch fails. `seed` and
+    `namespace` are part of every sample's noise key. It is an error if the filter rejects more than
+    `max_rejected` times the batch size in one batch. With `greedy_baseline` each group has one more
+    response, decoded greedily.
     """
 
     batch_size: int

@@ -195,9 +195,9 @@ def plan_sequences(
         if not fits(unit):
             raise DataError(
                 f"the {len(unit)} branches of an episode (rows {unit[0]} to {unit[-1]}) need "
-                f"{_size([lengths[i] for i in unit], padded)} tokens in one micro-batch, but its limits are {max_tokens} tokens "
-                f"and {max_rows} rows; raise ppo_max_token_len_per_gpu or "
-                "ppo_micro_batch_size_per_gpu, or set "
+                f"{_size([lengths[i] for i in unit], padded)} tokens in one micro-batch, but its "
+                f"limits are {max_tokens} tokens and {max_rows} rows; raise "
+                "ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu, or set "
                 "actor_rollout_ref.rollout.multi_turn.history=append, which makes no branches"
             )
         if plan and fits([*plan[-1], *unit]):

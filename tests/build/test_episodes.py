@@ -213,7 +213,7 @@ def test_an_environment_replaces_tools() -> None:
     with pytest.raises(ConfigError, match="python_tool"):
         config_of(f"{KEY}.environment.path=a.py", f"{KEY}.python_tool=true")
     line = ["data.train_files=[]", "data.task=lookup", f"{KEY}.environment.path=a.py"]
-    with pytest.raises(ConfigError, match="data.task=null"):
+    with pytest.raises(ConfigError, match=r"data\.task=null"):
         make_episodes(config_of(*line), build_tokenizer())
 
 
