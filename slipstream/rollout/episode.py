@@ -9,9 +9,9 @@ earlier turns differently. The branch begins with this rendering, with loss mask
 token is trained on in the branch that sampled it.
 
 A step can end before an episode does (`partial_rollout`). The episode keeps its tokens and
-continues in a later step. In the same process it also keeps its environment. After a restart it
-gets a new environment, and the recorded turns are replayed to it: tools are called again, and must
-answer as before.
+continues in a later step. In the same process it also keeps its environment, which may go on with
+its answer between the steps. After a restart it gets a new environment, and the recorded turns are
+replayed to it: tools are called again, and must answer as before.
 
 Knows engines by their protocol only, and nothing about groups and training. Called by
 `rollout.manager`.
@@ -19,6 +19,7 @@ Knows engines by their protocol only, and nothing about groups and training. Cal
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import math
@@ -130,11 +131,20 @@ class EpisodeLimits:
 class EpisodeRunner(Protocol):
     """Runs the episodes of samples."""
 
-    async def run(self, sample: Sample, row: Prompt, generate: Generate, *, seed: int) -> bool:
+    async def run(
+        self,
+        sample: Sample,
+        row: Prompt,
+        generate: Generate,
+        *,
+        seed: int,
+        stop: anyio.Event | None = None,
+    ) -> bool:
         """Run an episode, or continue one that was stopped.
 
         Returns True if it has ended and can be scored. A sample whose environment or engine failed
-        is `FAILED`; one that was stopped stays `PENDING`.
+        is `FAILED`; one that was stopped stays `PENDING`. If `stop` is set, an episode that waits
+        for its environment may return, too, and get the answer when it continues.
         """
         ...
 
@@ -150,7 +160,15 @@ class EpisodeRunner(Protocol):
 class SingleTurn:
     """Episodes of one turn, without an environment."""
 
-    async def run(self, sample: Sample, row: Prompt, generate: Generate, *, seed: int) -> bool:
+    async def run(
+        self,
+        sample: Sample,
+        row: Prompt,
+        generate: Generate,
+        *,
+        seed: int,
+        stop: anyio.Event | None = None,
+    ) -> bool:
         return extend_sample(sample, await generate(sample))
 
     async def discard(self, sample: Sample) -> None:
@@ -178,7 +196,15 @@ class Episodes:
         self._stopped: dict[tuple[int | None, int], _Episode] = {}
         """Episodes that were stopped in this process, by group and index."""
 
-    async def run(self, sample: Sample, row: Prompt, generate: Generate, *, seed: int) -> bool:
+    async def run(
+        self,
+        sample: Sample,
+        row: Prompt,
+        generate: Generate,
+        *,
+        seed: int,
+        stop: anyio.Event | None = None,
+    ) -> bool:
         """Run an episode, or continue it (see `EpisodeRunner`)."""
         key = (sample.group_index, sample.index)
         episode = self._stopped.pop(key, None)
@@ -186,7 +212,7 @@ class Episodes:
             episode = _Episode(self._make(), self._renderer, self._limits, self._clock)
         stopped = False
         try:
-            ended = await episode.run(sample, row, generate, seed)
+            ended = await episode.run(sample, row, generate, seed, stop)
             stopped = sample.status is Status.PENDING
             return ended
         finally:
@@ -233,22 +259,36 @@ class _Episode:
         self._tools: Sequence[ToolSchema] = ()
         self._messages: list[Message] = []
         self._begun = False
+        self._unanswered: Turn | None = None
+        """A complete turn whose answer is missing."""
+        self._answering: asyncio.Task[tuple[Answer, float]] | None = None
+        """The call of the environment with this turn. It goes on while the episode is stopped."""
 
-    async def run(self, sample: Sample, row: Prompt, generate: Generate, seed: int) -> bool:
+    async def run(
+        self,
+        sample: Sample,
+        row: Prompt,
+        generate: Generate,
+        seed: int,
+        stop: anyio.Event | None,
+    ) -> bool:
         try:
             if not self._begun:
                 await self._begin(sample, row, seed)
                 self._begun = True
             while True:
-                left = self._limits.max_tokens - _used(sample)
-                generation = await generate(sample, left)
-                extend_sample(sample, generation)
-                if sample.status is Status.PENDING:
-                    return False  # stopped
-                if sample.status is Status.FAILED:
-                    return False
-                if await self._end_turn(sample):
+                if self._unanswered is None:
+                    left = self._limits.max_tokens - _used(sample)
+                    generation = await generate(sample, left)
+                    extend_sample(sample, generation)
+                    if sample.status is Status.PENDING:
+                        return False  # stopped
+                    if sample.status is Status.FAILED:
+                        return False
+                if await self._end_turn(sample, stop):
                     break
+                if self._unanswered is not None:
+                    return False  # stopped
             await self._score(sample)
         except EpisodeError as error:
             sample.status, sample.failure = Status.FAILED, str(error)
@@ -258,6 +298,9 @@ class _Episode:
     async def close(self) -> None:
         """Release the environment. An error is logged: the sample is complete without it."""
         with anyio.CancelScope(shield=True), anyio.move_on_after(self._limits.close_s) as scope:
+            if self._answering is not None:
+                self._answering.cancel()
+                await asyncio.gather(self._answering, return_exceptions=True)
             try:
                 await self._environment.close()
             except Exception as error:
@@ -303,19 +346,21 @@ class _Episode:
     async def _replay(
         self, sample: Sample, recorded: Sequence[Sequence[Segment]], done: EpisodeRecord
     ) -> None:
-        """Give the recorded turns, by branch, to the environment again. The last turn is incomplete
-        if no answer follows it."""
+        """Give the recorded turns, by branch, to the environment again. If no answer follows the
+        last turn, it is incomplete, or was stopped while it waited for its answer."""
         record = _record(sample)
         turns = [one for branch in recorded for one in branch if one.role == ASSISTANT]
-        incomplete = recorded[-1][-1].role == ASSISTANT
-        for turn in turns[:-1] if incomplete else turns:
+        last = recorded[-1][-1].role == ASSISTANT
+        for turn in turns[:-1] if last else turns:
             sample.append(turn)
             sample.status = Status.COMPLETED
             record.tool_seconds = 0.0  # The replay does not use up the budget.
             if await self._end_turn(sample):
                 raise EpisodeError("replay: the environment answered otherwise than before")
-        if incomplete:
+        if last:
             sample.append(turns[-1])
+            if sample.stop_reason is not StopReason.ABORT and self._take_turn(sample):
+                raise EpisodeError("replay: the last turn had another end than before")
         if [branch.segments for branch in sample.branches] != list(recorded):
             raise EpisodeError("replay: the environment answered otherwise than before")
         sample.status = Status.PENDING
@@ -345,9 +390,39 @@ class _Episode:
             )
         return ids
 
-    async def _end_turn(self, sample: Sample) -> bool:
+    async def _end_turn(self, sample: Sample, stop: anyio.Event | None = None) -> bool:
         """Give a turn to the environment and append the answer. Returns whether the episode is
-        over, and sets the status then."""
+        over, and sets the status then. If `stop` is set before the answer is there, the turn stays
+        unanswered."""
+        record, limits = _record(sample), self._limits
+        if self._unanswered is None and self._take_turn(sample):
+            return True
+        turn = self._unanswered
+        assert turn is not None
+        try:
+            answered = await self._answer(turn, stop)
+        except _CrashError as error:
+            # Otherwise a policy could avoid a bad reward by crashing its environment.
+            log.warning("sample %s: %s", sample.uid, error)
+            count_problem(record, CallProblem.RAISED)
+            return truncate(sample, CRASH)
+        if answered is None:
+            sample.status = Status.PENDING
+            return False
+        self._unanswered = None
+        answer, waited = answered
+        record.tool_seconds += sum(c.seconds for c in answer.calls) if answer.calls else waited
+        count_answer(record, answer, place=sample.num_tokens - 1, branch=len(sample.earlier))
+        if answer.done:
+            sample.status = Status.COMPLETED
+            return True
+        if (budget := used_up(record, limits)) is not None:
+            return truncate(sample, budget)
+        return self._append(sample, turn.message, answer.messages)
+
+    def _take_turn(self, sample: Sample) -> bool:
+        """Parse a complete turn, for the environment. Returns whether a budget ends the episode,
+        and sets the status then."""
         record, limits = _record(sample), self._limits
         record.turns += 1
         turn = sample.segments[-1]
@@ -360,24 +435,33 @@ class _Episode:
         if message.tool_calls and _reached(answers, limits.max_user_turns):
             return truncate(sample, USER_TURNS)
         self._messages.append(message.as_message())
-        given = Turn(message=message, number=record.turns, messages=tuple(self._messages))
+        self._unanswered = Turn(
+            message=message, number=record.turns, messages=tuple(self._messages)
+        )
+        return False
+
+    async def _answer(self, turn: Turn, stop: anyio.Event | None) -> tuple[Answer, float] | None:
+        """Return the answer of the environment and its seconds; None if `stop` is set before."""
+        if stop is None and self._answering is None:
+            return await self._timed_step(turn)
+        # A call of another event loop, which has ended, is cancelled.
+        if self._answering is None or self._answering.cancelled():
+            self._answering = asyncio.create_task(self._timed_step(turn))
+        async with anyio.create_task_group() as tasks:
+            if stop is not None:
+                tasks.start_soon(_cancel_when, stop, tasks.cancel_scope)
+            # Does not cancel the call if it is cancelled itself.
+            await asyncio.wait([self._answering])
+            tasks.cancel_scope.cancel()
+        if not self._answering.done():
+            return None
+        answered, self._answering = self._answering, None
+        return answered.result()
+
+    async def _timed_step(self, turn: Turn) -> tuple[Answer, float]:
         started = self._clock()
-        try:
-            answer = await self._call("step", lambda: self._environment.step(given))
-        except _CrashError as error:
-            # Otherwise a policy could avoid a bad reward by crashing its environment.
-            log.warning("sample %s: %s", sample.uid, error)
-            count_problem(record, CallProblem.RAISED)
-            return truncate(sample, CRASH)
-        waited = self._clock() - started
-        record.tool_seconds += sum(c.seconds for c in answer.calls) if answer.calls else waited
-        count_answer(record, answer, place=sample.num_tokens - 1, branch=len(sample.earlier))
-        if answer.done:
-            sample.status = Status.COMPLETED
-            return True
-        if (budget := used_up(record, limits)) is not None:
-            return truncate(sample, budget)
-        return self._append(sample, message, answer.messages)
+        answer = await self._call("step", lambda: self._environment.step(turn))
+        return answer, self._clock() - started
 
     def _append(
         self, sample: Sample, message: AssistantMessage, messages: Sequence[Message]
@@ -466,6 +550,11 @@ class _Episode:
             await anyio.sleep(wait)
             wait *= 2
         raise _CrashError(text)
+
+
+async def _cancel_when(event: anyio.Event, scope: anyio.CancelScope) -> None:
+    await event.wait()
+    scope.cancel()
 
 
 def extend_sample(sample: Sample, generation: Generation) -> bool:

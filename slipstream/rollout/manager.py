@@ -181,7 +181,11 @@ class AsyncRolloutManager:
         cannot be used any more, because running groups are lost.
         """
         self.counts = RolloutCounts()
-        batch = _Batch(want=self.settings.batch_size, occupancy=Occupancy(self._clock))
+        batch = _Batch(
+            want=self.settings.batch_size,
+            occupancy=Occupancy(self._clock),
+            stop=anyio.Event() if self.settings.partial_rollout else None,
+        )
         start = with_over_sampling(batch.want, self.settings.over_sampling)
         groups, self._carried = self._carried[:start], self._carried[start:]
         groups += self._new_groups(start - len(groups))
@@ -327,7 +331,9 @@ class AsyncRolloutManager:
             batch.episodes[id(sample)] = sample, scope
             single = isinstance(self._episodes, SingleTurn)
             with nullcontext() if single else batch.occupancy.episode():
-                ended = await self._episodes.run(sample, prompt, generate, seed=seed)
+                ended = await self._episodes.run(
+                    sample, prompt, generate, seed=seed, stop=batch.stop
+                )
         del batch.episodes[id(sample)]
         if scope.cancelled_caught and limit is not None and anyio.current_time() >= scope.deadline:
             sample.status = Status.FAILED
@@ -405,7 +411,9 @@ class AsyncRolloutManager:
         if ids:
             for engine in self._engines:
                 await engine.abort(ids)
-        if not self.settings.partial_rollout:
+        if batch.stop is not None:
+            batch.stop.set()
+        else:
             # Episodes that will be dropped must not wait for their tools.
             for sample, scope in batch.episodes.values():
                 if sample.episode is not None:
@@ -457,6 +465,9 @@ class _Batch:
     rejected: list[Group] = field(default_factory=list)
     launch: Callable[[Group], None] = field(default=lambda group: None)
     stopping: bool = False
+    stop: anyio.Event | None = None
+    """Set when episodes that a later batch continues need not wait for their environments; None if
+    none continues."""
 
 
 def _request_id(namespace: str, sample: Sample) -> str:

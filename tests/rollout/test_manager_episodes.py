@@ -170,8 +170,8 @@ def test_a_score_of_the_episode_replaces_the_reward_function() -> None:
     rollouts = manager("short")
 
     class Scored(Episodes):
-        async def run(self, sample, row, generate, *, seed):  # type: ignore[no-untyped-def]
-            ended = await super().run(sample, row, generate, seed=seed)
+        async def run(self, sample, row, generate, **more):  # type: ignore[no-untyped-def]
+            ended = await super().run(sample, row, generate, **more)
             sample.episode.score = 5.0
             return ended
 
@@ -201,7 +201,7 @@ def test_a_request_continues_at_the_position_in_the_response() -> None:
 
 def test_an_episode_may_ask_for_fewer_tokens_than_are_left() -> None:
     class Short(Episodes):
-        async def run(self, sample, row, generate, *, seed):  # type: ignore[no-untyped-def]
+        async def run(self, sample, row, generate, **more):  # type: ignore[no-untyped-def]
             generation = await generate(sample, 3)
             assert generation.stop_reason is StopReason.LENGTH
             return extend_sample(sample, generation)
@@ -267,3 +267,90 @@ def test_a_late_generation_is_aborted() -> None:
     assert group.samples[0].status is Status.FAILED
     assert engine.stats().running == 0
     assert Table.opened == Table.closed == 1
+
+
+class Gate(Table):
+    """Answers the second call of an episode only when the gate is open."""
+
+    opens: anyio.Event
+    waiting = answered = 0
+
+    async def step(self, turn: Turn) -> Answer:
+        if turn.number == 2:
+            Gate.waiting += 1
+            await Gate.opens.wait()
+            Gate.answered += 1
+        return await super().step(turn)
+
+
+def with_gate(*uids: str) -> AsyncRolloutManager:
+    rollouts = manager(*uids, over_sampling=1.0, partial_rollout=True)
+    made = iter([Table, Table, Gate, Gate])
+    limits = EpisodeLimits(max_tokens=400)
+    rollouts._episodes = Episodes(lambda: next(made, Table)(), RENDERER, limits)
+    Gate.waiting = Gate.answered = 0
+    return rollouts
+
+
+def test_a_stopped_episode_does_not_wait_for_its_tool() -> None:
+    """The tool goes on meanwhile, and is not called again."""
+    rollouts = with_gate("short", "long", "longest")
+
+    async def two_batches() -> list[Group]:
+        Gate.opens = anyio.Event()
+        (first,) = await rollouts.generate_batch()
+        assert first.prompt.uid == "short"
+        assert (rollouts.counts.carried_over, Gate.waiting, Gate.answered) == (2, 2, 0)
+        Gate.opens.set()
+        return [*await rollouts.generate_batch()]
+
+    (second,) = anyio.run(two_batches)
+    (whole,) = batch(manager("long"))
+    assert (Gate.waiting, Gate.answered) == (2, 2)
+    for sample, other in zip(second.samples, whole.samples, strict=True):
+        assert sample.segments == other.segments
+        assert sample.episode == other.episode
+        assert sample.reward == other.reward
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_call_that_ended_with_the_process_is_made_again(restarts: bool) -> None:
+    """Without a restart, only the event loop is another one."""
+    rollouts = with_gate("short", "long", "longest")
+
+    async def first() -> None:
+        Gate.opens = anyio.Event()
+        await rollouts.generate_batch()
+
+    async def second() -> list[Group]:
+        Gate.opens = anyio.Event()
+        Gate.opens.set()
+        return await rollouts.generate_batch()
+
+    anyio.run(first)
+    if restarts:
+        state = json.loads(json.dumps(rollouts.state_dict()))
+        rollouts = with_gate("longest")
+        rollouts.load_state_dict(state)
+    (group,) = anyio.run(second)
+    (whole,) = batch(manager("long"))
+    assert group.prompt.uid == "long"
+    for sample, other in zip(group.samples, whole.samples, strict=True):
+        assert sample.segments == other.segments
+        assert sample.episode == other.episode
+        assert sample.reward == other.reward
+
+
+def test_a_stopped_episode_that_is_dropped_ends_its_call() -> None:
+    rollouts = with_gate("short", "long", "longest")
+
+    async def stop() -> None:
+        Gate.opens = anyio.Event()
+        await rollouts.generate_batch()
+        await rollouts.close()
+        Gate.opens.set()
+        await anyio.sleep(0.01)
+
+    anyio.run(stop)
+    assert (Gate.waiting, Gate.answered) == (2, 0)
+    assert Table.opened == Table.closed == 4

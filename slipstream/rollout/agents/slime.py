@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import httpx2
 
 from slipstream.data.chat_template import apply_chat_template
@@ -92,7 +93,15 @@ class CustomGenerate:
         self._function = function
         self._settings = settings
 
-    async def run(self, sample: Sample, row: Prompt, generate: Generate, *, seed: int) -> bool:
+    async def run(
+        self,
+        sample: Sample,
+        row: Prompt,
+        generate: Generate,
+        *,
+        seed: int,
+        stop: anyio.Event | None = None,
+    ) -> bool:
         """Run an episode, or continue one that was stopped (see `EpisodeRunner`)."""
         settings = self._settings
         session = PolicySession(

@@ -18,6 +18,8 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
+import anyio
+
 from slipstream.environment.adapters.columns import columns_of
 from slipstream.environment.protocol import Answer, CallProblem, InfrastructureError, within
 from slipstream.environment.tools.function import accepted, call_either
@@ -83,7 +85,15 @@ class TinkerEpisodes:
         self._key = key
         self._clock = clock
 
-    async def run(self, sample: Sample, row: Prompt, generate: Generate, *, seed: int) -> bool:
+    async def run(
+        self,
+        sample: Sample,
+        row: Prompt,
+        generate: Generate,
+        *,
+        seed: int,
+        stop: anyio.Event | None = None,
+    ) -> bool:
         """Run an episode, or continue one that was stopped (see `EpisodeRunner`)."""
         used = 0.0 if sample.episode is None else sample.episode.tool_seconds
         session = PolicySession(

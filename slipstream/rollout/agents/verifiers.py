@@ -22,6 +22,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import anyio
+
 from slipstream.environment.protocol import AssistantMessage, CallProblem, ToolSchema
 from slipstream.environment.tools.protocol import numbers_in
 from slipstream.errors import ConfigError
@@ -123,7 +125,15 @@ class VerifiersEpisodes:
         if schemas or getattr(environment, "max_turns", -1) != 1:
             renderer.check(schemas, results=bool(schemas))
 
-    async def run(self, sample: Sample, row: Prompt, generate: Generate, *, seed: int) -> bool:
+    async def run(
+        self,
+        sample: Sample,
+        row: Prompt,
+        generate: Generate,
+        *,
+        seed: int,
+        stop: anyio.Event | None = None,
+    ) -> bool:
         """Run an episode, or continue one that was stopped (see `EpisodeRunner`)."""
         session = PolicySession(
             sample,

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import anyio
+
 from slipstream.data.chat_template import prompt_ids
 from slipstream.errors import ConfigError, DataError, did_you_mean, name_of
 from slipstream.rollout.agents.session import LENGTHS, PolicySession, check_sampling
@@ -180,11 +182,19 @@ class AgentLoops:
         """Raise ConfigError, with similar names, if there is no loop `name`."""
         check_loop(name, [*self._loops, *self._others])
 
-    async def run(self, sample: Sample, row: Prompt, generate: Generate, *, seed: int) -> bool:
+    async def run(
+        self,
+        sample: Sample,
+        row: Prompt,
+        generate: Generate,
+        *,
+        seed: int,
+        stop: anyio.Event | None = None,
+    ) -> bool:
         """Run an episode, or continue one that was stopped (see `EpisodeRunner`)."""
         name = str(row.extra_info.get("agent_name") or self._default)
         if name not in self._loops and name in self._others:
-            return await self._others[name].run(sample, row, generate, seed=seed)
+            return await self._others[name].run(sample, row, generate, seed=seed, stop=stop)
         self.check(name)
         session = PolicySession(
             sample,

@@ -110,7 +110,7 @@ def test_the_loop_gets_the_columns_of_the_row() -> None:
 
 def test_other_rows_are_for_other_runners() -> None:
     class Single(SingleTurn):
-        async def run(self, sample: Sample, row: Prompt, generate: Any, *, seed: int) -> bool:
+        async def run(self, sample: Sample, row: Prompt, generate: Any, **more: Any) -> bool:
             sample.response = "single"
             return True
 
