@@ -298,9 +298,12 @@ class _Episode:
     async def close(self) -> None:
         """Release the environment. An error is logged: the sample is complete without it."""
         with anyio.CancelScope(shield=True), anyio.move_on_after(self._limits.close_s) as scope:
-            if self._answering is not None:
-                self._answering.cancel()
-                await asyncio.gather(self._answering, return_exceptions=True)
+            answering, self._answering = self._answering, None
+            if answering is not None and not answering.done():
+                answering.cancel()
+                await asyncio.wait([answering])
+            if answering is not None and not answering.cancelled():
+                answering.exception()  # Otherwise asyncio logs it as never retrieved.
             try:
                 await self._environment.close()
             except Exception as error:

@@ -341,16 +341,19 @@ def test_a_call_that_ended_with_the_process_is_made_again(restarts: bool) -> Non
         assert sample.reward == other.reward
 
 
-def test_a_stopped_episode_that_is_dropped_ends_its_call() -> None:
+@pytest.mark.parametrize("same_loop", [True, False])
+def test_a_stopped_episode_that_is_dropped_ends_its_call(same_loop: bool) -> None:
     rollouts = with_gate("short", "long", "longest")
 
     async def stop() -> None:
         Gate.opens = anyio.Event()
         await rollouts.generate_batch()
-        await rollouts.close()
-        Gate.opens.set()
-        await anyio.sleep(0.01)
+        if same_loop:
+            await rollouts.close()
+            Gate.opens.set()
+            await anyio.sleep(0.01)
 
     anyio.run(stop)
+    anyio.run(rollouts.close)
     assert (Gate.waiting, Gate.answered) == (2, 0)
     assert Table.opened == Table.closed == 4
