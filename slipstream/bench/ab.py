@@ -6,6 +6,9 @@
                   run has no head. With the right settings it trains on cores that decoding leaves
                   idle.
     in chains     as co-trained, but with chains only; this run exists if the settings allow trees
+    head only     as co-trained, without drafts from earlier text; this run and the next one exist
+                  with speculative.spec_strategy=union
+    history only  drafts from earlier text, without a draft head
 
 Each run is a separate process with the settings of the policy's run, the same initial weights and
 the same seed. Their steps are interleaved (`interleaved_runs`). All runs must write the same
@@ -38,6 +41,7 @@ from slipstream.errors import CheckpointError, ConfigError, EngineError, check_a
 from slipstream.metrics.loggers import METRICS_FILE, read_jsonl
 
 PLAIN, FROZEN, COTRAINED, CHAINS = "plain", "speculation", "co-trained", "in chains"
+HEAD, HISTORY = "head only", "history only"
 
 PARTS = ("gen", "update_actor", "drafter", "sync")
 """Parts of a step whose share of the time is shown."""
@@ -113,7 +117,8 @@ def run(bench: AbBench, say: Callable[[str], None]) -> list[ResultRow]:
     eagle = config.speculative.eagle
     # A bandit has its own list of plans, to which `spec_topk` does not apply.
     trees = eagle.spec_topk > 1 and eagle.tune_algorithm in ("COST", "PREDEFINED")
-    arms = arms_of(head, trees=trees)
+    both = config.speculative.spec_strategy == "union"
+    arms = arms_of(head, trees=trees, both=both)
     outcomes: dict[str, list[RunOutcome]] = {name: [] for name in arms}
     kl, device = 0.0, device_of(config)
     for number in range(bench.rounds):
@@ -134,9 +139,10 @@ def run(bench: AbBench, say: Callable[[str], None]) -> list[ResultRow]:
     return [replace(row, values={**row.values, "policy_kl": kl}) for row in rows]
 
 
-def arms_of(head: Path | None, *, trees: bool = False) -> dict[str, list[str]]:
+def arms_of(head: Path | None, *, trees: bool = False, both: bool = False) -> dict[str, list[str]]:
     """The settings of each run, by name. `head` is the draft head, None if there is none; `trees`
-    tells whether the settings allow draft trees."""
+    tells whether the settings allow draft trees, and `both` whether drafts come from a head and
+    from earlier text."""
     given = f"speculative.eagle.spec_model_path={'null' if head is None else head}"
     off, on = "speculative.train.enable_drafter_training=false", "speculative.enable=true"
     # If no head is trained, a core that decoding frees stays idle.
@@ -148,6 +154,10 @@ def arms_of(head: Path | None, *, trees: bool = False) -> dict[str, list[str]]:
     if trees:
         chains = ["speculative.eagle.spec_topk=1", "speculative.eagle.spec_verify_tokens=null"]
         arms[CHAINS] = [*arms[COTRAINED], *chains]
+    if both:
+        arms[HEAD] = [*arms[COTRAINED], "speculative.spec_strategy=eagle"]
+        no_head = "speculative.eagle.spec_model_path=null"
+        arms[HISTORY] = [on, no_head, *alone, "speculative.spec_strategy=history"]
     return arms
 
 

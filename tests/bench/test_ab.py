@@ -17,6 +17,8 @@ from slipstream.bench.ab import (
     DEVICE,
     DIVERGENCE,
     FROZEN,
+    HEAD,
+    HISTORY,
     PLAIN,
     AbBench,
     RunOutcome,
@@ -58,6 +60,12 @@ def test_a_run_with_a_fixed_head_needs_a_head() -> None:
     assert list(wide) == [*arms, CHAINS]
     assert wide[CHAINS][: len(arms[COTRAINED])] == arms[COTRAINED]
     assert "speculative.eagle.spec_topk=1" in wide[CHAINS]
+    parts = arms_of(Path("draft"), both=True)
+    assert list(parts) == [*arms, HEAD, HISTORY]
+    assert parts[HEAD] == [*arms[COTRAINED], "speculative.spec_strategy=eagle"]
+    assert "speculative.spec_strategy=history" in parts[HISTORY]
+    assert "speculative.train.enable_drafter_training=false" in parts[HISTORY]
+    assert "speculative.eagle.spec_model_path=null" in parts[HISTORY]
 
 
 def outcome_of(first: dict[str, list[int]]) -> RunOutcome:
