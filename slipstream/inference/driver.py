@@ -146,7 +146,9 @@ class AsyncEngine:
         try:
             if self._paused:
                 async with self._lock:
-                    await self._call(lambda: self._add(self._not_submitted()))
+                    added = self._not_submitted()
+                    await self._call(lambda: self._add(added))
+                    _wake_refused(added)
             if self._leader is None:
                 self._leader = name
             while ticket.waits:
@@ -252,9 +254,7 @@ class AsyncEngine:
             finally:
                 if not future.cancelled():
                     self._deliver(future.result())
-                    for ticket in added:
-                        if ticket.error is not None:
-                            ticket.event.set()
+                    _wake_refused(added)
 
     async def _gather(self) -> None:
         """Let tasks that can continue now do so. Episodes whose turns have just ended add their
@@ -383,6 +383,12 @@ class AsyncEngine:
         if future.cancelled():
             raise EngineError(f"engine {self._name} is closed")
         return future.result()
+
+
+def _wake_refused(tickets: Sequence[_Ticket]) -> None:
+    for ticket in tickets:
+        if ticket.error is not None:
+            ticket.event.set()
 
 
 def _empty(name: str, reason: StopReason, error: str | None = None) -> Generation:

@@ -76,11 +76,13 @@ def test_a_refused_request_ends_alone(paused: bool) -> None:
             await engine.resume()
 
     async def run() -> None:
-        if paused:
-            await engine.pause()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(one, "before", LONG)
             tasks.start_soon(one, "too long", 1000)
+            if paused:
+                # The first calls wait for their step now.
+                await anyio.lowlevel.checkpoint()
+                await engine.pause()
             tasks.start_soon(one, "after", LONG)
 
     anyio.run(run)
