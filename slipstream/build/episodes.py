@@ -345,15 +345,15 @@ def _environment_class(path: str, name: str) -> Any:
 
 @cache
 def _verifiers_environment(path: str, name: str, kwargs: str) -> Any:
-    """The environment that a user's function returns. Training and validation share it, because it
-    may hold data and connections."""
+    """The environment or taskset that a user's function returns. Training and validation share it,
+    because it may hold data and connections."""
     key, function = f"{_KEY}.environment", _environment_class(path, name)
     with without_signal_handlers():
         made = created(function, {}, json.loads(kwargs), what=key, own_key=f"{key}.kwargs")
     if not is_verifiers_environment(made):
         raise ConfigError(
             f"{key}.name={name} is a function, so it must return an environment of the library "
-            f"verifiers, not {type(made).__name__}; otherwise name a class"
+            f"verifiers or a taskset, not {type(made).__name__}; otherwise name a class"
         )
     return made
 

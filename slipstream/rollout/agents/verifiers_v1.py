@@ -77,7 +77,7 @@ class TaskEpisodes(PolicyEpisodes):
     async def close(self) -> None:
         """Stop the servers of the running event loop. Those of a loop that has ended are gone."""
         servers, self._servers = self._servers, None
-        if servers is not None and servers.get_loop() is asyncio.get_running_loop():
+        if servers is not None and not servers.done():
             servers.cancel()
             await asyncio.wait((servers,))
 
@@ -129,8 +129,8 @@ class TaskEpisodes(PolicyEpisodes):
     async def _served(self) -> Any:
         """The environment with the servers of the running event loop, which starts them once and
         stops them when it ends."""
-        loop, servers = asyncio.get_running_loop(), self._servers
-        if servers is None or servers.done() or servers.get_loop() is not loop:
+        if self._servers is None or self._servers.done():
+            loop = asyncio.get_running_loop()
             self._ready = loop.create_future()
             self._servers = loop.create_task(self._serve(self._ready))
         assert self._ready is not None
@@ -215,21 +215,11 @@ _EPISODE: ContextVar[_Episode] = ContextVar("episode")
 
 def _plain(message: Any) -> Message:
     """A message of verifiers in the form of those that `ChatPolicy` keeps."""
-    from verifiers.v1.types import content_text
-
-    found: Message = message.model_dump(exclude_none=True, exclude={"provider_state"})
-    if not isinstance(parts := found.get("content", ""), str):
-        if any(part["type"] != "text" for part in parts):
-            raise DataError("the harness sent an image; the policy reads text only")
-        found["content"] = content_text(message.content)
-    found.setdefault("content", "")
+    found = message.model_dump(exclude_none=True, exclude={"provider_state"})
     for call in found.get("tool_calls", ()):
         del call["type"]
-        try:  # as JSON is written here
-            call["arguments"] = json.dumps(json.loads(call["arguments"]))
-        except ValueError as error:
-            raise EpisodeError(f"the harness sent a call that is no JSON: {error}") from error
-    return found
+        call["arguments"] = json.dumps(json.loads(call["arguments"]))  # spaces may differ
+    return {"content": "", **found}
 
 
 def _params(dialect: Any, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -358,10 +348,9 @@ def _server_class() -> Any:
             )
 
         def _end(self, error: BaseException) -> ProviderError:
-            """End the agent's run. The server passes the result to the harness, and only that:
-            the harness may not try again."""
+            """End the agent's run. The server answers the request with what this returns."""
             self._episode.end(error)
-            return ProviderError(f"the episode has ended: {error}", status_code=400)
+            return ProviderError(f"the episode has ended: {error}")
 
     class PolicyServer(InterceptionServer):  # type: ignore[misc]
         def _client(self, config: Any) -> Any:

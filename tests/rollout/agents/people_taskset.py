@@ -12,6 +12,9 @@ from openai import AsyncOpenAI
 
 __all__ = ["Chat", "People", "load_environment", "load_taskset"]
 
+caught: list[Exception] = []
+"""What a harness caught and outlived."""
+
 QUESTION = "who is ana 's boss ?"
 FUNCTION = {
     "name": "look_up",
@@ -79,7 +82,13 @@ class Chat(vf.Harness[ChatConfig]):  # type: ignore[misc]
         data: Any,
     ) -> Any:
         async with AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
-            await self._talk(client, ctx.model, data.prompt)
+            try:
+                await self._talk(client, ctx.model, data.prompt)
+            except Exception as error:
+                if self.config.how != "catch":
+                    raise
+                await asyncio.sleep(0.2)
+                caught.append(error)
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
     async def _talk(self, client: Any, model: str, prompt: str) -> None:
@@ -103,13 +112,18 @@ class Chat(vf.Harness[ChatConfig]):  # type: ignore[misc]
             said = answer.choices[0].message
             messages.append(said.model_dump(exclude_none=True))
             if how == "forget":
-                messages[-1].pop("reasoning_content")
+                messages[-1].pop("reasoning_content", None)
             if how == "change":
                 messages[0]["content"] = "who is dan ?"
             if how == "raise":
                 raise RuntimeError("the agent broke")
             if how == "sleep":
                 await asyncio.sleep(60)
+            if how == "rewrite":
+                for call in messages[-1].get("tool_calls", ()):
+                    arguments = json.loads(call["function"]["arguments"])
+                    call["function"]["arguments"] = json.dumps(arguments, separators=(",", ":"))
+                messages[-1]["content"] = messages[-1]["content"] or None
             for call in said.tool_calls or []:
                 name = json.loads(call.function.arguments)["name"]
                 result = {"role": "tool", "tool_call_id": call.id, "content": f"{name} : boss ben"}

@@ -142,6 +142,17 @@ def test_a_user_is_answered_and_reasoning_that_is_left_out_stays_in_the_tokens()
         assert play(environment(how, tool=False), sample, Policy(THOUGHT, LAST))
         _, added = RENDERER.extend(first, [{"role": "user", "content": "who is ben ?"}])
         assert sample.response_ids == [*ids(THOUGHT), *added, *ids(LAST)]
+        assert sample.episode is not None
+        assert sample.episode.score == pytest.approx(0.6)
+
+
+def test_a_call_may_be_sent_back_with_other_spaces() -> None:
+    call, whole, sample = CALL.removeprefix("ana : "), new_sample(), new_sample()
+    assert play(environment(), whole, Policy(call, LAST))
+    assert play(environment("rewrite"), sample, Policy(call, LAST))
+    assert sample.tokens == whole.tokens
+    assert sample.episode is not None
+    assert sample.episode.turns == 2
 
 
 def test_an_episode_without_room_for_a_turn_is_truncated_and_scored() -> None:
@@ -195,12 +206,24 @@ def test_a_stopped_episode_is_replayed_and_continues(turn: int) -> None:
     assert policy.calls - before == 2 - turn  # recorded turns are not generated again
 
 
-def test_a_replay_with_other_messages_fails_the_sample() -> None:
+@pytest.mark.parametrize(
+    ("later", "words"),
+    [({"prompt": "who is dan ?"}, "began with another prompt"), ({}, "ended earlier")],
+)
+def test_a_replay_that_differs_fails_the_sample(later: dict[str, str], words: str) -> None:
     sample, policy = new_sample(), Policy(CALL, LAST, stop_after=1)
     assert not play(environment(), sample, policy)
-    assert not play(environment(), sample, policy, prompt(prompt="who is dan ?"))
+    turns = 2 if later else 1
+    assert not play(environment(turns=turns), sample, policy, prompt(**later))
     assert sample.status is Status.FAILED
-    assert "replay" in str(sample.failure)
+    assert f"replay: the environment {words}" in str(sample.failure)
+
+
+@pytest.mark.parametrize("why", ["stopped", "broken"])
+def test_a_harness_that_catches_errors_does_not_go_on(why: str) -> None:
+    policy = Policy(LAST, stop_after=0) if why == "stopped" else Broken(LAST)
+    assert not play(environment("catch"), new_sample(), policy)
+    assert not people().caught
 
 
 @pytest.mark.parametrize(
@@ -290,6 +313,8 @@ def test_several_conversations_in_an_episode_are_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"multi_turn\.environment: .* more than once"):
         play(environment(base=Again), new_sample(), Policy(LAST, LAST))
+    with pytest.raises(ConfigError, match="more than once"):
+        play(environment(base=Again), new_sample(), Policy(LAST), prompt(fails="setup"))
     config = environment().config
     two = Two(TwoConfig(taskset=config.taskset, agent=config.agent, judge=config.agent))
     with pytest.raises(ConfigError, match="has the agents agent, judge"):
@@ -305,7 +330,7 @@ def test_episodes_share_the_server_of_their_event_loop() -> None:
     episodes = episodes_of(environment())
     samples = [new_sample() for _ in range(3)]
 
-    async def together() -> None:
+    async def together(closes: bool) -> None:
         async with anyio.create_task_group() as tasks:
             for sample in samples:
 
@@ -314,14 +339,16 @@ def test_episodes_share_the_server_of_their_event_loop() -> None:
 
                 tasks.start_soon(one)
         assert len(tasks_of("TaskEpisodes._serve")) == 1
-        await episodes.close()
-        assert len(asyncio.all_tasks()) == 1
+        if closes:
+            await episodes.close()
+            assert len(asyncio.all_tasks()) == 1
 
-    for _ in range(2):  # the second loop has a server of its own
+    for closes in (True, False, False):  # each loop has a server of its own
         samples[:] = [new_sample() for _ in range(3)]
-        anyio.run(together)
+        anyio.run(together, closes)
         assert all(sample.tokens == samples[0].tokens for sample in samples)
         assert samples[0].status is Status.COMPLETED
+    anyio.run(episodes.close)
 
 
 def test_an_episode_that_is_cancelled_ends_its_agent() -> None:
