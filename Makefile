@@ -106,6 +106,7 @@ openenv: .venv-openenv/.installed ## run the tests of OpenEnv environments, in a
 
 verifiers: .venv-verifiers/.installed ## run the tests of verifiers' environments, in a .venv of their own
 	@.venv-verifiers/bin/python -m pytest tests/rollout/agents/test_verifiers.py \
+		tests/rollout/agents/test_verifiers_v1.py \
 		tests/run/test_lookup.py -k verifiers $(ARGS)
 
 # These libraries need another version of mcp than the extra mcp.

@@ -42,9 +42,11 @@ from slipstream.rollout.agents.slime import CUSTOM_GENERATE
 from slipstream.rollout.agents.tinker import TinkerEpisodes, is_tinker_environment
 from slipstream.rollout.agents.verifiers import (
     VerifiersEpisodes,
+    has_tasks,
     is_verifiers_environment,
     without_signal_handlers,
 )
+from slipstream.rollout.agents.verifiers_v1 import TaskEpisodes
 from slipstream.rollout.agents.verl import (
     SINGLE_TURN,
     TOOL_AGENT,
@@ -301,8 +303,11 @@ def _environment_episodes(config: Config, tokenizer: PreTrainedTokenizerBase) ->
         alone = factory.gives_reward and not _has_rewards(config)
         return Episodes(factory, renderer, episode_limits(config, scores_itself=alone))
     if not inspect.isclass(found):
-        return VerifiersEpisodes(
-            _verifiers_environment(settings.path, settings.name, json.dumps(dict(settings.kwargs))),
+        kwargs = json.dumps(dict(settings.kwargs))
+        environment = _verifiers_environment(settings.path, settings.name, kwargs)
+        runner = TaskEpisodes if has_tasks(environment) else VerifiersEpisodes
+        return runner(
+            environment,
             renderer,
             sampling_params=_sampling_params(config),
             max_tokens=config.data.max_response_length,
@@ -340,15 +345,15 @@ def _environment_class(path: str, name: str) -> Any:
 
 @cache
 def _verifiers_environment(path: str, name: str, kwargs: str) -> Any:
-    """The environment that a user's function returns. Training and validation share it, because it
-    may hold data and connections."""
+    """The environment or taskset that a user's function returns. Training and validation share it,
+    because it may hold data and connections."""
     key, function = f"{_KEY}.environment", _environment_class(path, name)
     with without_signal_handlers():
         made = created(function, {}, json.loads(kwargs), what=key, own_key=f"{key}.kwargs")
     if not is_verifiers_environment(made):
         raise ConfigError(
             f"{key}.name={name} is a function, so it must return an environment of the library "
-            f"verifiers, not {type(made).__name__}; otherwise name a class"
+            f"verifiers or a taskset, not {type(made).__name__}; otherwise name a class"
         )
     return made
 

@@ -307,8 +307,8 @@ class EnvironmentSection:
     path: str | None = None
     """Python file with the class, or `pkg://package.module`."""
     name: str = "Environment"
-    """Name of the class; or of a function: `load_environment` returns an environment of verifiers,
-    any other name one of tinker-cookbook."""
+    """Name of the class; or of a function: `load_environment` returns an environment or taskset of
+    verifiers, any other name an environment of tinker-cookbook."""
     kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
     """Arguments of the class or function."""
 

@@ -575,3 +575,24 @@ def test_environments_of_verifiers_train(tools: bool, sft: Path, tmp_path: Path)
         assert (metrics["episode/turns/mean"] > 1) == tools
     if tools:
         assert any("<tool>" in sample["output"] for sample in samples(tmp_path / "run"))
+
+
+def test_a_taskset_of_verifiers_trains(sft: Path, tmp_path: Path) -> None:
+    pytest.importorskip("verifiers", reason="needs verifiers, which excludes `mcp`: make verifiers")
+    source, rows = Path(__file__).parents[1] / "rollout/agents/people_taskset.py", tmp_path / "rows"
+    make = load_named(source, "load_environment", path_key="", name_key="", what="")
+    assert write_verifiers_rows(make(), rows.with_suffix(".jsonl")) == 3
+    setting = f"{ROLLOUT}.multi_turn.environment={{path: {source}, name: load_environment}}"
+    files = (f"data.train_files=[{rows}.jsonl]", "data.max_prompt_length=40")
+    assert rl(tmp_path / "run", sft, setting, steps=2, data=("data.task=null", *files)) == 0
+    steps = trained(tmp_path / "run")
+    assert len(steps) == 2
+    for metrics in steps:
+        assert metrics["training/rollout_log_probs_differing"] == 0
+        assert metrics["training/num_failed_rewards"] == 0
+        assert metrics["episode/turns/mean"] > 1
+        # The metric counts the turns that the library recorded.
+        assert metrics["episode/turns"] == metrics["episode/turns/mean"]
+        rewards = metrics["episode/right"] + metrics["episode/length"]
+        assert metrics["critic/score/mean"] == pytest.approx(rewards)
+    assert any("<tool>" in sample["output"] for sample in samples(tmp_path / "run"))

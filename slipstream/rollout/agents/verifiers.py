@@ -1,5 +1,5 @@
 """Environments written for the library `verifiers`, up to 0.3: SingleTurnEnv, ToolEnv and other
-classes derived from MultiTurnEnv.
+classes derived from MultiTurnEnv. `verifiers_v1` has those of its v1 API.
 
     def load_environment(**kwargs) -> vf.Environment: ...     in a module of the user
 
@@ -17,6 +17,7 @@ import json
 import math
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -46,7 +47,7 @@ ROW = "verifiers"
 
 KIND = "environment"
 
-_NAME = "policy"
+NAME = "policy"
 """The name of the model that environments see."""
 
 _IGNORED = ("n", "extra_body")
@@ -54,9 +55,18 @@ _IGNORED = ("n", "extra_body")
 
 
 def is_verifiers_environment(found: Any) -> bool:
-    """Return whether an object is derived from `Environment` of verifiers."""
+    """Return whether an object is derived from `Environment` of verifiers, or has tasks."""
+    return has_tasks(found) or _is_derived(found, "Environment", "verifiers")
+
+
+def has_tasks(found: Any) -> bool:
+    """Return whether an object is derived from `Env` or `Taskset` of verifiers' v1 API."""
+    return any(_is_derived(found, name, "verifiers.v1") for name in ("Env", "Taskset"))
+
+
+def _is_derived(found: Any, name: str, package: str) -> bool:
     return any(
-        base.__name__ == "Environment" and base.__module__.partition(".")[0] == "verifiers"
+        base.__name__ == name and f"{base.__module__}.".startswith(f"{package}.")
         for base in type(found).__mro__
     )
 
@@ -79,26 +89,58 @@ def without_signal_handlers() -> Iterator[None]:
 def write_rows(environment: Any, path: str | Path, *, split: str = "train", count: int = -1) -> int:
     """Write the rows of an environment's data set to a JSONL file, for `data.train_files`
     (`split="train"`) or `data.val_files` (`split="eval"`). `count` limits their number; -1: all.
+    With the v1 API, `environment` may be a taskset, whose tasks have no splits.
 
-    Returns the number of rows.
+    Returns the number of rows. Raises ConfigError for a split of a taskset, and for all tasks of an
+    infinite one.
     """
-    get = {"train": environment.get_dataset, "eval": environment.get_eval_dataset}[split]
-    rows = [dict(row) for row in get(n=count)]
-    name = environment.env_id or "verifiers"
+    if has_tasks(environment):
+        taskset = getattr(environment, "taskset", environment)
+        kind, rows = type(taskset), _tasks(taskset, split, count)
+        # A file of the user has a module name that depends on its folder.
+        name = kind.__name__ if taskset.config.id == kind.__module__ else taskset.config.id
+    else:
+        get = {"train": environment.get_dataset, "eval": environment.get_eval_dataset}[split]
+        name = environment.env_id
+        rows = [(row["prompt"], row["example_id"], dict(row)) for row in get(n=count)]
     with Path(path).open("w", encoding="utf-8") as file:
-        for row in rows:
+        for prompt, index, row in rows:
             line = {
-                "data_source": name,
-                "prompt": row["prompt"],
+                "data_source": name or "verifiers",
+                "prompt": prompt,
                 "reward_model": {"style": "rule", "ground_truth": row.get("answer", "")},
-                "extra_info": {"index": row["example_id"], ROW: row},
+                "extra_info": {"index": index, ROW: row},
             }
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     return len(rows)
 
 
-class VerifiersEpisodes:
-    """Runs episodes of one environment, which they share."""
+def _tasks(taskset: Any, split: str, count: int) -> list[tuple[list[Message], int, dict[str, Any]]]:
+    """Prompt, index and data of the tasks of a taskset."""
+    from verifiers.v1.dialects.chat import message_to_wire
+
+    kind = type(taskset).__name__
+    if split != "train":
+        raise ConfigError(
+            f"{kind} of verifiers has no split {split!r}; pass another taskset, without `split`"
+        )
+    if taskset.INFINITE and count < 0:
+        raise ConfigError(f"{kind} of verifiers is infinite; set `count`")
+    rows = []
+    for index, task in enumerate(taskset if count < 0 else taskset.head(count)):
+        data, messages = task.data, task.data.prompt
+        if isinstance(messages, str | None):
+            messages = [{"role": "user", "content": messages or ""}]
+        else:
+            messages = [message_to_wire(message) for message in messages]
+        if data.system_prompt:
+            messages.insert(0, {"role": "system", "content": data.system_prompt})
+        rows.append((messages, index, data.model_dump(mode="json")))
+    return rows
+
+
+class PolicyEpisodes(ABC):
+    """Runs episodes of one environment, which they share and whose client is the policy."""
 
     def __init__(
         self,
@@ -109,21 +151,12 @@ class VerifiersEpisodes:
         max_tokens: int,
         max_prompt_tokens: int | None = None,
     ) -> None:
-        """`max_tokens` limits the tokens after the prompt. Raises ConfigError for a rubric that
-        scores whole groups, and DataError for a chat template that cannot append turns."""
-        if environment.requires_group_rollouts:
-            raise ConfigError(
-                f"{type(environment).__name__} of verifiers has reward functions of whole groups "
-                "(parameters such as `completions`); use functions of one rollout"
-            )
+        """`max_tokens` limits the tokens after the prompt."""
         self._environment = environment
         self._renderer = renderer
         self._params = dict(sampling_params)
         self._max_tokens = max_tokens
         self._max_prompt_tokens = max_prompt_tokens
-        schemas = [_schema(tool) for tool in environment.tool_defs or []]
-        if schemas or getattr(environment, "max_turns", -1) != 1:
-            renderer.check(schemas, results=bool(schemas))
 
     async def run(
         self,
@@ -142,8 +175,12 @@ class VerifiersEpisodes:
             max_tokens=self._max_tokens,
             max_prompt_tokens=self._max_prompt_tokens,
         )
-        policy = _Policy(session, sample, self._renderer, self._params)
+        policy = ChatPolicy(session, sample, self._renderer, self._params)
         return await session.run("verifiers", lambda: self._play(sample, row, policy))
+
+    @abstractmethod
+    async def _play(self, sample: Sample, row: Prompt, policy: ChatPolicy) -> None:
+        """Run an episode to its end, and write its score to the record."""
 
     async def discard(self, sample: Sample) -> None:
         return None
@@ -151,19 +188,36 @@ class VerifiersEpisodes:
     async def close(self) -> None:
         return None
 
-    async def _play(self, sample: Sample, row: Prompt, policy: _Policy) -> None:
+
+class VerifiersEpisodes(PolicyEpisodes):
+    """Runs episodes of an environment derived from `Environment`."""
+
+    def __init__(self, environment: Any, renderer: Renderer, **options: Any) -> None:
+        """`options` are those of `PolicyEpisodes`. Raises ConfigError for a rubric that scores
+        whole groups, and DataError for a chat template that cannot append turns."""
+        if environment.requires_group_rollouts:
+            raise ConfigError(
+                f"{type(environment).__name__} of verifiers has reward functions of whole groups "
+                "(parameters such as `completions`); use functions of one rollout"
+            )
+        super().__init__(environment, renderer, **options)
+        schemas = [schema_of(tool) for tool in environment.tool_defs or []]
+        if schemas or getattr(environment, "max_turns", -1) != 1:
+            renderer.check(schemas, results=bool(schemas))
+
+    async def _play(self, sample: Sample, row: Prompt, policy: ChatPolicy) -> None:
         from verifiers.errors import InfraError
 
         environment, record = self._environment, policy.session.record
         started = time.monotonic()
-        state = await environment.rollout(_input(row), _client(policy), _NAME, {})
+        state = await environment.rollout(_input(row), _client(policy), NAME, {})
         if policy.failed is not None:
             raise policy.failed
         if isinstance(state["error"], InfraError):
             raise state["error"]
         policy.session.check_replayed()
         if state.get("timed_out"):
-            _cut_to_turn(sample)
+            cut_to_turn(sample)
         if record.turns == 0:
             why = state["error"] or state.get("stop_condition")
             raise EpisodeError(f"the episode ended without a turn of the policy ({why})")
@@ -180,7 +234,7 @@ class VerifiersEpisodes:
             record.truncated_by = TOKENS
 
 
-def _cut_to_turn(sample: Sample) -> None:
+def cut_to_turn(sample: Sample) -> None:
     """Leave out what follows the last turn of the policy that is complete."""
     while len(sample.segments) > 1:
         last = sample.segments[-1]
@@ -202,7 +256,7 @@ def _input(row: Prompt) -> dict[str, Any]:
     }
 
 
-class _Policy:
+class ChatPolicy:
     """The policy of one episode. It continues a conversation."""
 
     def __init__(
@@ -220,7 +274,7 @@ class _Policy:
         """Seconds in which turns were generated."""
         self._sample = sample
         self._renderer = renderer
-        self._known: list[Message] = []
+        self.known: list[Message] = []
         """The conversation up to the policy's last turn, as the environment has it."""
         self._last: AssistantMessage | None = None
 
@@ -249,7 +303,7 @@ class _Policy:
             return None
         self._last = self._renderer.parse(turn.ids, tools)
         message = _message(self._last)
-        self._known = [*messages, message]
+        self.known = [*messages, message]
         record = self.session.record
         for call in self._last.tool_calls:
             record.calls += 1
@@ -261,7 +315,7 @@ class _Policy:
         return {
             "id": f"turn{record.turns}",
             "created": 0,
-            "model": _NAME,
+            "model": NAME,
             "usage": {
                 "prompt_tokens": len(ids),
                 "reasoning_tokens": 0,
@@ -286,9 +340,9 @@ class _Policy:
         """The ids of all messages: those of earlier requests, then of new messages."""
         if self._last is None:
             return self._renderer.prompt([_rendered(one, {}) for one in messages], tools)
-        known = len(self._known)
+        known = len(self.known)
         new = messages[known:]
-        if messages[:known] != self._known or not new:
+        if messages[:known] != self.known or not new:
             raise EpisodeError(
                 f"the messages of turn {self.session.record.turns + 1} do not continue those of "
                 "the turn before; an environment must append to them, and never change or leave "
@@ -336,7 +390,7 @@ def _rendered(message: Message, names: Mapping[str, str]) -> Message:
     return message
 
 
-def _schema(tool: Any) -> ToolSchema:
+def schema_of(tool: Any) -> ToolSchema:
     function = {
         "name": tool.name,
         "description": tool.description,
@@ -345,13 +399,13 @@ def _schema(tool: Any) -> ToolSchema:
     return {"type": "function", "function": function}
 
 
-def _client(policy: _Policy) -> Any:
+def _client(policy: ChatPolicy) -> Any:
     return _client_class()(policy)
 
 
 @cache
 def _client_class() -> Any:
-    """A `Client` of verifiers whose native client is a `_Policy`."""
+    """A `Client` of verifiers whose native client is a `ChatPolicy`."""
     from verifiers.clients import Client
     from verifiers.errors import OverlongPromptError
     from verifiers.types import Response
@@ -361,7 +415,7 @@ def _client_class() -> Any:
             raise ConfigError("the client of a run cannot be made from a configuration")
 
         async def to_native_tool(self, tool: Any) -> ToolSchema:
-            return _schema(tool)
+            return schema_of(tool)
 
         async def to_native_prompt(self, messages: Any) -> tuple[list[Message], dict[str, Any]]:
             return [message.model_dump(exclude_none=True) for message in messages], {}

@@ -306,5 +306,5 @@ def test_the_settings_name_a_function(tmp_path: Path) -> None:
     other = tmp_path / "other.py"
     other.write_text("def load_environment():\n    return 3\n")
     line[0] = f"{KEY}.environment.path={other}"
-    with pytest.raises(ConfigError, match=r"environment of the library verifiers, not int"):
+    with pytest.raises(ConfigError, match=r"verifiers or a taskset, not int"):
         make_episodes(config_of(*line), build_tokenizer())
