@@ -6,6 +6,7 @@ import inspect
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from slipstream.build.limits import branches_fit
 from slipstream.config.schema import Config
 from slipstream.data.end_tokens import end_token_ids
 from slipstream.errors import ConfigError
@@ -78,6 +79,7 @@ def make_custom_generate(
         max_prompt_tokens=data.max_prompt_length,
         end_token_ids=turn_end_ids(config, tokenizer),
         template_kwargs=data.apply_chat_template_kwargs,
+        contexts=branches_fit(config),
         evaluation=evaluation,
     )
     return CustomGenerate(_function(path), settings)

@@ -483,7 +483,7 @@ class _Episode:
             return truncate(sample, MICRO_BATCH)
         self._messages += messages
         if branches:
-            _begin_branch(sample, ids)
+            begin_branch(sample, ids)
         else:
             role = str(messages[0].get("role")) if messages else "user"
             sample.append(Segment.given(role, ids))
@@ -617,9 +617,17 @@ def _used(sample: Sample) -> int:
     return sample.num_tokens - _first_prompt(sample)
 
 
-def _begin_branch(sample: Sample, ids: Sequence[int]) -> None:
+def begin_branch(sample: Sample, ids: Sequence[int]) -> None:
     """Continue a sample in a new branch, whose context is `ids`."""
-    done = Sample(
+    done = put_aside(sample)
+    sample.earlier.append(done)
+    sample.segments = [Segment.given("prompt", list(ids))]
+    sample.branch, sample.parent = len(sample.earlier), done.branch
+
+
+def put_aside(sample: Sample) -> Sample:
+    """Return the current branch of a sample as a sample of its own."""
+    return Sample(
         prompt=sample.prompt,
         segments=sample.segments,
         status=Status.COMPLETED,
@@ -632,9 +640,6 @@ def _begin_branch(sample: Sample, ids: Sequence[int]) -> None:
         attempt=sample.attempt,
         data_source=sample.data_source,
     )
-    sample.earlier.append(done)
-    sample.segments = [Segment.given("prompt", list(ids))]
-    sample.branch, sample.parent = len(sample.earlier), done.branch
 
 
 def _record(sample: Sample) -> EpisodeRecord:

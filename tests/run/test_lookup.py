@@ -354,6 +354,8 @@ class Twice(gymnasium.Env):
         return "who is ana ?", len(action) / 100, self.left < 0, False, {"length": len(action)}
 """
 SLIME = """
+import copy
+
 from slipstream.compat.slime.rollout.sglang_rollout import GenerateState
 from slipstream.compat.slime.utils.http_utils import post
 from slipstream.compat.slime.utils.types import Sample
@@ -388,6 +390,17 @@ async def generate(args, sample: Sample, sampling_params) -> Sample:
             sample.append_response_tokens(args, tokens=more, trainable=False, text=MORE)
     sample.reward = sample.response_length / 100
     return sample
+
+
+async def ask_another(args, sample: Sample, sampling_params) -> list[Sample]:
+    other = copy.deepcopy(sample)
+    sample = await generate(args, sample, sampling_params)
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    ids = GenerateState(args).tokenizer(MORE, add_special_tokens=False)["input_ids"]
+    output = await post(url, {"input_ids": ids, "sampling_params": sampling_params})
+    other.tokens = ids + output["output_ids"]
+    other.response_length, other.reward = len(output["output_ids"]), 0.0
+    return [sample, other]
 """
 TINKER = """
 from types import SimpleNamespace
@@ -425,7 +438,7 @@ class Twice:
             logs={},
         )
 """
-KINDS = ["tool", "interaction", "agent loop", "trl", "gymnasium", "slime", "tinker"]
+KINDS = ["tool", "interaction", "agent loop", "trl", "gymnasium", "slime", "two agents", "tinker"]
 
 
 def write_rows(folder: Path, **more: Any) -> Path:
@@ -476,6 +489,7 @@ def test_code_written_for_other_libraries_trains(
         "trl": f"{ROLLOUT}.multi_turn.environment={{path: {tmp_path}/people.py, name: People}}",
         "gymnasium": f"{ROLLOUT}.multi_turn.environment={{path: {tmp_path}/twice.py, name: Twice}}",
         "slime": f"{ROLLOUT}.agent.custom_generate_function_path=slime_twice.generate",
+        "two agents": f"{ROLLOUT}.agent.custom_generate_function_path=slime_twice.ask_another",
         "tinker": f"{ROLLOUT}.multi_turn.environment="
         f"{{path: {tmp_path}/tinker_twice.py, name: Twice}}",
     }[kind]
@@ -485,8 +499,11 @@ def test_code_written_for_other_libraries_trains(
         if step > 0:
             assert metrics["training/rollout_log_probs_differing"] == 0
             assert metrics["episode/turns/mean"] > 1
+            assert metrics["episode/branches/mean"] == (2 if kind == "two agents" else 1)
     texts = [sample["output"] for sample in samples(tmp_path / "run")]
     mark = "<tool>" if kind in ("tool", "trl") else "<user>who is ana ?<end><assistant>"
+    if kind == "two agents":  # the text is that of the last branch, which has one turn
+        mark = "<end>"
     assert sum(mark in text for text in texts) >= len(texts) / 6
 
 

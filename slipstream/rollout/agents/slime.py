@@ -26,7 +26,13 @@ import httpx2
 from slipstream.data.chat_template import apply_chat_template
 from slipstream.errors import DataError
 from slipstream.reading import shown
-from slipstream.rollout.agents.session import LENGTHS, PolicySession, check_sampling
+from slipstream.rollout.agents.session import (
+    LENGTHS,
+    ContextRule,
+    PolicySession,
+    Result,
+    check_sampling,
+)
 from slipstream.rollout.agents.slime_types import Sample as SlimeSample
 from slipstream.rollout.episode import EpisodeError, Generate
 from slipstream.types import Prompt, Sample, Segment, Status
@@ -74,7 +80,8 @@ class GenerateState:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Settings of all episodes. `end_token_ids` are the tokens that end a turn. `template_kwargs`
-    are variables of the chat template."""
+    are variables of the chat template. `contexts` tells whether contexts of given lengths can be
+    trained on together."""
 
     args: Arguments
     tokenizer: Any
@@ -83,6 +90,7 @@ class Settings:
     max_prompt_tokens: int | None
     end_token_ids: Sequence[int]
     template_kwargs: Mapping[str, Any]
+    contexts: ContextRule
     evaluation: bool = False
 
 
@@ -110,6 +118,7 @@ class CustomGenerate:
             kind=KIND,
             max_tokens=settings.max_tokens,
             max_prompt_tokens=settings.max_prompt_tokens,
+            contexts=settings.contexts,
         )
         more = {}
         if "evaluation" in inspect.signature(self._function).parameters:
@@ -294,34 +303,41 @@ _router: ContextVar[_Router | None] = ContextVar("router", default=None)
 """The router of the running episode."""
 
 
-def _finish(sample: Sample, session: PolicySession, result: Any) -> None:
-    """Check the function's result against what was sampled, and take its mask, reward and
-    status."""
-    results = result if isinstance(result, list) else [result]
-    if len(results) != 1:
-        raise DataError(
-            f"the {KIND} returned {len(results)} samples; it must return one, because several "
-            "samples of one episode are not supported"
-        )
-    (result,) = results
-    if not isinstance(result, SlimeSample):
-        raise DataError(f"the {KIND} must return a Sample, got {type(result).__name__}")
-    if isinstance(result.reward, Mapping):
-        raise DataError(f"the {KIND} set sample.reward to a dictionary; set it to a number")
-    if result.status in (SlimeSample.Status.ABORTED, SlimeSample.Status.FAILED):
-        raise EpisodeError(f"it set Sample.Status.{result.status.name}")
+def _finish(sample: Sample, session: PolicySession, returned: Any) -> None:
+    """Check the function's samples against what was sampled, and take their masks, rewards and
+    status. There is one sample for each context; the rewards are added."""
+    results = returned if isinstance(returned, list) else [returned]
+    for result in results:
+        if not isinstance(result, SlimeSample):
+            raise DataError(f"the {KIND} must return a Sample, got {type(result).__name__}")
+        if isinstance(result.reward, Mapping):
+            raise DataError(f"the {KIND} set sample.reward to a dictionary; set it to a number")
+        if result.status in (SlimeSample.Status.ABORTED, SlimeSample.Status.FAILED):
+            raise EpisodeError(f"it set Sample.Status.{result.status.name}")
+    rewards = [result.reward for result in results if result.reward is not None]
+    if rewards and len(rewards) < len(results):
+        raise DataError(f"the {KIND} set sample.reward of some samples only; set it of all or none")
+    names = ("sample.tokens", "sample.loss_mask", "sample.reward")
+    score = sum(rewards) if rewards else None
+    session.finish([_checked(result, sample) for result in results], score, names=names)
+    states = {result.status for result in results}
+    if SlimeSample.Status.TRUNCATED in states:
+        sample.status = Status.TRUNCATED
+    elif SlimeSample.Status.COMPLETED in states:
+        sample.status = Status.COMPLETED
+
+
+def _checked(result: SlimeSample, sample: Sample) -> Result:
+    """The tokens and the mask of a sample that the function returned."""
     start = len(result.tokens) - result.response_length
     prompt, response = list(result.tokens[: max(start, 0)]), list(result.tokens[max(start, 0) :])
-    if start < 0 or prompt != sample.prompt_ids:
+    if start < 0 or prompt not in [branch.prompt_ids for branch in sample.branches]:
         raise EpisodeError(
             f"sample.tokens must be the prompt of the first request, and response_length="
             f"{result.response_length} tokens after it"
         )
     mask = [0] * len(response) if result.remove_sample else result.loss_mask
-    names = ("sample.tokens", "sample.loss_mask", "sample.reward")
-    session.finish(response, mask, result.reward, names=names)
-    if result.status is not SlimeSample.Status.PENDING:
-        sample.status = Status[result.status.name]
+    return Result(response, mask, prompt)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -26,7 +26,7 @@ import anyio
 
 from slipstream.data.chat_template import prompt_ids
 from slipstream.errors import ConfigError, DataError, did_you_mean, name_of
-from slipstream.rollout.agents.session import LENGTHS, PolicySession, check_sampling
+from slipstream.rollout.agents.session import LENGTHS, PolicySession, Result, check_sampling
 from slipstream.rollout.episode import EpisodeRunner, Generate
 from slipstream.types import Prompt, Sample
 
@@ -280,8 +280,7 @@ def _finish(session: PolicySession, output: Any) -> None:
         raise DataError("an agent loop must return one AgentLoopOutput")
     (output,) = outputs
     session.finish(
-        output.response_ids,
-        output.response_mask,
+        [Result(output.response_ids, output.response_mask)],
         output.reward_score,
         names=("response_ids", "response_mask", "reward_score"),
     )

@@ -17,7 +17,8 @@ class Policy:
         last = sample.segments[-1]
         done = len(last.ids)
         # The segment of the turn that begins or continues is already there.
-        turn = sum(segment.role == "assistant" for segment in sample.segments) - 1
+        segments = [segment for branch in sample.branches for segment in branch.segments]
+        turn = sum(segment.role == "assistant" for segment in segments) - 1
         ids = [10 * (turn + 1), 10 * (turn + 1) + 1][done:]
         reason = StopReason.ERROR if self.fail else StopReason.EOS
         if turn == self.stop_in:

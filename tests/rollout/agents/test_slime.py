@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from slipstream.compat.slime.rollout.sglang_rollout import GenerateState
@@ -121,6 +122,7 @@ def runner(function: Callable[..., Any] = by_ids, **more: Any) -> CustomGenerate
         "max_prompt_tokens": None,
         "end_token_ids": (END,),
         "template_kwargs": {},
+        "contexts": lambda lengths: len(lengths) < 4,
     }
     return CustomGenerate(function, Settings(**(settings | more)))
 
@@ -455,7 +457,7 @@ def bad_one(how: str) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("rewrite", "must append to them"),
+        ("rewrite", "append to them"),
         ("raise", "broken function"),
         ("args", "args.max_tokens_per_gpu of slime does not exist"),
         ("abort", "it set Sample.Status.ABORTED"),
@@ -534,3 +536,112 @@ def test_other_addresses_are_asked_by_http(server: tuple[str, list[bytes]]) -> N
     url, sent = server
     assert anyio.run(lambda: post(url, {"q": 1}, 2)) == {"result": [1]}
     assert sent == [b'{"q":1}'] * 2
+
+
+OTHER = [5, 6, 7]
+
+
+def turn_of(output: dict[str, Any]) -> list[int]:
+    return list(output["output_ids"])
+
+
+async def two_contexts(args: Any, sample: Any, sampling_params: Any) -> Any:
+    """An agent asks another one, which has a context of its own, and continues with its answer."""
+    prompt = encode(sample.prompt)
+    first = turn_of(await post(URL, {"input_ids": prompt}))
+    worker = turn_of(await post(URL, {"input_ids": OTHER}))
+    more = encode(MORE)
+    known = [*prompt, *first, *more]
+    last = turn_of(await post(URL, {"input_ids": known}))
+    other = copy.deepcopy(sample)
+    sample.tokens, sample.response_length = [*known, *last], len(first + more + last)
+    sample.loss_mask = [1] * len(first) + [0] * len(more) + [1] * len(last)
+    other.tokens, other.response_length = [*OTHER, *worker], len(worker)
+    other.loss_mask = [1, *[0] * (len(worker) - 1)]
+    sample.reward = other.reward = 0.25
+    sample.status = other.status = SlimeSample.Status.COMPLETED
+    return [sample, other]
+
+
+def test_contexts_that_do_not_continue_each_other_are_branches() -> None:
+    sample, more = new_sample(), encode(MORE)
+    assert run(runner(two_contexts), sample, Policy())
+    agent, worker = sample.branches
+    assert (agent.branch, worker.branch, worker.parent) == (0, 1, 0)
+    assert agent.prompt_ids == encode(PROMPT)
+    assert agent.response_ids == [10, 11, *more, 30, 31]
+    assert agent.loss_mask[len(agent.prompt_ids) :] == [1.0, 1.0, *[0.0] * len(more), 1.0, 1.0]
+    assert (worker.prompt_ids, worker.response_ids) == (OTHER, [20, 21])
+    assert worker.loss_mask == [0.0, 0.0, 0.0, 1.0, 0.0]
+    assert sample.status is Status.COMPLETED
+    assert sample.episode is not None
+    assert (sample.episode.score, sample.episode.turns) == (0.5, 3)
+
+
+@pytest.mark.parametrize("stop_in", [0, 1, 2])
+def test_contexts_are_replayed(stop_in: int) -> None:
+    whole, sample = new_sample(), new_sample()
+    run(runner(two_contexts), whole, Policy())
+    policy = Policy(stop_in=stop_in)
+    assert not run(runner(two_contexts), sample, policy)
+    assert sample.status is Status.PENDING
+    policy.limits.clear()
+    assert run(runner(two_contexts), sample, policy)
+    assert sample == whole
+    assert len(policy.limits) == 3 - stop_in
+
+
+def test_each_context_must_be_returned() -> None:
+    async def forgets(args: Any, sample: Any, sampling_params: Any) -> Any:
+        return (await two_contexts(args, sample, sampling_params))[0]
+
+    sample = new_sample()
+    assert not run(runner(forgets), sample, Policy())
+    assert "return a sample for each of 2 contexts" in (sample.failure or "")
+
+
+def test_a_context_that_may_not_fit_truncates_the_sample() -> None:
+    lengths: list[list[int]] = []
+
+    def none_fits(found: Sequence[int]) -> bool:
+        lengths.append([*found])
+        return False
+
+    async def asks_twice(args: Any, sample: Any, sampling_params: Any) -> Any:
+        prompt = encode(sample.prompt)
+        first = turn_of(await post(URL, {"input_ids": prompt}))
+        assert turn_of(await post(URL, {"input_ids": OTHER})) == []
+        sample.tokens, sample.response_length = prompt + first, len(first)
+        return sample
+
+    sample, prompt = new_sample(), encode(PROMPT)
+    assert run(runner(asks_twice, contexts=none_fits), sample, Policy())
+    assert sample.status is Status.TRUNCATED
+    assert lengths == [[len(prompt) + 2, len(prompt) + 100]]
+
+
+def test_rewards_of_some_contexts_end_the_run() -> None:
+    async def half(args: Any, sample: Any, sampling_params: Any) -> Any:
+        first, second = await two_contexts(args, sample, sampling_params)
+        second.reward = None
+        return [first, second]
+
+    with pytest.raises(DataError, match="all or none"):
+        run(runner(half), new_sample(), Policy())
+
+
+def test_two_turns_at_the_same_time_fail_the_sample() -> None:
+    async def both(args: Any, sample: Any, sampling_params: Any) -> Any:
+        async with anyio.create_task_group() as tasks:
+            for ids in (encode(sample.prompt), OTHER):
+                tasks.start_soon(post, URL, {"input_ids": ids})
+
+    policy = Policy()
+
+    async def slow(sample: Sample, max_tokens: int | None = None, /) -> Generation:
+        await anyio.lowlevel.checkpoint()
+        return await policy(sample, max_tokens)
+
+    sample = new_sample()
+    assert not run(runner(both), sample, slow)
+    assert "two turns at the same time" in (sample.failure or "")
