@@ -220,20 +220,31 @@ def test_the_lookup_tokenizer_appends() -> None:
     assert tokenizer.decode(ids) == "<tool>boss ben<end><assistant>"
 
 
+def renderer_that_tells() -> Renderer:
+    """The template writes the first tool and all reasoning at the end."""
+    tokenizer = tool_tokenizer("qwen3")
+    tokenizer.chat_template += (
+        "{{ tools[0].function.name if tools else '' }}"
+        "{% for m in messages %}{{ m.reasoning_content or '' }}{% endfor %}"
+    )
+    return Renderer(tokenizer, format_of_template(tokenizer.chat_template))
+
+
 def test_kept_extensions_are_those_of_a_new_renderer() -> None:
-    kept = renderer_of("qwen3")
+    kept = renderer_that_tells()
     plain = AssistantMessage(text="x", content="x")
     thought = AssistantMessage(text="x", content="x", reasoning="r")
+    other = [{"type": "function", "function": {**TOOLS[0]["function"], "name": "seek"}}]
     cases = [
         (turn, messages, tools)
         for turn in (plain, thought)
         for messages in ([result("a")], [result("b")], [result("a"), result("b", 1)], [QUESTION])
-        for tools in (TOOLS, [{**TOOLS[0]}], [])
+        for tools in (TOOLS, other, [])
     ]
     for _ in range(2):
         for turn, messages, tools in cases:
             end, ids = kept.extend(turn, messages, tools)
-            assert (end, ids) == renderer_of("qwen3").extend(turn, messages, tools)
+            assert (end, ids) == renderer_that_tells().extend(turn, messages, tools)
             ids.clear()  # Callers get their own lists.
 
 
