@@ -79,7 +79,7 @@ def make_custom_generate(
         max_prompt_tokens=data.max_prompt_length,
         end_token_ids=turn_end_ids(config, tokenizer),
         template_kwargs=data.apply_chat_template_kwargs,
-        contexts=branches_fit(config),
+        branches_fit=branches_fit(config),
         evaluation=evaluation,
     )
     return CustomGenerate(_function(path), settings)

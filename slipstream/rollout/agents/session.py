@@ -35,10 +35,6 @@ FIXED = ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids")
 the engine has them for the whole run."""
 
 
-ContextRule = Callable[[Sequence[int]], bool]
-"""Tells whether branches of given lengths can be trained on together."""
-
-
 @dataclass(frozen=True, slots=True)
 class Result:
     """What users' code returned of a branch: tokens after the prompt, their mask (None: all), and
@@ -64,17 +60,17 @@ class PolicySession:
         kind: str,
         max_tokens: int,
         max_prompt_tokens: int | None,
-        contexts: ContextRule | None = None,
+        branches_fit: Callable[[Sequence[int]], bool] | None = None,
     ) -> None:
         """`kind` names the code in messages. `max_tokens` limits the tokens after the prompt.
-        `contexts` tells whether branches of given lengths can be trained on together; None: the
+        `branches_fit` tells whether branches of given lengths can be trained on together; None: the
         code has one context. The recorded turns of a stopped sample are replayed."""
         self._sample = sample
         self._generate = generate
         self._kind = kind
         self._max_tokens = max_tokens
         self._max_prompt_tokens = max_prompt_tokens
-        self._contexts = contexts
+        self._branches_fit = branches_fit
         branches = {branch.branch: branch.segments for branch in sample.branches}
         self._prompts = {place: segments[0] for place, segments in branches.items()}
         """The recorded prompts, by branch."""
@@ -203,7 +199,7 @@ class PolicySession:
             f"the prompt of turn {self.record.turns + 1} does not begin with the {len(known)} "
             "tokens so far"
         )
-        if self._contexts is None:
+        if self._branches_fit is None:
             raise EpisodeError(
                 f"{parted}; the {self._kind} must append to them, and never decode and tokenize "
                 "them again"
@@ -221,7 +217,7 @@ class PolicySession:
     def _change_branch(self, ids: list[int]) -> bool:
         """Continue the branch that `ids` extend, or begin a new one. Returns whether the new tokens
         fit."""
-        assert self._contexts is not None
+        assert self._branches_fit is not None
         sample = self._sample
         fitting = [b for b in sample.earlier if ids[: b.num_tokens] == b.tokens]
         if fitting:
@@ -229,7 +225,7 @@ class PolicySession:
             _make_current(sample, found)
             return self._observe(ids[found.num_tokens :])
         lengths = [*(branch.num_tokens for branch in sample.branches), self._most]
-        if len(ids) >= self._most or not self._contexts(lengths):
+        if len(ids) >= self._most or not self._branches_fit(lengths):
             return False
         begin_branch(sample, ids)
         return self._begin(ids)

@@ -28,7 +28,6 @@ from slipstream.errors import DataError
 from slipstream.reading import shown
 from slipstream.rollout.agents.session import (
     LENGTHS,
-    ContextRule,
     PolicySession,
     Result,
     check_sampling,
@@ -80,8 +79,8 @@ class GenerateState:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Settings of all episodes. `end_token_ids` are the tokens that end a turn. `template_kwargs`
-    are variables of the chat template. `contexts` tells whether contexts of given lengths can be
-    trained on together."""
+    are variables of the chat template. `branches_fit` tells whether branches of given lengths can
+    be trained on together."""
 
     args: Arguments
     tokenizer: Any
@@ -90,7 +89,7 @@ class Settings:
     max_prompt_tokens: int | None
     end_token_ids: Sequence[int]
     template_kwargs: Mapping[str, Any]
-    contexts: ContextRule
+    branches_fit: Callable[[Sequence[int]], bool]
     evaluation: bool = False
 
 
@@ -118,7 +117,7 @@ class CustomGenerate:
             kind=KIND,
             max_tokens=settings.max_tokens,
             max_prompt_tokens=settings.max_prompt_tokens,
-            contexts=settings.contexts,
+            branches_fit=settings.branches_fit,
         )
         more = {}
         if "evaluation" in inspect.signature(self._function).parameters:

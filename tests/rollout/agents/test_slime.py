@@ -122,7 +122,7 @@ def runner(function: Callable[..., Any] = by_ids, **more: Any) -> CustomGenerate
         "max_prompt_tokens": None,
         "end_token_ids": (END,),
         "template_kwargs": {},
-        "contexts": lambda lengths: len(lengths) < 4,
+        "branches_fit": lambda lengths: len(lengths) < 4,
     }
     return CustomGenerate(function, Settings(**(settings | more)))
 
@@ -615,7 +615,7 @@ def test_a_context_that_may_not_fit_truncates_the_sample() -> None:
         return sample
 
     sample, prompt = new_sample(), encode(PROMPT)
-    assert run(runner(asks_twice, contexts=none_fits), sample, Policy())
+    assert run(runner(asks_twice, branches_fit=none_fits), sample, Policy())
     assert sample.status is Status.TRUNCATED
     assert lengths == [[len(prompt) + 2, len(prompt) + 100]]
 
