@@ -687,6 +687,8 @@ class EngineCapabilities:
     leave the other cores to drafter training (`actor_rollout_ref.rollout.one_thread_below`)."""
     kv_budget: bool = False
     """The engine keeps its KV cache within `actor_rollout_ref.rollout.kv_cache_bytes`."""
+    servers: bool = False
+    """The engine is a client of servers (`actor_rollout_ref.rollout.server`)."""
     width_multiple: int = 1
     """Hidden size, intermediate size and head dimension must be multiples of this."""
     for_tests: bool = False

@@ -13,6 +13,8 @@ already, or a dotted path that is imported when the engine is made.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 
 ENGINE_KEY = "actor_rollout_ref.rollout.name"
 """The option that selects an engine."""
+
+VLLM_PYTHON = "SLIPSTREAM_VLLM_PYTHON"
+"""The environment variable with the Python interpreter of an environment that has vLLM."""
 
 Factory = str | Callable[..., Any]
 """A function, or its dotted path `package.module:function`."""
@@ -93,6 +98,11 @@ def register_engine(
         raise ConfigError(
             f"an engine named {name!r} is already registered; register yours under another name"
         )
+
+
+def vllm_is_here() -> bool:
+    """Whether the run's Python has vLLM, or the environment variable names one that has."""
+    return VLLM_PYTHON in os.environ or importlib.util.find_spec("vllm") is not None
 
 
 def engine_names() -> tuple[str, ...]:
@@ -166,6 +176,7 @@ EMBEDDED = EngineCapabilities(
 HF = EngineCapabilities(
     policies=frozenset({PolicyKind.DECODER, PolicyKind.TRANSFORMERS}), keyed_noise=True
 )
+VLLM = EngineCapabilities(policies=frozenset({PolicyKind.DECODER}), servers=True)
 FAKE = EngineCapabilities(for_tests=True)
 
 register_engine(
@@ -175,4 +186,10 @@ register_engine(
     check="slipstream.build.engine:check_embedded",
 )
 register_engine("hf", HF, "slipstream.build.engine:make_hf")
+register_engine(
+    "vllm",
+    VLLM,
+    "slipstream.build.servers:make_vllm",
+    check="slipstream.build.servers:check_vllm",
+)
 register_engine("fake", FAKE, None)

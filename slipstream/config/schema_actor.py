@@ -378,12 +378,38 @@ class AgentSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSection:
+    """Servers of the engine `vllm`. The run starts them, or uses running ones."""
+
+    urls: tuple[str, ...] = ()
+    """Addresses of running servers, such as `http://host:8000`; empty: the run starts its own."""
+    replicas: PositiveInt = 1
+    """Number of servers to start. Each serves the whole policy."""
+    python: str | None = None
+    """Python interpreter of the environment with vLLM; null: the environment variable
+    SLIPSTREAM_VLLM_PYTHON, or the interpreter of the run."""
+    startup_timeout_s: PositiveFloat = 600.0
+    """Deadline in seconds for the start of a server."""
+    update_timeout_s: PositiveFloat = 300.0
+    """Deadline in seconds for a weight update of a server."""
+    transfer_dir: str | None = None
+    """Folder through which servers get new weights; null: memory (`/dev/shm`). It needs room for
+    two copies of the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSection:
     """Generation of responses."""
 
     name: str = "embedded"
-    """Inference engine: `embedded` (built in), `hf` (transformers), `fake` (scripted, tests), or
-    one that `model.external_lib` registers (`inference.register_engine`)."""
+    """Inference engine: `embedded` (built in), `hf` (transformers), `vllm` (servers in an
+    environment of their own), `fake` (scripted, tests), or one that `model.external_lib` registers
+    (`inference.register_engine`)."""
+    server: ServerSection = field(default_factory=ServerSection)
+    """Servers that generate, with `rollout.name=vllm`."""
+    engine_kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
+    """Command line options of servers, by engine: `engine_kwargs.vllm.swap_space=4` is vLLM's
+    `--swap-space 4`."""
     n: PositiveInt = 8
     """Responses per prompt: the group size."""
     temperature: NonNegativeFloat = 1.0

@@ -7,6 +7,7 @@ configuration and the `Hardware` argument, and do not import torch. Called by `l
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from datetime import date
 
 from slipstream.config.engines import (
@@ -21,7 +22,7 @@ from slipstream.config.inert import options_without_effect
 from slipstream.config.rules import WithoutEffect
 from slipstream.config.schedules import updates_per_step
 from slipstream.config.schema import Config, DataSection
-from slipstream.config.schema_actor import ModelSection, OptimSection
+from slipstream.config.schema_actor import ModelSection, OptimSection, ServerSection
 from slipstream.config.schema_speculative import MOST_BRANCHES, EagleSection
 from slipstream.config.tree import show
 from slipstream.config.val_settings import check_val_settings
@@ -627,8 +628,35 @@ def _multi_turn(config: Config) -> Iterator[str]:
             )
 
 
+def _servers(config: Config) -> Iterator[str]:
+    rollout, key = config.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    server, defaults = rollout.server, ServerSection()
+    names = [field.name for field in fields(defaults)]
+    changed = [name for name in names if getattr(server, name) != getattr(defaults, name)]
+    if engine_lacks(config, lambda engine: engine.servers):
+        remedy = engines_with(lambda engine: engine.servers)
+        for name in changed:
+            yield WithoutEffect(
+                f"{key}.server.{name}={show(getattr(server, name))} has no effect with "
+                f"{ENGINE_KEY}={rollout.name}; set {remedy}, or remove {key}.server.{name}"
+            )
+        if any(rollout.engine_kwargs.values()):
+            yield WithoutEffect(
+                f"{key}.engine_kwargs={show(rollout.engine_kwargs)} has no effect with "
+                f"{ENGINE_KEY}={rollout.name}; set {remedy}, or remove {key}.engine_kwargs"
+            )
+    elif server.urls:
+        for name in changed:
+            if name in ("replicas", "python", "startup_timeout_s"):
+                yield WithoutEffect(
+                    f"{key}.server.{name}={show(getattr(server, name))} has no effect with "
+                    f"{key}.server.urls, because the run starts no server; remove one of them"
+                )
+
+
 def _run(config: Config) -> Iterator[str]:
     trainer = config.trainer
+    yield from _servers(config)
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         yield (
             "trainer.resume_mode=resume_path needs a checkpoint, but trainer.resume_from_path is "

@@ -91,7 +91,6 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         f"{_ROLLOUT}.disaggregation.*",
         f"{_ROLLOUT}.moe_load_balance_metrics_interval",
         f"{_ROLLOUT}.micro_batch_size*",
-        f"{_ROLLOUT}.engine_kwargs*",
         f"{_ROLLOUT}.agent.custom_async_server.*",
         f"{_ROLLOUT}.prometheus.*",
         f"{_ROLLOUT}.mtp*",
@@ -479,9 +478,8 @@ REFUSED_VALUES: dict[str, dict[Any, str]] = {
         f"{_ACTOR}.strategy=fsdp2",
     ),
     ENGINE_KEY: dict.fromkeys(
-        ("vllm", "sglang", "trtllm"),
-        "external engines are not supported; "
-        f"set {engines_with(generates_with(PolicyKind.DECODER))}",
+        ("sglang", "trtllm"),
+        f"this engine is not supported; set {engines_with(generates_with(PolicyKind.DECODER))}",
     ),
     "trainer.device": dict.fromkeys(
         ("npu", "xpu"),

@@ -8,6 +8,7 @@ import pytest
 
 from slipstream.config import Config, Hardware, load_config
 from slipstream.config.aliases import RENAMED, RENAMED_VALUES
+from slipstream.config.engines import VLLM_PYTHON
 from slipstream.config.notices import Warned
 from slipstream.config.tree import options
 from slipstream.config.verl_keys import (
@@ -166,7 +167,6 @@ def test_null_of_verl_equals_our_default() -> None:
         "trainer.balance_batch=False",
         f"{ROLLOUT}.disable_log_stats=False",
         f"{ROLLOUT}.load_format=auto",
-        f"+{ROLLOUT}.engine_kwargs.vllm.swap_space=4",
         "critic.forward_micro_batch_size_per_gpu=4",
         "critic.model.target_modules=[q_proj]",
         "hydra.run.dir=outputs",
@@ -247,13 +247,44 @@ def test_a_default_of_verl_gives_no_notice(override: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang", "trtllm"])
-def test_a_line_of_verl_generates_with_the_embedded_engine_and_a_warning(name: str) -> None:
+def test_a_line_of_verl_generates_with_the_embedded_engine_and_a_warning(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VLLM_PYTHON, raising=False)
     config, notices = load(f"{ROLLOUT}.name={name}", verl=True)
     assert config == load()[0]
     (notice,) = notices
     assert isinstance(notice, Warned)
     assert f"{ROLLOUT}.name={name} " in notice
     assert f"{ROLLOUT}.name=embedded" in notice
+
+
+def test_a_line_of_verl_generates_with_vllm_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(VLLM_PYTHON, "/opt/vllm/bin/python")
+    line = [f"{ROLLOUT}.name=vllm", f"+{ROLLOUT}.engine_kwargs.vllm.swap_space=4"]
+    config, notices = load(*line, verl=True)
+    assert config.actor_rollout_ref.rollout.name == "vllm"
+    assert config.actor_rollout_ref.rollout.engine_kwargs["vllm"] == {"swap_space": 4}
+    assert notices == []
+
+
+def test_options_of_servers_have_no_effect_with_another_engine() -> None:
+    key = f"{ROLLOUT}.engine_kwargs.vllm.swap_space"
+    config, notices = load(f"+{key}=4", verl=True)
+    assert config == load()[0]
+    assert [f"{ROLLOUT}.engine_kwargs=" in notice for notice in notices] == [True]
+    for override in (f"{key}=4", f"{ROLLOUT}.server.replicas=2"):
+        with pytest.raises(ConfigError, match=rf"set {ROLLOUT}\.name=vllm"):
+            load(override)
+
+
+def test_a_run_that_uses_running_servers_starts_none() -> None:
+    line = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.server.urls=[http://localhost:8000]"]
+    load(*line)
+    with pytest.raises(ConfigError, match=r"server\.replicas=2 has no effect with .*urls"):
+        load(*line, f"{ROLLOUT}.server.replicas=2")
 
 
 @pytest.mark.parametrize(
@@ -276,8 +307,8 @@ def test_a_line_of_verl_for_other_hardware_or_trainers_warns(override: str, used
     ("override", "remedy"),
     [
         (f"{ACTOR}.strategy=megatron", f"set {ACTOR}.strategy=fsdp2"),
-        (f"{ROLLOUT}.name=vllm", f"set {ROLLOUT}.name=embedded"),
         (f"{ROLLOUT}.name=sglang", f"set {ROLLOUT}.name=embedded"),
+        (f"{ROLLOUT}.name=trtllm", f"set {ROLLOUT}.name=embedded"),
         ("trainer.logger=[console,swanlab]", "set trainer.logger=[console,file,wandb]"),
         (
             "trainer.logger=vemlp_wandb",
@@ -498,7 +529,7 @@ def test_one_error_lists_all_unsupported_settings() -> None:
     with pytest.raises(ConfigError) as caught:
         load(
             f"{ACTOR}.qat.enable=True",  # a missing feature
-            f"{ROLLOUT}.name=vllm",  # a value that only VERL supports
+            f"{ROLLOUT}.name=sglang",  # a value that only VERL supports
             "trainer.nodes=2",  # no such option
             "data.train_batch_size=many",  # the wrong type
             f"{ACTOR}.clip_ratio_c=0.5",  # an impossible value
@@ -509,7 +540,7 @@ def test_one_error_lists_all_unsupported_settings() -> None:
     assert message.startswith("7 settings cannot be used:")
     for part in (
         "qat.enable=true: ",
-        f"{ROLLOUT}.name=vllm: ",
+        f"{ROLLOUT}.name=sglang: ",
         "trainer.nodes: ",
         "data.train_batch_size: ",
         "clip_ratio_c=0.5: ",

@@ -1,8 +1,9 @@
 """The contract suite of `InferenceEngine`: one set of test cases for every implementation.
 
-`test_contract.py` runs it on `embedded`, `hf` and `fake`. `contract_updates.py` adds cases about
-weight updates, refused requests and failures. A case is a coroutine that receives a `Harness`. It
-may depend on the number of generated tokens, but not on their ids.
+`test_contract.py` runs it on `embedded`, `hf` and `fake`, and `servers/test_vllm.py` on vLLM.
+`contract_updates.py` adds cases about weight updates, refused requests and failures. A case is a
+coroutine that receives a `Harness`. It may depend on the number of generated tokens, but not on
+their ids.
 """
 
 from __future__ import annotations
@@ -18,44 +19,64 @@ import anyio.lowlevel
 
 from slipstream.inference.driver import AsyncEngine
 from slipstream.inference.protocol import InferenceEngine
+from slipstream.inference.servers.engine import ServedEngine
+from slipstream.models import Decoder
 from slipstream.types import (
     GenerateRequest,
     Generation,
     StopReason,
     VersionSpan,
 )
-from tests.inference.helpers import EOS, decode, make_request
+from tests.inference.helpers import EOS, decode, make_decoder, make_request
 
 
 @dataclass(slots=True)
 class Harness:
     """An engine under test, with `max_model_len` 96 and `decode`.
 
-    Engines with a model have the weights of `make_decoder(0, eos=EOS)`. `gate` sets a delay in
-    seconds for every step of the core, so that a case can act while requests run.
+    Engines with a model have the weights of `decoder(0, eos=EOS)`. `gate` sets a delay in seconds
+    for every step, so that a case can act while requests run.
     """
 
-    engine: AsyncEngine
+    engine: AsyncEngine | ServedEngine
     gate: Callable[[float], None]
+    decoder: Callable[..., Decoder] = make_decoder
 
     @property
     def protocol(self) -> InferenceEngine:
         return self.engine
+
+    @property
+    def repeatable(self) -> dict[str, Any]:
+        """Settings with which a continued response has the tokens of the uninterrupted one."""
+        return {} if self.protocol.capabilities.keyed_noise else {"temperature": 0.0}
 
     def check_idle(self) -> None:
         """Check that no `generate` call is left."""
         if isinstance(self.engine, AsyncEngine):
             assert self.engine._tickets == {}
             assert self.engine._leader is None
+        else:
+            assert self.engine._calls == {}
 
 
 Case = Callable[[Harness], Awaitable[None]]
 CASES: list[Case] = []
+DRIVER_CASES: list[Callable[[AsyncEngine], Awaitable[None]]] = []
+"""Cases for engines that run a core in this process (`AsyncEngine`)."""
 
 
 def case(function: Case) -> Case:
     """Add a case to the suite."""
     CASES.append(function)
+    return function
+
+
+def driver_case(
+    function: Callable[[AsyncEngine], Awaitable[None]],
+) -> Callable[[AsyncEngine], Awaitable[None]]:
+    """Add a case for engines that run a core in this process."""
+    DRIVER_CASES.append(function)
     return function
 
 
@@ -161,14 +182,15 @@ async def eos_ends_a_response_unless_it_is_ignored(h: Harness) -> None:
 
 @case
 async def prior_ids_continue_a_response(h: Harness) -> None:
-    full = await h.protocol.generate(endless("p", 20))
-    rest = await h.protocol.generate(endless("p", 12, prior=full.token_ids[:8]))
+    more = h.repeatable
+    full = await h.protocol.generate(endless("p", 20, **more))
+    rest = await h.protocol.generate(endless("p", 12, prior=full.token_ids[:8], **more))
     assert rest.token_ids == full.token_ids[8:]
     assert decode(full.token_ids[:8]) + rest.text == full.text
     # A stop string may begin in the prior tokens and end in the new ones.
     text = decode(full.token_ids[7:9])
     across = await h.protocol.generate(
-        endless("p", 12, prior=full.token_ids[:8], stop=(text, "no such text"))
+        endless("p", 12, prior=full.token_ids[:8], stop=(text, "no such text"), **more)
     )
     if text not in decode(full.token_ids[:8]):
         assert across.stop_reason is StopReason.STOP_STRING
@@ -230,12 +252,12 @@ async def abort_without_ids_stops_all_requests(h: Harness) -> None:
 @case
 async def aborted_requests_can_be_continued(h: Harness) -> None:
     engine = h.protocol
-    full = await engine.generate(endless("again", 50))
+    full = await engine.generate(endless("again", 50, **h.repeatable))
     h.gate(0.02)
     parts: list[Generation] = []
 
     async def one() -> None:
-        parts.append(await engine.generate(endless("again", 50)))
+        parts.append(await engine.generate(endless("again", 50, **h.repeatable)))
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(one)
@@ -245,7 +267,7 @@ async def aborted_requests_can_be_continued(h: Harness) -> None:
     h.gate(0)
     prior = parts[0].token_ids
     assert len(prior) < 50
-    rest = await engine.generate(endless("again", 50 - len(prior), prior=prior))
+    rest = await engine.generate(endless("again", 50 - len(prior), prior=prior, **h.repeatable))
     assert prior + rest.token_ids == full.token_ids
 
 

@@ -14,6 +14,7 @@ import torch
 
 from slipstream.errors import CheckpointError, EngineError, RequestError
 from slipstream.inference import sync_weights_to_engines
+from slipstream.inference.driver import AsyncEngine
 from slipstream.inference.protocol import EngineStats
 from slipstream.models import save_checkpoint
 from slipstream.types import (
@@ -25,15 +26,24 @@ from slipstream.types import (
     VersionSpan,
     WeightUpdate,
 )
-from tests.inference.contract import Harness, case, check_shape, endless, gather, running, until
-from tests.inference.helpers import bits, make_decoder, make_request, update_from
+from tests.inference.contract import (
+    Harness,
+    case,
+    check_shape,
+    driver_case,
+    endless,
+    gather,
+    running,
+    until,
+)
+from tests.inference.helpers import bits, make_request, update_from
 
 
 @case
 async def an_update_between_requests_changes_the_version(h: Harness) -> None:
     engine = h.protocol
     assert (await engine.generate(endless("w", 4))).spans == [VersionSpan(0, 0, 4)]
-    await engine.update_weights(update_from(make_decoder(1), 3))
+    await engine.update_weights(update_from(h.decoder(1), 3))
     assert engine.stats().version == 3
     assert (await engine.generate(endless("w", 4))).spans == [VersionSpan(3, 0, 4)]
 
@@ -53,9 +63,9 @@ async def an_update_during_requests_splits_their_spans(h: Harness) -> None:
         async with anyio.create_task_group() as tasks:
             for name in ("u0", "u1"):
                 tasks.start_soon(one, name, results)
-            before = engine.stats().decode_steps
-            await until(lambda at=before: engine.stats().decode_steps > at)  # type: ignore[misc]
-            update = update_from(make_decoder(version + 1), version + 1, kv_policy=policy)
+            await until(lambda: running(engine) == 2)
+            await anyio.sleep(0.25)
+            update = update_from(h.decoder(version + 1), version + 1, kv_policy=policy)
             await engine.update_weights(update)
             h.gate(0)
         for generation in results.values():
@@ -68,7 +78,7 @@ async def an_update_during_requests_splits_their_spans(h: Harness) -> None:
 async def a_refused_update_changes_nothing(h: Harness) -> None:
     engine = h.protocol
     before = await engine.generate(endless("same", 20))
-    tensors = [(n, p.detach().clone()) for n, p in make_decoder(1).named_parameters()]
+    tensors = [(n, p.detach().clone()) for n, p in h.decoder(1).named_parameters()]
     broken = [(n, torch.full_like(t, float("nan")) if "norm" in n else t) for n, t in tensors]
     with pytest.raises(EngineError, match="version 5 refused"):
         await engine.update_weights(WeightUpdate(version=5, buckets=[broken]))
@@ -89,7 +99,7 @@ async def an_update_from_a_checkpoint_loads_its_weights(h: Harness) -> None:
     engine = h.protocol
     async with anyio.TemporaryDirectory() as name:
         folder = Path(name)
-        save_checkpoint(make_decoder(1), folder)
+        save_checkpoint(h.decoder(1), folder)
         await engine.update_weights_from_checkpoint(folder, 2)
         assert (await engine.generate(endless("k", 4))).spans == [VersionSpan(2, 0, 4)]
         with pytest.raises(CheckpointError, match="missing does not exist"):
@@ -106,7 +116,7 @@ async def an_update_from_a_checkpoint_loads_its_weights(h: Harness) -> None:
 @case
 async def only_the_transports_of_the_capabilities_are_accepted(h: Harness) -> None:
     engine = h.protocol
-    tensors = list(make_decoder(1).named_parameters())
+    tensors = list(h.decoder(1).named_parameters())
     known = engine.capabilities.transports
     for version, transport in enumerate(Transport, start=1):
         update = WeightUpdate(version=version, buckets=[tensors], transport=transport)
@@ -212,9 +222,9 @@ async def counters_never_decrease(h: Harness) -> None:
     assert seen[-1].running == seen[-1].waiting == 0
 
 
-@case
-async def a_failing_step_reaches_every_caller(h: Harness) -> None:
-    core, original = h.engine.core, h.engine.core.step
+@driver_case
+async def a_failing_step_reaches_every_caller(engine: AsyncEngine) -> None:
+    core, original = engine.core, engine.core.step
     steps = 0
 
     def broken() -> list[Generation]:
@@ -223,32 +233,32 @@ async def a_failing_step_reaches_every_caller(h: Harness) -> None:
         raise MemoryError("no room for 12 GB")
 
     core.step = broken  # type: ignore[method-assign]
-    results = await gather(h.protocol, *(endless(f"f{i}", 9) for i in range(4)))
+    results = await gather(engine, *(endless(f"f{i}", 9) for i in range(4)))
     assert {g.stop_reason for g in results.values()} == {StopReason.ERROR}
-    reason = f"engine {h.engine._name}: MemoryError: no room for 12 GB"
+    reason = f"engine {engine._name}: MemoryError: no room for 12 GB"
     assert {g.error for g in results.values()} == {reason}
     assert steps <= 4
     core.step = original  # type: ignore[method-assign]
-    assert len((await h.protocol.generate(endless("f0", 4))).token_ids) == 4
+    assert len((await engine.generate(endless("f0", 4))).token_ids) == 4
 
 
-@case
-async def a_core_that_cannot_give_up_reaches_every_caller(h: Harness) -> None:
-    core = h.engine.core
+@driver_case
+async def a_core_that_cannot_give_up_reaches_every_caller(engine: AsyncEngine) -> None:
+    core = engine.core
 
     def broken(*_: object) -> list[Generation]:
         raise OSError("gone")
 
     core.step = core.abort = broken  # type: ignore[method-assign, assignment]
-    results = await gather(h.protocol, *(endless(f"g{i}", 9) for i in range(3)))
-    assert {g.error for g in results.values()} == {f"engine {h.engine._name}: OSError: gone"}
+    results = await gather(engine, *(endless(f"g{i}", 9) for i in range(3)))
+    assert {g.error for g in results.values()} == {f"engine {engine._name}: OSError: gone"}
 
 
-@case
-async def lost_requests_are_errors(h: Harness) -> None:
-    h.engine.core.step = lambda: []  # type: ignore[method-assign]
-    h.engine.core.has_work = lambda: False  # type: ignore[method-assign]
-    results = await gather(h.protocol, endless("l0"), endless("l1"))
+@driver_case
+async def lost_requests_are_errors(engine: AsyncEngine) -> None:
+    engine.core.step = lambda: []  # type: ignore[method-assign]
+    engine.core.has_work = lambda: False  # type: ignore[method-assign]
+    results = await gather(engine, endless("l0"), endless("l1"))
     assert {g.error for g in results.values()} == {"the engine lost the request"}
 
 
@@ -257,4 +267,4 @@ async def a_closed_engine_says_so(h: Harness) -> None:
     h.engine.close()
     with pytest.raises(EngineError, match="is closed"):
         await h.protocol.generate(endless("z"))
-    assert h.engine._tickets == {}
+    h.check_idle()

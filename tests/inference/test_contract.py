@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from slipstream.inference.fake import FakeEngine, ScriptedCore
 from slipstream.inference.hf import HFCore, HFEngine
 from slipstream.models import Decoder, save_checkpoint
 from slipstream.types import GenerateRequest, Generation
-from tests.inference.contract import CASES, Case, Harness
+from tests.inference.contract import CASES, DRIVER_CASES, Case, Harness
 from tests.inference.helpers import EOS, VOCAB, decode, make_decoder, make_request
 
 
@@ -98,7 +98,8 @@ ENGINES: dict[str, Callable[[], AsyncEngine]] = {"embedded": embedded, "hf": hf,
 
 
 def test_every_registered_engine_is_tested_and_has_its_registered_capabilities() -> None:
-    assert engine_names() == tuple(ENGINES)
+    # `vllm` is tested in tests/inference/servers.
+    assert sorted(engine_names()) == sorted([*ENGINES, "vllm"])
     for name, make in ENGINES.items():
         engine = make()
         assert engine.capabilities == engine_entry(name).capabilities, name
@@ -134,3 +135,18 @@ def test_contract(harness: Harness, case: Case) -> None:
             await case(harness)
 
     anyio.run(bounded)
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=list(ENGINES))
+@pytest.mark.parametrize("case", DRIVER_CASES, ids=lambda case: case.__name__)
+def test_driver(
+    engine: Callable[[], AsyncEngine], case: Callable[[AsyncEngine], Awaitable[None]]
+) -> None:
+    made = engine()
+
+    async def bounded() -> None:
+        with anyio.fail_after(20):
+            await case(made)
+
+    anyio.run(bounded)
+    made.close()

