@@ -471,6 +471,8 @@ class _Episode:
     ) -> bool:
         """Append the messages after a turn, or begin a new branch. Returns True if they do not
         fit."""
+        if self._renderer.surely_longer(messages, self._limits.max_tokens):
+            return truncate(sample, TOKENS)
         try:
             ids, branches = self._continuation(sample, message, messages)
         except DataError as error:
