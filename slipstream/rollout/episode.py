@@ -695,5 +695,8 @@ def _reward(
     """Record rewards. Raises EpisodeError for one that is not finite."""
     for name, value in rewards.items():
         if not math.isfinite(value):
-            raise EpisodeError(f"the reward {name} of turn {record.turns} is {value}")
+            raise EpisodeError(
+                f"the reward {name!r} of turn {record.turns} is {value}; tools and environments "
+                "must return finite rewards"
+            )
         record.rewards.append(PlacedReward(place, name, float(value), branch))

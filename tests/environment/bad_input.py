@@ -212,7 +212,7 @@ ENVIRONMENTS = [
         "environment: reward is NaN",
         episode(settings=own("NotANumber")),
         FAILED,
-        "the reward found of turn 1 is nan",
+        "the reward 'found' of turn 1 is nan",
     ),
 ]
 ROWS = [
@@ -252,6 +252,7 @@ CLASS_NAMES = [
         CONFIG,
         f"{KEY}.{setting}",
         words,
+        "correct class_name",
     )
     for setting, section in ((CLASSES, "tools"), (USERS, "interaction"))
     for what, name, words in (

@@ -155,20 +155,21 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, text: str, words:
 def test_a_server_that_does_not_come_back_is_a_failure_of_the_infrastructure(
     tmp_path: Path,
 ) -> None:
-    with serving(MODULE) as (url, process):
-        path = write(tmp_path, test={"url": f"{url}/mcp"})
-        with loaded(path) as tools:
-            assert answers(tools, call("add", a=2)) == ["3"]
+    with (
+        serving(MODULE) as (url, process),
+        loaded(write(tmp_path, test={"url": f"{url}/mcp"})) as tools,
+    ):
+
+        async def work() -> None:
+            session = await tools[0].open({})
+            assert (await session.execute({"a": 2})).text == "3"
             process.kill()
             process.wait()
-
-            async def work() -> None:
-                session = await tools[0].open({})
-                await session.execute({"a": 2})
-
             for _ in range(3):  # the lost connection, and new ones that are refused
                 with pytest.raises(InfrastructureError, match=r"server 'test': .*[Cc]onnect"):
-                    anyio.run(work)
+                    await session.execute({"a": 2})
+
+        anyio.run(work)
 
 
 def test_a_call_opens_a_lost_connection_again(tmp_path: Path) -> None:
