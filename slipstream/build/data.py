@@ -16,7 +16,7 @@ from slipstream.build.dataset import (
     make_source,
     prompt_reader,
 )
-from slipstream.build.episodes import check_agents, has_episodes
+from slipstream.build.episodes import check_rows, has_episodes
 from slipstream.build.policy import device_of
 from slipstream.build.sandbox import make_sandbox
 from slipstream.checkpoint.saved import Saved
@@ -207,7 +207,7 @@ def _file_prompts(
     seed = data_seed(config) if config.data.shuffle else None
     loaded = inspect_prompts(list(files), reader, max_samples=max_samples, seed=seed)
     loaded.warn(reader.max_prompt_length, tools=has_episodes(config))
-    check_agents(config, loaded.prompts)
+    check_rows(config, loaded.prompts)
     return loaded.prompts
 
 

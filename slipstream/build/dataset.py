@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from slipstream.build.episodes import check_agents, has_episodes, tool_schemas
+from slipstream.build.episodes import check_rows, has_episodes, tool_schemas
 from slipstream.config.schema import Config
 from slipstream.config.tree import to_dict
 from slipstream.data.dataset_source import DatasetSource
@@ -141,7 +141,7 @@ def all_prompts(
     loaded = reader.keep((i, f"{name}[{i}]", partial(prompt, i)) for i in range(total))
     loaded.warn(reader.max_prompt_length, tools=has_episodes(config))
     prompts = loaded.prompts
-    check_agents(config, prompts)
+    check_rows(config, prompts)
     if not prompts:
         raise DataError(f"{name} has no usable rows to validate on; see data.val_files")
     if len({prompt.uid for prompt in prompts}) < len(prompts):

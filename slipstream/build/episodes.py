@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -27,6 +29,7 @@ from slipstream.environment.adapters.settings import load_class, read_entries
 from slipstream.environment.adapters.trl import TrlFactory, is_trl_environment
 from slipstream.environment.adapters.verl_interactions import (
     InteractionEnvironment,
+    interaction_of,
     load_interactions,
 )
 from slipstream.environment.adapters.verl_tools import load_verl_tools
@@ -35,9 +38,9 @@ from slipstream.environment.tasks.registry import task_tools
 from slipstream.environment.tools.environment import Toolbox, ToolEnvironment, ToolLimits
 from slipstream.environment.tools.function import load_function_tools
 from slipstream.environment.tools.mcp import load_mcp_tools
-from slipstream.environment.tools.protocol import TIMEOUT_S, Tool
+from slipstream.environment.tools.protocol import TIMEOUT_S, Tool, tool_name
 from slipstream.environment.tools.sandboxed import PythonTool
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, did_you_mean
 from slipstream.rollout.agents.slime import CUSTOM_GENERATE
 from slipstream.rollout.agents.tinker import TinkerEpisodes, is_tinker_environment
 from slipstream.rollout.agents.verifiers import (
@@ -66,36 +69,51 @@ if TYPE_CHECKING:
 
 _KEY = "actor_rollout_ref.rollout.multi_turn"
 
+log = logging.getLogger(__name__)
+
 
 def make_tools(config: Config) -> Sequence[Tool]:
-    """The tools of the task and of the user."""
+    """The tools of the task and of the user. Raises ConfigError if two have the same name."""
     settings = config.actor_rollout_ref.rollout.multi_turn
-    tools = _tools(
-        config.data.task,
-        settings.function_tool_path,
-        settings.tool_config_path,
-        settings.mcp_config_path,
+    tools = dict(
+        _tools(
+            config.data.task,
+            settings.function_tool_path,
+            settings.tool_config_path,
+            settings.mcp_config_path,
+        )
     )
-    if not settings.python_tool:
-        return tools
-    # The sandbox ends a program after ten times this time at the latest.
-    limit = 10 * config.reward_model.sandbox.run_timeout_s + TIMEOUT_S
-    return [*tools, PythonTool(sandbox=make_sandbox(config), timeout_s=limit)]
+    if settings.python_tool:
+        # The sandbox ends a program after ten times this time at the latest.
+        limit = 10 * config.reward_model.sandbox.run_timeout_s + TIMEOUT_S
+        python = PythonTool(sandbox=make_sandbox(config), timeout_s=limit)
+        tools[f"{_KEY}.python_tool=true"] = [python]
+    given: dict[str, str] = {}
+    for setting, found in tools.items():
+        for name in (tool_name(tool.schema) for tool in found):
+            if name in given:
+                raise ConfigError(
+                    f"there are two tools of the name {name!r}, of {given[name]} and of {setting}; "
+                    "rename or remove one of them"
+                )
+            given[name] = setting
+    return [tool for found in tools.values() for tool in found]
 
 
 @cache
 def _tools(
     task: str | None, functions: str | None, classes: str | None, servers: str | None
-) -> tuple[Tool, ...]:
-    """Tools are created once, because a user's constructor may open connections."""
-    tools = list(task_tools(task))
+) -> Mapping[str, Sequence[Tool]]:
+    """The tools by setting. They are created once, because a user's constructor may open
+    connections."""
+    tools: dict[str, Sequence[Tool]] = {f"data.task={task}": task_tools(task)}
     if functions is not None:
-        tools += load_function_tools(Path(functions))
+        tools[f"{_KEY}.function_tool_path={functions}"] = load_function_tools(Path(functions))
     if classes is not None:
-        tools += load_verl_tools(classes)
+        tools[f"{_KEY}.tool_config_path={classes}"] = load_verl_tools(classes)
     if servers is not None:
-        tools += load_mcp_tools(servers)
-    return tuple(tools)
+        tools[f"{_KEY}.mcp_config_path={servers}"] = load_mcp_tools(servers)
+    return tools
 
 
 @cache
@@ -182,6 +200,39 @@ def check_agents(config: Config, prompts: Iterable[Prompt]) -> None:
     known += [CUSTOM_GENERATE] if agent.custom_generate_function_path is not None else []
     for name in sorted(named):
         check_loop(name, known)
+
+
+def check_rows(config: Config, prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError if a row names an agent loop that the run does not have, and DataError if
+    it does not name an interaction of the run. Log a warning if rows have `tools_kwargs` of tools
+    that the run does not have."""
+    check_agents(config, prompts)
+    rollout = config.actor_rollout_ref.rollout
+    settings, agent = rollout.multi_turn, rollout.agent
+    own_code = settings.environment.path is not None or TOOL_AGENT in registered_loops()
+    if own_code or not has_tools(config):
+        return
+    custom = agent.custom_generate_function_path is not None
+    default = agent.default_agent_loop or (CUSTOM_GENERATE if custom else TOOL_AGENT)
+    rows = [row for row in prompts if (row.extra_info.get("agent_name") or default) == TOOL_AGENT]
+    if interactions := _interactions(settings.interaction_config_path):
+        for row in rows:
+            interaction_of(row, interactions)
+    known = [tool_name(tool.schema) for tool in make_tools(config)]
+    given = [row.extra_info.get("tools_kwargs") or {} for row in rows]
+    # Parquet gives every row the keys of all rows.
+    counts = Counter(name for one in given for name, value in one.items() if value)
+    for name in sorted(counts.keys() - set(known)):
+        log.warning(
+            "%d of %d rows have tools_kwargs of %r, which is no tool of the run%s (tools: %s); "
+            "rename it in the rows, or add the tool (%s.function_tool_path or another of its keys)",
+            counts[name],
+            len(prompts),
+            name,
+            did_you_mean(name, known),
+            ", ".join(known) or "none",
+            _KEY,
+        )
 
 
 def _sampling_params(config: Config) -> dict[str, Any]:

@@ -22,7 +22,12 @@ from slipstream.config.inert import options_without_effect
 from slipstream.config.rules import WithoutEffect
 from slipstream.config.schedules import updates_per_step
 from slipstream.config.schema import Config, DataSection
-from slipstream.config.schema_actor import ModelSection, OptimSection, ServerSection
+from slipstream.config.schema_actor import (
+    ModelSection,
+    MultiTurnSection,
+    OptimSection,
+    ServerSection,
+)
 from slipstream.config.schema_speculative import MOST_BRANCHES, EagleSection
 from slipstream.config.tree import show
 from slipstream.config.val_settings import check_val_settings
@@ -587,6 +592,17 @@ _TOOL_KEYS = (
 )
 
 
+_EPISODE_OPTIONS = ("history", "max_tool_response_tokens")
+_LIMITS = (
+    "max_assistant_turns",
+    "max_user_turns",
+    "max_tool_seconds",
+    "max_parallel_calls",
+    "max_tool_response_length",
+    "tool_response_truncate_side",
+)
+
+
 def _multi_turn(config: Config) -> Iterator[str]:
     settings, key = config.actor_rollout_ref.rollout.multi_turn, f"{_ROLLOUT}.multi_turn"
     given = [name for name in _TOOL_KEYS if getattr(settings, name) is not None]
@@ -606,14 +622,17 @@ def _multi_turn(config: Config) -> Iterator[str]:
             f"{key}.enable=false"
         )
     if settings.enable is False or none:
-        for name, value, off in (
-            ("history", settings.history, "append"),
-            ("max_tool_response_tokens", settings.max_tool_response_tokens, None),
-        ):
+        agent = config.actor_rollout_ref.rollout.agent
+        loops = (agent.agent_loop_config_path, agent.custom_generate_function_path)
+        # Agent loops read the limits of turns and answers.
+        own = any(path is not None for path in loops) or not known
+        for name in (*_EPISODE_OPTIONS, *(() if own else _LIMITS)):
+            value, off = getattr(settings, name), getattr(MultiTurnSection(), name)
             if value != off:
                 yield WithoutEffect(
                     f"{key}.{name}={value} has no effect without tools, interactions and an "
-                    f"environment; set one of them, or {key}.{name}={off or 'null'}"
+                    f"environment; set one of them, or {key}.{name}="
+                    f"{'null' if off is None else off}"
                 )
     if settings.enable is False:
         if settings.python_tool:

@@ -12,6 +12,7 @@ episode has its own environment. Called by `rollout.episode`.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar
@@ -77,7 +78,7 @@ class AssistantMessage:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": dict(call.arguments)},
+                "function": {"name": call.name, "arguments": deepcopy(dict(call.arguments))},
             }
             for call in self.tool_calls
             if call.problem is None

@@ -471,6 +471,8 @@ class _Episode:
     ) -> bool:
         """Append the messages after a turn, or begin a new branch. Returns True if they do not
         fit."""
+        if self._renderer.surely_longer(messages, self._limits.max_tokens):
+            return truncate(sample, TOKENS)
         try:
             ids, branches = self._continuation(sample, message, messages)
         except DataError as error:
@@ -693,5 +695,8 @@ def _reward(
     """Record rewards. Raises EpisodeError for one that is not finite."""
     for name, value in rewards.items():
         if not math.isfinite(value):
-            raise EpisodeError(f"the reward {name} of turn {record.turns} is {value}")
+            raise EpisodeError(
+                f"the reward {name!r} of turn {record.turns} is {value}; tools and environments "
+                "must return finite rewards"
+            )
         record.rewards.append(PlacedReward(place, name, float(value), branch))

@@ -440,14 +440,21 @@ class AsyncRolloutManager:
             f"{group.index}.{sample.index} ({sample.uid})"
             for _, group in sorted(batch.running.items())
             for sample in group.members
-            if sample.status is Status.PENDING
+            # A sample that waits for its environment has a complete turn.
+            if sample.status is Status.PENDING or id(sample) in batch.episodes
         ]
         more = f" and {len(pending) - 4} more" if len(pending) > 4 else ""
+        hung = ""
+        if not isinstance(self._episodes, SingleTurn) and self.settings.episode_timeout_s is None:
+            hung = (
+                ". If an environment or a tool hangs, set "
+                "actor_rollout_ref.rollout.episode_timeout_s: then only its samples fail"
+            )
         return (
             f"rollout: {len(batch.done)} of {batch.want} groups were done after "
             f"{self.settings.timeout_s:g} s; these samples are missing: {', '.join(pending[:4])}"
             f"{more}. Raise actor_rollout_ref.rollout.timeout_s (or trainer.stage_timeout_s), or "
-            "lower data.max_response_length"
+            f"lower data.max_response_length{hung}"
         )
 
 

@@ -36,6 +36,15 @@ _RESULT = "result 5193"
 _MOST_EXTENSIONS = 1024
 """The number of extensions that a renderer keeps."""
 
+_LONGEST_EXTENSION = 4096
+"""The number of tokens of the longest extension that it keeps: all of them take some 200 MB."""
+
+_SHORT_TEXT = 100_000
+"""Characters of messages that are tokenized in any case. A tokenizer needs some 50 ms for them."""
+
+_MOST_NORMALIZED = 4
+"""A tokenizer's normalization, such as NFC, makes one character of at most this many."""
+
 _OUTSIDE = ("user", "tool")
 """Roles whose text comes from outside. System and assistant messages may contain control tokens."""
 
@@ -77,6 +86,8 @@ class Renderer:
         # Some tokenizers have runs of white space as added tokens, which are no control tokens.
         named = sorted((token for token in control if token.strip()), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, named))) if named else None
+        self._longest_token: int | None = None
+        """Characters of the longest token, once it is needed."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
         """Return the ids of a conversation, with the generation prompt at its end."""
@@ -99,9 +110,11 @@ class Renderer:
         # can have their identity.
         key = (last.reasoning is None, repr(messages), tuple(map(id, tools)))
         if key not in self._extensions:
+            end, ids = self._extension(last, messages, tools)
+            if len(ids) > _LONGEST_EXTENSION:
+                return end, ids
             if len(self._extensions) == _MOST_EXTENSIONS:
                 del self._extensions[next(iter(self._extensions))]
-            end, ids = self._extension(last, messages, tools)
             self._extensions[key] = end, ids, tools
         end, ids, _ = self._extensions[key]
         return end, [*ids]
@@ -155,6 +168,19 @@ class Renderer:
             found = self._first_end(text)
             self._ends_known[shape] = found is not None and found[0] < text.find(_RESULT)
         return self._ends_known.get(shape, True)
+
+    def surely_longer(self, messages: Sequence[Message], limit: int) -> bool:
+        """Return whether a long text has more than `limit` tokens for sure, without tokenizing it.
+
+        Tokenizing takes seconds for 10 MB, in which no other episode continues.
+        """
+        texts = [message.get("content") for message in messages]
+        characters = sum(len(text) for text in texts if isinstance(text, str))
+        if characters <= _SHORT_TEXT:
+            return False
+        if self._longest_token is None:
+            self._longest_token = max(map(len, self._tokenizer.get_vocab()))
+        return characters > _MOST_NORMALIZED * self._longest_token * limit
 
     def same_text(self, left: Sequence[int], right: Sequence[int]) -> bool:
         """Return whether two lists of ids have the same text, control tokens included."""

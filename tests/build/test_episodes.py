@@ -9,6 +9,7 @@ import pytest
 from slipstream.build.episodes import (
     changed_turns,
     check_agents,
+    check_rows,
     has_episodes,
     make_episodes,
     make_renderer,
@@ -21,7 +22,7 @@ from slipstream.config import Hardware, load_config
 from slipstream.config.schema import Config
 from slipstream.data.lookup import build_tokenizer
 from slipstream.environment.tools.protocol import tool_name
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, DataError
 from slipstream.rollout.agents.tinker import TinkerEpisodes
 from slipstream.rollout.agents.verl import AgentLoops
 from slipstream.rollout.episode import Episodes
@@ -269,8 +270,67 @@ def test_answers_are_limited_in_tokens_of_the_policy() -> None:
     assert limits.cut("ana 's") == "ana 's"
 
 
-@pytest.mark.parametrize("setting", ["history=rerender", "max_tool_response_tokens=9"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "history=rerender",
+        "max_tool_response_tokens=9",
+        "max_assistant_turns=2",
+        "max_user_turns=2",
+        "max_tool_seconds=5.0",
+        "max_parallel_calls=4",
+        "max_tool_response_length=99",
+        "tool_response_truncate_side=left",
+    ],
+)
 def test_settings_of_tools_without_tools_are_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match=f"{KEY}.{setting} has no effect without tools"):
         config_of(f"{KEY}.{setting}")
     config_of(f"{KEY}.{setting}", f"{KEY}.python_tool=true")
+
+
+def test_agent_loops_read_the_limits_of_tools() -> None:
+    loops = "actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml"
+    config_of(f"{KEY}.max_assistant_turns=2", loops)
+
+
+def test_two_tools_of_one_name_are_refused_with_their_settings(tmp_path: Path) -> None:
+    path = tmp_path / "tools.py"
+    path.write_text(TOOL.replace("shout", "python"))
+    config = config_of(f"{KEY}.function_tool_path={path}", f"{KEY}.python_tool=true")
+    with pytest.raises(ConfigError, match=r"'python', of .*_tool_path=.*python_tool=true"):
+        make_tools(config)
+
+
+def test_every_row_must_choose_an_interaction(tmp_path: Path) -> None:
+    path = tmp_path / "users.yaml"
+    base = "slipstream.compat.verl.interactions.base.BaseInteraction"
+    path.write_text(f"interaction: [{{name: teacher, class_name: {base}}}]")
+    config = config_of(f"{KEY}.interaction_config_path={path}")
+    chosen = {"interaction_kwargs": {"name": "teacher"}}
+    check_rows(config, [Prompt(uid="a", ids=[1], extra_info=chosen)])
+    # This row has no conversation.
+    check_rows(config, [Prompt(uid="b", ids=[1], extra_info={"agent_name": "single_turn_agent"})])
+    with pytest.raises(DataError, match=r"row c: .*known: teacher"):
+        check_rows(config, [Prompt(uid="c", ids=[1])])
+
+
+def test_rows_for_an_unknown_tool_are_announced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "tools.py"
+    path.write_text(TOOL)
+    config = config_of(f"{KEY}.function_tool_path={path}")
+
+    def rows(*names: str) -> list[Prompt]:
+        value = {"create_kwargs": {"x": 1}}
+        given = [{"tools_kwargs": {name: value, "unused": None}} for name in names]
+        return [Prompt(uid=str(n), ids=[1], extra_info=one) for n, one in enumerate(given)]
+
+    check_rows(config, rows("shout", "shout"))
+    assert caplog.messages == []
+    check_rows(config, rows("shout", "shuot"))
+    (message,) = caplog.messages
+    assert "1 of 2 rows have tools_kwargs of 'shuot'" in message
+    assert "did you mean shout" in message
+    assert f"{KEY}.function_tool_path" in message

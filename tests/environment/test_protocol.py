@@ -22,3 +22,10 @@ def test_a_turn_without_calls_has_only_content() -> None:
         "role": "assistant",
         "content": "so",
     }
+
+
+def test_a_recorded_turn_does_not_share_the_arguments_of_its_calls() -> None:
+    call = ToolCall(id="a", name="f", arguments={"x": [1]})
+    message = AssistantMessage(text="", tool_calls=(call,)).as_message()
+    call.arguments["x"].append(2)
+    assert message["tool_calls"][0]["function"]["arguments"] == {"x": [1]}

@@ -584,3 +584,11 @@ def test_an_engine_that_fails_before_the_first_token_fails_the_sample() -> None:
     assert not anyio.run(lambda: episodes_of(log).run(sample, prompt(), down, seed=7))
     assert (sample.status, sample.failure) == (Status.FAILED, "the engine is down")
     assert log == ["reset 7", "close"]
+
+
+def test_an_answer_that_cannot_fit_is_not_tokenized() -> None:
+    sample = new_sample()
+    assert run(episodes_of([], text="boss " * 1_000_000), sample, Policy(f"{CALL}<end>"))
+    assert sample.episode is not None
+    assert (sample.status, sample.episode.truncated_by) == (Status.TRUNCATED, TOKENS)
+    assert RENDERER._longest_token is not None

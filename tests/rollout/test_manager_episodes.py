@@ -11,7 +11,7 @@ import pytest
 from slipstream.data.data_buffer import DataBuffer
 from slipstream.data.lookup import build_tokenizer
 from slipstream.environment.protocol import Answer, Start, Turn
-from slipstream.errors import DataError
+from slipstream.errors import DataError, StageTimeoutError
 from slipstream.inference.fake import FakeEngine, ScriptedCore
 from slipstream.rewards.protocol import Score
 from slipstream.rollout.episode import EpisodeLimits, Episodes, extend_sample
@@ -357,3 +357,16 @@ def test_a_stopped_episode_that_is_dropped_ends_its_call(same_loop: bool) -> Non
     anyio.run(rollouts.close)
     assert (Gate.waiting, Gate.answered) == (2, 0)
     assert Table.opened == Table.closed == 4
+
+
+def test_a_timeout_names_samples_that_wait_for_their_environment() -> None:
+    class Hangs(Table):
+        async def step(self, turn: Turn) -> Answer:
+            await anyio.sleep_forever()
+            raise AssertionError
+
+    rollouts = manager("short", timeout_s=0.1)
+    rollouts._episodes = Episodes(Hangs, RENDERER, EpisodeLimits(max_tokens=400))
+    with pytest.raises(StageTimeoutError, match=r"0\.0 \(short\), 0\.1 \(short\)") as caught:
+        batch(rollouts)
+    assert "set actor_rollout_ref.rollout.episode_timeout_s" in str(caught.value)

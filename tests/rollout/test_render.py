@@ -255,3 +255,20 @@ def test_a_renderer_keeps_a_limited_number_of_extensions(monkeypatch: pytest.Mon
     for number in range(5):
         renderer.extend(turn, [result(str(number))], TOOLS)
     assert len(renderer._extensions) == 3
+
+
+def test_a_text_that_is_too_long_for_sure_is_found_without_tokenizing_it() -> None:
+    renderer, longest = renderer_of("qwen25"), len("<|endoftext|>")
+    limit = render._SHORT_TEXT // longest
+    most = render._MOST_NORMALIZED * longest * limit
+    assert not renderer.surely_longer([result("x" * render._SHORT_TEXT)], 0)
+    assert not renderer.surely_longer([result("x" * most)], limit)
+    assert renderer.surely_longer([result("x" * most), result("x", 1)], limit)
+
+
+def test_long_answers_are_not_kept() -> None:
+    renderer, turn = renderer_of("qwen25"), AssistantMessage(text="x", content="x")
+    for length, kept in ((render._LONGEST_EXTENSION, 0), (9, 1)):
+        end, ids = renderer.extend(turn, [{"role": "user", "content": "x" * length}])
+        assert (end, len(ids) > length) == (renderer.end_token_ids[0], True)
+        assert len(renderer._extensions) == kept

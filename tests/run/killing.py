@@ -133,7 +133,10 @@ def _steps(folder: Path) -> tuple[int, int]:
     """The numbers of logged steps of SFT and of RL."""
     counts = []
     for path in (folder / "sft" / "metrics.jsonl", folder / "metrics.jsonl"):
-        lines = path.read_bytes().splitlines() if path.exists() else []
+        try:
+            lines = path.read_bytes().splitlines()
+        except FileNotFoundError:  # A run that resumes may remove the file at any time.
+            lines = []
         counts.append(sum(1 for text in lines if not text.startswith(b'{"step": 0,')))
     return counts[0], counts[1]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, did_you_mean
 from slipstream.reading import shown
 from slipstream.user_code import created, imported
 
@@ -59,11 +59,16 @@ def load_class(entry: Mapping[str, Any], *, key: str, name_key: str = "class_nam
     module_name, _, class_name = name.rpartition(".")
     if "" not in sys.path:
         sys.path.insert(0, "")  # modules in the current folder, as with `python -m`
-    module = imported(lambda: importlib.import_module(module_name), f"{key}: {name_key} {name!r}")
+    module = imported(
+        lambda: importlib.import_module(module_name),
+        f"{key}: {name_key} {name!r}",
+        f"correct {name_key}, or add the module's folder to PYTHONPATH",
+    )
     found = getattr(module, class_name, None)
     if not isinstance(found, type):
         raise ConfigError(
             f"{key}: {name_key} {name!r}: the module {module_name} has no class {class_name!r}"
+            f"{did_you_mean(class_name, vars(module))}; correct {name_key}"
         )
     return found
 

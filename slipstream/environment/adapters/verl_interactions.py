@@ -48,6 +48,19 @@ def load_interactions(path: str | Path) -> dict[str, Any]:
     return found
 
 
+def interaction_of(row: Prompt, interactions: Mapping[str, Any]) -> Any:
+    """Return the interaction that a row chooses. Raises DataError if it chooses none of them."""
+    name = str((row.extra_info.get("interaction_kwargs") or {}).get("name") or "")
+    if name not in interactions:
+        known = ", ".join(sorted(interactions))
+        hint = did_you_mean(name, interactions) if name else ""
+        raise DataError(
+            f"row {row.uid}: extra_info.interaction_kwargs.name is {name!r}{hint} (known: "
+            f"{known}); each row must name an interaction of {KEY}"
+        )
+    return interactions[name]
+
+
 class InteractionEnvironment:
     """An `Environment` of the interaction that the row chooses."""
 
@@ -58,22 +71,13 @@ class InteractionEnvironment:
         self._id = str(uuid4())
 
     async def reset(self, row: Prompt, seed: int) -> Start:
-        given = row.extra_info.get("interaction_kwargs") or {}
-        name = str(given.get("name") or "")
-        if name not in self._interactions:
-            known = ", ".join(sorted(self._interactions))
-            hint = did_you_mean(name, self._interactions) if name else ""
-            raise DataError(
-                f"row {row.uid}: extra_info.interaction_kwargs.name is {name!r}{hint} (known: "
-                f"{known}); each row must name an interaction of {KEY}"
-            )
-        self._kwargs = copy.deepcopy(dict(given))
-        self._interaction = self._interactions[name]
+        self._interaction = interaction_of(row, self._interactions)
+        self._kwargs = copy.deepcopy(dict(row.extra_info["interaction_kwargs"]))
         self._id = await self._call("start_interaction") or self._id
         return Start()
 
     async def step(self, turn: Turn) -> Answer:
-        messages = [dict(message) for message in turn.messages]
+        messages = copy.deepcopy(list(turn.messages))
         ended, text, score, metrics = await self._call("generate_response", messages)
         return Answer(
             messages=[{"role": "user", "content": str(text)}],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -218,8 +219,10 @@ class ToolEnvironment:
             started = time.perf_counter()
             result: ToolResult | None = None
             try:
+                # A tool may change what it gets. The call may be repeated and is recorded.
+                arguments = copy.deepcopy(dict(call.arguments))
                 with anyio.move_on_after(tool.timeout_s):
-                    result = await self._sessions[call.name].execute(call.arguments)
+                    result = await self._sessions[call.name].execute(arguments)
             except (InfrastructureError, SlipstreamError):
                 raise
             except Exception as error:

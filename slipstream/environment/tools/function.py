@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +23,7 @@ from slipstream.environment.tools.protocol import (
     tool_limits,
     tool_name,
 )
-from slipstream.errors import ConfigError, DataError, did_you_mean
+from slipstream.errors import ConfigError, DataError, did_you_mean, reason_of
 from slipstream.reading import reason
 from slipstream.threads import DaemonThreads, arrival
 from slipstream.user_code import import_module
@@ -72,8 +74,9 @@ class FunctionTool(ToolInfo):
                 f"a row has no {missing[0]!r} in tools_kwargs[{tool_name(self.schema)!r}]"
                 f"[create_kwargs], which the tool binds; add it to every row"
             )
-        # Other tools of the row's library may have more.
-        own = {name: kwargs[name] for name in self.bound}
+        # Other tools of the row's library may have more. The function may change its values, which
+        # all samples of a row share.
+        own = {name: copy.deepcopy(kwargs[name]) for name in self.bound}
         return _FunctionSession(self.function, own)
 
 
@@ -143,14 +146,18 @@ def load_function_tools(path: Path) -> list[FunctionTool]:
     marked = [value for value in own if hasattr(value, _OPTIONS)]
     if not own:
         raise ConfigError(f"{KEY} {str(path)!r} defines no function; define the tools there")
-    return [FunctionTool.of(value, **getattr(value, _OPTIONS, {})) for value in marked or own]
+    try:
+        return [FunctionTool.of(value, **getattr(value, _OPTIONS, {})) for value in marked or own]
+    except ConfigError as error:
+        raise ConfigError(f"{KEY} {str(path)!r}: {error}") from error
 
 
 async def call_either(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a function in a thread, or await a coroutine function.
 
     The thread does not keep the process from ending. A cancelled call leaves it running. Raises
-    RuntimeError if the function calls `sys.exit`.
+    RuntimeError if the function calls `sys.exit`, or raises what is no `Exception`, as libraries
+    written in Rust do for their own mistakes.
     """
     try:
         inner = function.func if isinstance(function, partial) else function
@@ -162,6 +169,10 @@ async def call_either(function: Callable[..., Any], /, *args: Any, **kwargs: Any
         return await value if inspect.isawaitable(value) else value
     except SystemExit as error:
         raise RuntimeError(f"it called sys.exit({error.code})") from error
+    except (Exception, KeyboardInterrupt, GeneratorExit, CancelledError):
+        raise
+    except BaseException as error:
+        raise RuntimeError(reason_of(error)) from error
 
 
 def accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:

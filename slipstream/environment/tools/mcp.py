@@ -125,12 +125,17 @@ class McpServer:
     async def connect(self) -> None:
         """Wait until the connection is open. Raises InfrastructureError if it cannot be opened
         within `START_S`."""
+        await self._opened()
+
+    async def _opened(self) -> _Connection:
+        """The connection, when it is open."""
         connection = self._current()
         await arrival(connection.ready, START_S)
         if not connection.ready.done():
             raise self._failed(connection, f"no connection within {START_S:g} s")
         if (error := connection.ready.exception()) is not None:
             raise self._failed(connection, _innermost(error))
+        return connection
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
         """Call a tool and return the text of its answer.
@@ -141,7 +146,7 @@ class McpServer:
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
-        connection = self._current()
+        connection = await self._opened()
         try:
             future = connection.submit(lambda client: client.call_tool(tool, dict(arguments)))
         except RuntimeError as error:  # its event loop has ended
@@ -158,8 +163,9 @@ class McpServer:
                 raise self._failed(connection, str(error)) from error
             raise RuntimeError(shortened(str(error))) from error
         except Exception as error:
-            if not connection.is_open:
-                raise self._failed(connection, reason(error)) from error
+            # A group comes from the tasks of the transport, for example from a refused connection.
+            if isinstance(error, ExceptionGroup | OSError) or not connection.is_open:
+                raise self._failed(connection, _innermost(error)) from error
             raise RuntimeError(shortened(reason(error))) from error
         text = "\n".join(_text(part) for part in result.content)
         if result.is_error:

@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from slipstream.environment.adapters.verl_interactions import (
+    BaseInteraction,
     InteractionEnvironment,
     load_interactions,
 )
@@ -103,3 +104,20 @@ def test_a_file_without_interactions_is_refused(tmp_path: Path) -> None:
     path.write_text("tools: []")
     with pytest.raises(ConfigError, match="interaction_config_path"):
         load_interactions(path)
+
+
+def test_an_interaction_changes_only_a_copy_of_the_conversation() -> None:
+    class Spoils(BaseInteraction):
+        async def generate_response(self, instance_id: str, messages: Any, **_: Any) -> Any:
+            messages[0]["content"].append("more")
+            return False, "", None, {}
+
+    async def work() -> None:
+        environment = InteractionEnvironment({"a": Spoils({})})
+        await environment.reset(row(name="a"), 0)
+        messages = [{"role": "user", "content": ["text"]}]
+        message = AssistantMessage(text="")
+        await environment.step(Turn(message=message, number=1, messages=messages))
+        assert messages == [{"role": "user", "content": ["text"]}]
+
+    anyio.run(work)

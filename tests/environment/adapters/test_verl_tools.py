@@ -152,6 +152,8 @@ def test_a_tool_may_have_its_schema_in_code() -> None:
         ("tools: [", "cannot be read"),
         ("tools: [{config: {}}]", "class_name"),
         ("tools: [{class_name: no_such_module.Tool}]", "no_such_module"),
+        ("tools: [{class_name: no_such_module.Tool}]", "correct class_name, or add"),
+        ("tools: [{class_name: verl_style_tools.CheckAnswr}]", "did you mean CheckAnswer"),
         ("tools: [{class_name: verl_style_tools.Nothing}]", "has no class 'Nothing'"),
         ("tools: [{class_name: verl_style_tools.CheckAnswer, config: {type: mcp}}]", "native"),
         ("tools: [{class_name: verl_style_tools.CheckAnswer}]", "tool_schema"),

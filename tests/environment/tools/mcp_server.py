@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 
 from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
@@ -27,6 +28,15 @@ def fail(text: str) -> str:
 @server.tool()
 def die() -> str:
     """End the server."""
+    os._exit(3)
+
+
+@server.tool()
+def die_once(mark: str) -> str:
+    """End the server, unless the file exists."""
+    if Path(mark).exists():
+        return "back"
+    Path(mark).touch()
     os._exit(3)
 
 

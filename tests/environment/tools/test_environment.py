@@ -283,3 +283,16 @@ def test_a_long_result_is_cut() -> None:
 def test_limits_of_zero_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_parallel_calls"):
         ToolLimits(max_parallel_calls=0)
+
+
+def test_a_tool_changes_only_a_copy_of_its_arguments() -> None:
+    class Spoils(Echo):
+        async def execute(self, arguments: Mapping[str, Any]) -> ToolResult:
+            arguments["text"].append("more")
+            return ToolResult(text="")
+
+    tool = Spoils()
+    tool.schema["function"] = {"name": "echo", "parameters": {"properties": {"text": {}}}}
+    made = ToolCall(id="a", name="echo", arguments={"text": ["a"]})
+    assert answer(tool, made).calls[0].problem is None
+    assert made.arguments == {"text": ["a"]}

@@ -169,6 +169,13 @@ def test_a_file_without_usable_functions_is_refused(tmp_path: Path, text: str) -
         load_function_tools(path)
 
 
+def test_a_function_of_a_file_without_schema_names_the_option(tmp_path: Path) -> None:
+    path = tmp_path / "tools.py"
+    path.write_text("def bare(x):\n    return x\n")
+    with pytest.raises(ConfigError, match=r"function_tool_path .*tool bare: .*type hints"):
+        load_function_tools(path)
+
+
 def test_the_decorator_keeps_the_function() -> None:
     assert function_tool(add) is add
     assert function_tool(parallel=False)(add) is add
@@ -213,3 +220,29 @@ def test_the_decorator_takes_a_name_as_in_verl(tmp_path: Path) -> None:
     path.write_text(source)
     (tool,) = load_function_tools(path)
     assert tool_name(tool.schema) == "yell"
+
+
+def test_what_is_no_exception_becomes_one() -> None:
+    class PanicException(BaseException):
+        pass
+
+    def panic() -> None:
+        raise PanicException("out of bounds")
+
+    with pytest.raises(RuntimeError, match="PanicException: out of bounds"):
+        anyio.run(call_either, panic)
+
+
+def test_a_function_changes_only_a_copy_of_the_values_of_its_row() -> None:
+    def count(seen: list[int]) -> int:
+        """Count.
+
+        Args:
+            seen: Numbers.
+        """
+        seen.append(1)
+        return len(seen)
+
+    tool, seen = FunctionTool.of(count, bound=("seen",)), list[int]()
+    assert [execute(tool, {}, seen=seen) for _ in range(2)] == ["1", "1"]
+    assert seen == []

@@ -82,7 +82,8 @@ def answers(tools: list[Tool], *calls: ToolCall, repeat: int = 1) -> list[str]:
 
 
 def test_tools_of_a_server_are_listed_and_called(tools: list[Tool]) -> None:
-    assert [tool_name(tool.schema) for tool in tools] == ["add", "fail", "die", "sleep"]
+    names = ["add", "fail", "die", "die_once", "sleep"]
+    assert [tool_name(tool.schema) for tool in tools] == names
     function = tools[0].schema["function"]
     assert function["description"] == "Add two numbers."
     assert function["parameters"]["required"] == ["a"]
@@ -149,3 +150,36 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, text: str, words:
     with pytest.raises(ConfigError) as caught:
         load_mcp_tools(path)
     assert words in str(caught.value)
+
+
+def test_a_server_that_does_not_come_back_is_a_failure_of_the_infrastructure(
+    tmp_path: Path,
+) -> None:
+    with (
+        serving(MODULE) as (url, process),
+        loaded(write(tmp_path, test={"url": f"{url}/mcp"})) as tools,
+    ):
+
+        async def work() -> None:
+            session = await tools[0].open({})
+            assert (await session.execute({"a": 2})).text == "3"
+            process.kill()
+            process.wait()
+            for _ in range(3):  # the lost connection, and new ones that are refused
+                with pytest.raises(InfrastructureError, match=r"server 'test': .*[Cc]onnect"):
+                    await session.execute({"a": 2})
+
+        anyio.run(work)
+
+
+def test_a_call_opens_a_lost_connection_again(tmp_path: Path) -> None:
+    with loaded(write(tmp_path, test=COMMAND)) as tools:
+
+        async def work() -> str:
+            session = await tools[0].open({})
+            other = await tools[2].open({})
+            with pytest.raises(InfrastructureError):
+                await other.execute({})
+            return (await session.execute({"a": 2})).text
+
+        assert anyio.run(work) == "3"

@@ -279,7 +279,7 @@ class Overflow:
         ("constructor", "no table"),
         ("overflow", "initial_observation returned Overflow"),
         ("rewrites", "the environment must append"),
-        ("nan", "the reward environment of turn 1 is nan"),
+        ("nan", "the reward 'environment' of turn 1 is nan"),
     ],
 )
 def test_an_environment_that_goes_wrong_fails_its_sample(how: str, words: str) -> None:
