@@ -16,7 +16,7 @@ LLAMA_VENV := .venv-llama
 LLAMA_INSTALLED := $(LLAMA_VENV)/.installed
 BUILD_JOBS ?= 2
 
-.PHONY: help install quickstart test check docs docs-links bench bench-model peers peer-llama \
+.PHONY: help install quickstart test test-peers check docs docs-links bench bench-model peers peer-llama \
 	bench-peers openenv verifiers clean
 
 help: ## print this list
@@ -39,6 +39,9 @@ quickstart: install ## train a small reasoning model with SFT and RL; SEED=n, AR
 test: install ## run the tests, at most JOBS=4 at a time; ARGS="tests/models -k rope"
 	@tools/install-system.sh
 	@$(BIN)/python -m pytest -n logical --maxprocesses $(JOBS) --dist worksteal $(ARGS)
+
+test-peers: install $(VLLM_INSTALLED) ## run the tests that need a real vLLM server; minutes
+	@$(BIN)/python -m pytest -p no:xdist -m peers $(ARGS)
 
 check: install ## check lint, format, import ranks and types, and print the time of each
 	@tools/check.sh $(BIN)

@@ -184,6 +184,8 @@ class VLLMServer:
 
         async def one(index: int) -> None:
             wanted = list(token_ids[index])
+            # The sampled token takes one of the places, so there is one more than needed.
+            asked = [*wanted, wanted[-1]]
             body = {
                 "request_id": f"check-{uuid.uuid4().hex}",
                 "token_ids": list(contexts[index]),
@@ -198,7 +200,8 @@ class VLLMServer:
                     "min_p": 0.0,
                     "seed": 0,
                     "ignore_eos": True,
-                    "logprob_token_ids": wanted,
+                    "logprob_token_ids": asked,
+                    "logprobs": len(asked),
                     "detokenize": False,
                 },
             }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 
 from slipstream.config.engines import VLLM
 from slipstream.inference.servers import vllm_worker
+from slipstream.inference.servers.check import WeightCheck
 from slipstream.inference.servers.engine import ServedEngine
 from slipstream.inference.servers.process import Launch, ServerProcess
 from slipstream.inference.servers.vllm import EXTENSION, VLLMServer, vllm_command, vllm_environment
@@ -62,25 +65,32 @@ def launch(folder: Path, *args: str, **more: Any) -> ServerProcess:
     return process
 
 
-def engine_on(*processes: ServerProcess, owned: bool = False) -> ServedEngine:
-    """An engine on running servers, which get the weights of `decoder(0)`."""
-    policy = decoder(0, eos=EOS)
+def engine_on(
+    *processes: ServerProcess,
+    owned: bool = False,
+    policy: Decoder | None = None,
+    max_model_len: int = 96,
+    check: WeightCheck | None = None,
+    client: Callable[..., VLLMServer] = VLLMServer,
+) -> ServedEngine:
+    """An engine on running servers, which get the weights of `policy`, or of `decoder(0)`."""
+    policy = policy or decoder(0, eos=EOS)
     weights = WeightFolder(policy, torch.float32)
     stored = weights.write(WeightUpdate(version=0, buckets=[list(policy.named_parameters())]))
     for process in processes:
         rpc(process, "slipstream_load", str(stored.path))
-    servers = [
-        VLLMServer(process=process) if owned else VLLMServer(process.url) for process in processes
-    ]
+    servers = [client(process=process) if owned else client(process.url) for process in processes]
     return ServedEngine(
         servers,
         weights,
         name="vllm",
         capabilities=VLLM,
         vocab_size=VOCAB,
-        max_model_len=96,
+        max_model_len=max_model_len,
         eos_token_ids=(EOS,),
         decode=decode,
+        check=check,
+        on_compute=None if check is None else ThreadPoolExecutor(1),
     )
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from slipstream_vllm_worker import SlipstreamWorker  # type: ignore[import-not-found]
+import slipstream_vllm_worker  # type: ignore[import-not-found]
 
 
-class SlowWorker(SlipstreamWorker):  # type: ignore[misc]
-    """Adds a delay to each step."""
+class SlowWorker(slipstream_vllm_worker.SlipstreamWorker):  # type: ignore[misc]
+    """Adds delays and faults."""
+
+    sound: Any
 
     def slow_down(self, seconds: float) -> float:
         """Set the delay of each step in seconds."""
@@ -24,3 +26,18 @@ class SlowWorker(SlipstreamWorker):  # type: ignore[misc]
             runner.execute_model = slow
         runner.delay_s = seconds
         return seconds
+
+    def plant(self, fault: str) -> str:
+        """Plant a fault into weight updates: `forget_head` (a tied LM head keeps its packed
+        weights, as in vLLM 0.32), `skip_load` (the worker acknowledges weights that it does not
+        load), or none (an empty text)."""
+        if not hasattr(self, "sound"):
+            self.sound = slipstream_vllm_worker._repack_tied_head, self._load
+        repack, load = self.sound
+        slipstream_vllm_worker._repack_tied_head = repack
+        self._load = load
+        if fault == "forget_head":
+            slipstream_vllm_worker._repack_tied_head = lambda model: None
+        elif fault == "skip_load":
+            self._load = lambda model, tensors: {name for name, _ in tensors if not name}
+        return fault
