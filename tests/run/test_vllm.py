@@ -38,10 +38,10 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
         "speculative.enable=false",
         *overrides,
     )
-    output = (folder.parent / "output.txt").open("ab")
-    return subprocess.Popen(
-        [sys.executable, "-m", "slipstream.cli", *line], stdout=output, stderr=output
-    )
+    with (folder.parent / "output.txt").open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "slipstream.cli", *line], stdout=output, stderr=output
+        )
 
 
 def steps(folder: Path) -> list[int]:
