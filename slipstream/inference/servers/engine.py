@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
@@ -82,6 +83,19 @@ class _Replica:
     lock: anyio.Lock = field(default_factory=anyio.Lock)
 
 
+class _Clock:
+    """Seconds of consecutive parts."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        """The part has ended, and the next one begins."""
+        now = time.perf_counter()
+        self.seconds[part], self._last = now - self._last, now
+
+
 class ServedEngine:
     """An `InferenceEngine` over the servers of one policy."""
 
@@ -123,6 +137,10 @@ class ServedEngine:
         self._prepared = False
         self._closed = False
         self._stats = EngineStats()
+        self.update_seconds: Mapping[str, float] = {}
+        """Seconds of the parts of the last weight update: `write` (to memory), `install` (pause,
+        load and resume, all servers at once), `score` (the trainer's log-probs for the check), and
+        `check` (the servers')."""
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -197,14 +215,20 @@ class ServedEngine:
             # Requests wait until all servers have the new weights: they get prefixes by version.
             self._open = anyio.Event()
             try:
+                clock = _Clock()
                 stored = await anyio.to_thread.run_sync(self._weights.write, update)
+                clock.lap("write")
                 self._stats = replace(self._stats, version=update.version)
                 await self._each(lambda replica: self._install(replica, stored, update))
+                clock.lap("install")
                 if self._check_weights is not None:
                     await self._computed(self._check_weights.renew)
                     self._unchecked = True
+                    clock.lap("score")
                 if not self._paused:
                     await self._verify()
+                    clock.lap("check")
+                self.update_seconds = clock.seconds
             finally:
                 if not self._paused:
                     self._wake()
