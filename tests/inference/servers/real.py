@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,15 @@ decoder = partial(
 """A policy that vLLM can serve on a CPU, with a tied LM head."""
 
 
-def launch(folder: Path, *args: str, **more: Any) -> ServerProcess:
-    """Start a server for `decoder(0)`, in `folder`."""
+def launch(
+    folder: Path,
+    *,
+    python: Path = PYTHON,
+    environment: Mapping[str, str] | None = None,
+    **more: Any,
+) -> ServerProcess:
+    """Start a server for `decoder(0)`, in `folder`. `more` are vLLM's options, and `environment`
+    replaces environment variables."""
     save_checkpoint(decoder(0, eos=EOS), folder / "model")
     extension = folder / "extension"
     extension.mkdir()
@@ -38,7 +46,7 @@ def launch(folder: Path, *args: str, **more: Any) -> ServerProcess:
     shutil.copy(Path(__file__).with_name("slow_worker.py"), extension)
     command = partial(
         vllm_command,
-        PYTHON,
+        python,
         folder / "model",
         {
             "max_model_len": 96,
@@ -52,7 +60,7 @@ def launch(folder: Path, *args: str, **more: Any) -> ServerProcess:
     process = ServerProcess(
         Launch(
             command=command,
-            environment=vllm_environment(extension),
+            environment={**vllm_environment(extension), **(environment or {})},
             log=folder / "server.log",
             timeout_s=120,
             what="the vLLM server",
