@@ -7,8 +7,8 @@ import json
 import math
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -231,12 +231,11 @@ class VLLMServer:
 
     async def _stream(self, body: Mapping[str, Any], wire_id: str, ends: Ends) -> Answer:
         answer, ended = Answer(), False
-        async with self._http.events(_GENERATE, body) as events:
+        http = self._http
+        async with self._alive(http), http.events(_GENERATE, body) as events:
             async for event in events:
                 if "error" in event:
-                    error = ServerRefusedError(f"{self.name}: {event['error']}", 500)
-                    await self._raise_if_dead(error)
-                    raise error
+                    raise ServerRefusedError(f"{self.name}: {event['error']}", 500)
                 for choice in event.get("choices") or ():
                     new = _read(choice)
                     if not ended:
@@ -303,21 +302,23 @@ class VLLMServer:
         return found
 
     async def _post(self, route: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
-        try:
-            return await self._http.post(route, body, timeout_s=timeout_s)
-        except ServerRefusedError as error:
-            await self._raise_if_dead(error)
-            raise
+        http = self._http  # A restart replaces it.
+        async with self._alive(http):
+            return await http.post(route, body, timeout_s=timeout_s)
 
-    async def _raise_if_dead(self, error: ServerRefusedError) -> None:
-        """Raise ServerGoneError if the engine behind the routes has ended. Requests then get the
-        status 500 for a moment, until the server itself ends."""
-        if error.status < 500:
-            return
+    @asynccontextmanager
+    async def _alive(self, http: JsonClient) -> AsyncIterator[None]:
+        """Turn errors of the server into ServerGoneError if the engine behind its routes has ended.
+        Requests then get the status 500 for a moment, until the server itself ends."""
         try:
-            await self._http.get("/health", timeout_s=CONTROL_S)
-        except EngineError:
-            raise ServerGoneError(str(error)) from error
+            yield
+        except ServerRefusedError as error:
+            if error.status >= 500:
+                try:
+                    await http.get("/health", timeout_s=CONTROL_S)
+                except EngineError:
+                    raise ServerGoneError(str(error)) from error
+            raise
 
     @contextmanager
     def _understood(self, route: str) -> Iterator[None]:

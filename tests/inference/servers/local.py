@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx2
-
 from slipstream.inference.servers.process import ServerProcess
 from tests.docs.pages import ROOT
 from tests.inference.servers import real
@@ -32,4 +30,4 @@ def launch(folder: Path, **more: Any) -> ServerProcess:
 def plant(process: ServerProcess, fault: str, value: Any = True) -> None:
     """Plant a fault (`contract_server/vllm/faults.py`)."""
     body = {"fault": fault, "value": value}
-    httpx2.post(process.url + "/test/plant", json=body, timeout=60).raise_for_status()
+    real.CLIENT.post(process.url + "/test/plant", json=body).raise_for_status()

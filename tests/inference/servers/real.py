@@ -29,6 +29,9 @@ decoder = partial(
 )
 """A policy that vLLM can serve on a CPU, with a tied LM head."""
 
+CLIENT = httpx2.Client(timeout=60, verify=False, trust_env=False)
+"""One client for all tests, because making one takes long."""
+
 
 def launch(
     folder: Path,
@@ -40,9 +43,7 @@ def launch(
     """Start a server for `decoder(0)`, in `folder`. `more` are vLLM's options, and `environment`
     replaces environment variables."""
     save_checkpoint(decoder(0, eos=EOS), folder / "model")
-    extension = folder / "extension"
-    extension.mkdir()
-    shutil.copy(vllm_worker.__file__, extension / f"{EXTENSION}.py")
+    extension = copy_extension(folder)
     shutil.copy(Path(__file__).with_name("slow_worker.py"), extension)
     command = partial(
         vllm_command,
@@ -70,6 +71,14 @@ def launch(
     return process
 
 
+def copy_extension(folder: Path) -> Path:
+    """Make the folder `extension` with the worker extension, and return it."""
+    extension = folder / "extension"
+    extension.mkdir()
+    shutil.copy(vllm_worker.__file__, extension / f"{EXTENSION}.py")
+    return extension
+
+
 def engine_on(*processes: ServerProcess, owned: bool = False) -> ServedEngine:
     """An engine on running servers, which get the weights of `decoder(0)`."""
     policy = decoder(0, eos=EOS)
@@ -95,7 +104,7 @@ def engine_on(*processes: ServerProcess, owned: bool = False) -> ServedEngine:
 def rpc(process: ServerProcess, method: str, *args: Any) -> Any:
     """Call a method of the worker extension."""
     body = {"method": method, "args": list(args)}
-    answer = httpx2.post(process.url + "/collective_rpc", json=body, timeout=60)
+    answer = CLIENT.post(process.url + "/collective_rpc", json=body)
     answer.raise_for_status()
     return answer.json()["results"]
 
@@ -104,4 +113,14 @@ def gate(process: ServerProcess, seconds: float) -> None:
     rpc(process, "slow_down", seconds)
 
 
-__all__ = ["PYTHON", "Decoder", "decoder", "engine_on", "gate", "launch", "rpc"]
+__all__ = [
+    "CLIENT",
+    "PYTHON",
+    "Decoder",
+    "copy_extension",
+    "decoder",
+    "engine_on",
+    "gate",
+    "launch",
+    "rpc",
+]

@@ -17,7 +17,7 @@ import tests.inference.contract_updates  # noqa: F401 (adds its cases to CASES)
 from slipstream.inference.servers.process import ServerProcess
 from tests.inference.contract import CASES, Case, Harness
 from tests.inference.servers.local import launch, plant
-from tests.inference.servers.real import decoder, engine_on
+from tests.inference.servers.real import CLIENT, decoder, engine_on
 
 GENERATE = "/inference/v1/generate"
 
@@ -66,7 +66,7 @@ def generate(process: ServerProcess, prompt: tuple[int, ...] = (3, 4, 5), **more
         "token_ids": list(prompt),
         "sampling_params": {**SAMPLING, **more},
     }
-    return httpx2.post(process.url + GENERATE, json=body, timeout=60)
+    return CLIENT.post(process.url + GENERATE, json=body)
 
 
 def choice(process: ServerProcess, **more: Any) -> Any:
@@ -76,7 +76,7 @@ def choice(process: ServerProcess, **more: Any) -> Any:
 
 
 def post(process: ServerProcess, route: str, body: Any = None) -> httpx2.Response:
-    return httpx2.post(process.url + route, json=body, timeout=60)
+    return CLIENT.post(process.url + route, json=body)
 
 
 @pytest.mark.parametrize(
@@ -124,17 +124,16 @@ def test_log_probs_of_given_tokens_are_cut_as_vllm_does(process: ServerProcess) 
 def test_ids_without_their_prefix_abort_nothing(process: ServerProcess) -> None:
     plant(process, "delay", 0.02)
     body = {"request_id": "b", "token_ids": [3], "sampling_params": {**SAMPLING, "max_tokens": 40}}
-    with httpx2.Client(timeout=60) as client:
-        lines: list[str] = []
-        with client.stream("POST", process.url + GENERATE, json={**body, "stream": True}) as events:
-            for line in events.iter_lines():
-                lines += [line] if line else []
-                if len(lines) == 2:
-                    answer = post(process, "/inference/v1/abort_requests", {"request_ids": ["b"]})
-                    assert (answer.status_code, answer.text) == (200, "")
-                if len(lines) == 8:
-                    ids = {"request_ids": ["generate-tokens-b"]}
-                    post(process, "/inference/v1/abort_requests", ids)
+    lines: list[str] = []
+    with CLIENT.stream("POST", process.url + GENERATE, json={**body, "stream": True}) as events:
+        for line in events.iter_lines():
+            lines += [line] if line else []
+            if len(lines) == 2:
+                answer = post(process, "/inference/v1/abort_requests", {"request_ids": ["b"]})
+                assert (answer.status_code, answer.text) == (200, "")
+            if len(lines) == 8:
+                ids = {"request_ids": ["generate-tokens-b"]}
+                post(process, "/inference/v1/abort_requests", ids)
     plant(process, "delay", 0)
     assert lines[-1] == "data: [DONE]"
     chunks = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-1]]
@@ -152,7 +151,7 @@ def test_routes_are_hidden_unless_they_are_switched_on(process: ServerProcess) -
     assert "nope" in post(process, "/collective_rpc", {"method": "nope"}).text
     plant(process, "dev_mode", False)
     plant(process, "scale_out", False)
-    known = httpx2.get(process.url + "/openapi.json").json()["paths"]
+    known = CLIENT.get(process.url + "/openapi.json").json()["paths"]
     assert sorted(known) == ["/health", "/openapi.json", "/version"]
     assert post(process, "/pause?mode=keep").status_code == 404
     assert generate(process).status_code == 403
@@ -170,7 +169,7 @@ def test_pause_aborts_waits_or_keeps(process: ServerProcess) -> None:
             time.sleep(0.1)
             assert post(process, f"/pause?mode={mode}").json() == {"status": "paused"}
             plant(process, "delay", 0)
-            assert httpx2.get(process.url + "/is_paused").json() == {"is_paused": True}
+            assert CLIENT.get(process.url + "/is_paused").json() == {"is_paused": True}
             post(process, "/resume")
             assert running.result()["finish_reason"] == reason
 

@@ -46,7 +46,13 @@ class Faults:
     """The values that are planted."""
 
     def __init__(self, **own: Any) -> None:
-        self.values = {**DEFAULTS, **own, **json.loads(os.environ.get(VARIABLE, "{}"))}
+        self.start = {**DEFAULTS, **own, **json.loads(os.environ.get(VARIABLE, "{}"))}
+        """The values at the start of the server."""
+        self.values = dict(self.start)
+
+    def renew(self) -> None:
+        """Take back what was planted since the start."""
+        self.values = dict(self.start)
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]

@@ -43,7 +43,7 @@ DEV_MODE = (
     "/update_weight_version",
     "/weight_info",
 )
-ALWAYS = ("/health", "/version", "/openapi.json", "/test/plant")
+ALWAYS = ("/health", "/version", "/openapi.json")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -119,6 +119,7 @@ class Server:
             "/reset_prefix_cache": self.reset,
             "/update_weight_version": self.set_version,
             "/test/plant": self.plant,
+            "/test/renew": self.renew,
         }
         routes = [Route(path, work, methods=["GET"]) for path, work in gets.items()]
         routes += [Route(path, work, methods=["POST"]) for path, work in posts.items()]
@@ -152,7 +153,7 @@ class Server:
         return JSONResponse({"version": self.faults["version"]})
 
     async def openapi(self, request: Request) -> Response:
-        paths = [path for path in ALWAYS if path != "/test/plant"]
+        paths = [*ALWAYS]
         paths += DEV_MODE if self.faults["dev_mode"] else ()
         paths += SCALE_OUT if self.faults["scale_out"] else ()
         return JSONResponse({"openapi": "3.1.0", "paths": {path: {} for path in paths}})
@@ -162,6 +163,14 @@ class Server:
 
     async def is_paused(self, request: Request) -> Response:
         return JSONResponse({"is_paused": self.thread.paused})
+
+    async def renew(self, request: Request) -> Response:
+        """Take back all faults, requests and caches, as for a new test."""
+        self.faults.renew()
+        await asyncio.wrap_future(self.thread.abort(lambda job: True))
+        await asyncio.wrap_future(self.thread.forget(True))
+        await asyncio.wrap_future(self.thread.set_version("default"))
+        return await self.resume(request)
 
     async def plant(self, request: Request) -> Response:
         body = await request.json()
