@@ -132,6 +132,7 @@ async def concurrent_requests_equal_sequential_ones(h: Harness) -> None:
     assert set(together) == {r.request_id for r in requests}
     for request in requests:
         alone = await h.protocol.generate(request)
+        assert alone.error is None
         assert alone.token_ids == together[request.request_id].token_ids
         assert len(alone.token_ids) <= request.params.max_tokens
         assert alone.text == decode(alone.token_ids)

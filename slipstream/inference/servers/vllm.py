@@ -7,14 +7,15 @@ import json
 import math
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
 
 from slipstream.errors import EngineError
-from slipstream.inference.servers.http import JsonClient, ServerRefusedError
+from slipstream.inference.servers.http import JsonClient, ServerGoneError, ServerRefusedError
 from slipstream.inference.servers.process import ServerProcess
 from slipstream.inference.servers.protocol import Answer, Ends
 from slipstream.types import GenerateRequest, PolicyVersion, VersionSpan
@@ -117,7 +118,8 @@ class VLLMServer:
                 f"{self.name} has version {version or 'unknown'}; vLLM "
                 f"{'.'.join(map(str, OLDEST))} or newer is needed"
             )
-        known = (await self._http.get("/openapi.json", timeout_s=CONTROL_S))["paths"]
+        with self._understood("/openapi.json"):
+            known = (await self._http.get("/openapi.json", timeout_s=CONTROL_S))["paths"]
         if missing := [route for route in ROUTES if route not in known]:
             raise EngineError(
                 f"{self.name} lacks the route {missing[0]}; start it with VLLM_SERVER_DEV_MODE=1 "
@@ -170,9 +172,11 @@ class VLLMServer:
             },
         }
         if ends is None:
-            choice = (await self._http.post(_GENERATE, body))["choices"][0]
-            answer = _read(choice)
-            answer.spans = _spans(choice.get("weight_versions"), self.name)
+            reply = await self._post(_GENERATE, body)
+            with self._understood(_GENERATE):
+                choice = reply["choices"][0]
+                answer = _read(choice)
+                answer.spans = _spans(choice.get("weight_versions"), self.name)
         else:
             answer = await self._stream(body, wire_id, ends)
         return answer
@@ -181,11 +185,16 @@ class VLLMServer:
         self, contexts: Sequence[Sequence[int]], token_ids: Sequence[Sequence[int]], salt: str
     ) -> list[list[float]]:
         found: list[list[float]] = [[] for _ in contexts]
+        failures: list[EngineError] = []
 
         async def one(index: int) -> None:
+            try:
+                await ask(index)
+            except EngineError as error:
+                failures.append(error)
+
+        async def ask(index: int) -> None:
             wanted = list(token_ids[index])
-            # The sampled token takes one of the places, so there is one more than needed.
-            asked = [*wanted, wanted[-1]]
             body = {
                 "request_id": f"check-{uuid.uuid4().hex}",
                 "token_ids": list(contexts[index]),
@@ -200,15 +209,18 @@ class VLLMServer:
                     "min_p": 0.0,
                     "seed": 0,
                     "ignore_eos": True,
-                    "logprob_token_ids": asked,
-                    "logprobs": len(asked),
+                    # Without `logprobs`, the answer has no log-probs. It must be the number of ids,
+                    # and cuts a list that has the sampled token, too. So one id is given twice.
+                    "logprob_token_ids": [*wanted, wanted[0]],
+                    "logprobs": len(wanted) + 1,
                     "detokenize": False,
                 },
             }
-            answer = await self._http.post(_GENERATE, body, timeout_s=self._update_s)
-            entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-            by_id = {entry["token_id"]: float(entry["logprob"]) for entry in entries}
-            found[index] = [by_id.get(token, -math.inf) for token in wanted]
+            answer = await self._post(_GENERATE, body, timeout_s=self._update_s)
+            with self._understood(_GENERATE):
+                entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+                by_id = {entry["token_id"]: float(entry["logprob"]) for entry in entries}
+                found[index] = [by_id.get(token, -math.inf) for token in wanted]
 
         # The others take the beginning that they have in common from the cache.
         longest = max(range(len(contexts)), key=lambda index: len(contexts[index]))
@@ -217,11 +229,14 @@ class VLLMServer:
             for index in range(len(contexts)):
                 if index != longest:
                     tasks.start_soon(one, index)
+        if failures:
+            raise failures[0]
         return found
 
     async def _stream(self, body: Mapping[str, Any], wire_id: str, ends: Ends) -> Answer:
         answer, ended = Answer(), False
-        async with self._http.events(_GENERATE, body) as events:
+        http = self._http
+        async with self._alive(http), http.events(_GENERATE, body) as events:
             async for event in events:
                 if "error" in event:
                     raise ServerRefusedError(f"{self.name}: {event['error']}", 500)
@@ -236,18 +251,19 @@ class VLLMServer:
                                 await self.abort([wire_id])
                     if choice.get("finish_reason"):
                         answer.aborted = new.aborted and not ended
-                        answer.spans = _spans(choice.get("weight_versions"), self.name)
+                        with self._understood(_GENERATE):
+                            answer.spans = _spans(choice.get("weight_versions"), self.name)
         return answer
 
     async def abort(self, wire_ids: Sequence[str]) -> None:
         body = {"request_ids": [_PREFIX + name for name in wire_ids]}
-        await self._http.post("/inference/v1/abort_requests", body, timeout_s=CONTROL_S)
+        await self._post("/inference/v1/abort_requests", body, timeout_s=CONTROL_S)
 
     async def pause(self) -> None:
-        await self._http.post("/pause?mode=keep", timeout_s=CONTROL_S)
+        await self._post("/pause?mode=keep", timeout_s=CONTROL_S)
 
     async def resume(self) -> None:
-        await self._http.post("/resume", timeout_s=CONTROL_S)
+        await self._post("/resume", timeout_s=CONTROL_S)
 
     async def load(self, path: Path) -> Mapping[str, int]:
         first, *others = await self._rpc("slipstream_load", str(path))
@@ -263,11 +279,11 @@ class VLLMServer:
 
     async def forget(self) -> None:
         route = "/reset_prefix_cache?reset_running_requests=true"
-        await self._http.post(route, timeout_s=CONTROL_S)
+        await self._post(route, timeout_s=CONTROL_S)
 
     async def set_version(self, version: PolicyVersion) -> None:
         body = {"new_version": str(version)}
-        await self._http.post("/update_weight_version", body, timeout_s=CONTROL_S)
+        await self._post("/update_weight_version", body, timeout_s=CONTROL_S)
 
     async def restart(self) -> None:
         process = self._process
@@ -284,9 +300,41 @@ class VLLMServer:
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the worker extension. Returns the result of each worker."""
         body = {"method": method, "args": list(args), "timeout": self._update_s}
-        answer = await self._http.post("/collective_rpc", body, timeout_s=self._update_s)
-        found: list[Any] = answer["results"]
+        answer = await self._post("/collective_rpc", body, timeout_s=self._update_s)
+        with self._understood("/collective_rpc"):
+            found: list[Any] = answer["results"]
         return found
+
+    async def _post(self, route: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
+        http = self._http  # A restart replaces it.
+        async with self._alive(http):
+            return await http.post(route, body, timeout_s=timeout_s)
+
+    @asynccontextmanager
+    async def _alive(self, http: JsonClient) -> AsyncIterator[None]:
+        """Turn errors of the server into ServerGoneError if the engine behind its routes has ended.
+        Requests then get the status 500 for a moment, until the server itself ends."""
+        try:
+            yield
+        except ServerRefusedError as error:
+            if error.status >= 500:
+                try:
+                    await http.get("/health", timeout_s=CONTROL_S)
+                except EngineError:
+                    raise ServerGoneError(str(error)) from error
+            raise
+
+    @contextmanager
+    def _understood(self, route: str) -> Iterator[None]:
+        """Turn errors about the contents of an answer into EngineError."""
+        try:
+            yield
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise EngineError(
+                f"{self.name} gave an answer to {route} that is not vLLM's "
+                f"({type(error).__name__}: {error}); check that the URL is that of a vLLM server, "
+                "and that nobody else has started it again or changed its weights"
+            ) from error
 
 
 def _url(process: ServerProcess | None) -> str:

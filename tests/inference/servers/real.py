@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -31,17 +31,25 @@ decoder = partial(
 )
 """A policy that vLLM can serve on a CPU, with a tied LM head."""
 
+CLIENT = httpx2.Client(timeout=60, verify=False, trust_env=False)
+"""One client for all tests, because making one takes long."""
 
-def launch(folder: Path, *args: str, **more: Any) -> ServerProcess:
-    """Start a server for `decoder(0)`, in `folder`."""
+
+def launch(
+    folder: Path,
+    *,
+    python: Path = PYTHON,
+    environment: Mapping[str, str] | None = None,
+    **more: Any,
+) -> ServerProcess:
+    """Start a server for `decoder(0)`, in `folder`. `more` are vLLM's options, and `environment`
+    replaces environment variables."""
     save_checkpoint(decoder(0, eos=EOS), folder / "model")
-    extension = folder / "extension"
-    extension.mkdir()
-    shutil.copy(vllm_worker.__file__, extension / f"{EXTENSION}.py")
+    extension = copy_extension(folder)
     shutil.copy(Path(__file__).with_name("slow_worker.py"), extension)
     command = partial(
         vllm_command,
-        PYTHON,
+        python,
         folder / "model",
         {
             "max_model_len": 96,
@@ -55,7 +63,7 @@ def launch(folder: Path, *args: str, **more: Any) -> ServerProcess:
     process = ServerProcess(
         Launch(
             command=command,
-            environment=vllm_environment(extension),
+            environment={**vllm_environment(extension), **(environment or {})},
             log=folder / "server.log",
             timeout_s=120,
             what="the vLLM server",
@@ -63,6 +71,14 @@ def launch(folder: Path, *args: str, **more: Any) -> ServerProcess:
     )
     process.start()
     return process
+
+
+def copy_extension(folder: Path) -> Path:
+    """Make the folder `extension` with the worker extension, and return it."""
+    extension = folder / "extension"
+    extension.mkdir()
+    shutil.copy(vllm_worker.__file__, extension / f"{EXTENSION}.py")
+    return extension
 
 
 def engine_on(
@@ -97,7 +113,7 @@ def engine_on(
 def rpc(process: ServerProcess, method: str, *args: Any) -> Any:
     """Call a method of the worker extension."""
     body = {"method": method, "args": list(args)}
-    answer = httpx2.post(process.url + "/collective_rpc", json=body, timeout=60)
+    answer = CLIENT.post(process.url + "/collective_rpc", json=body)
     answer.raise_for_status()
     return answer.json()["results"]
 
@@ -106,4 +122,14 @@ def gate(process: ServerProcess, seconds: float) -> None:
     rpc(process, "slow_down", seconds)
 
 
-__all__ = ["PYTHON", "Decoder", "decoder", "engine_on", "gate", "launch", "rpc"]
+__all__ = [
+    "CLIENT",
+    "PYTHON",
+    "Decoder",
+    "copy_extension",
+    "decoder",
+    "engine_on",
+    "gate",
+    "launch",
+    "rpc",
+]
