@@ -12,6 +12,7 @@ class SlowWorker(slipstream_vllm_worker.SlipstreamWorker):  # type: ignore[misc]
     """Adds delays and faults."""
 
     sound: Any
+    _load: Any
 
     def slow_down(self, seconds: float) -> float:
         """Set the delay of each step in seconds."""
