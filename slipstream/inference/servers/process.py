@@ -91,7 +91,7 @@ class ServerProcess:
 
     def _wait(self, stopped: threading.Event | None) -> None:
         launch, end = self._launch, time.monotonic() + self._launch.timeout_s
-        with httpx2.Client(timeout=5.0, trust_env=False) as client:
+        with httpx2.Client(timeout=5.0, trust_env=False, verify=False) as client:
             while time.monotonic() < end:
                 if not self.alive:
                     raise EngineError(f"{launch.what} ended while it started; {self._log_end()}")

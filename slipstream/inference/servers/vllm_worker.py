@@ -26,7 +26,11 @@ def checksum(tensor: Tensor) -> int:
 
     The words are added per row and per column, and each sum counts with its index.
     """
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.stride(0) != 1 or flat.storage_offset() * flat.element_size() % 4:
+        # A part of another tensor, whose bytes cannot be viewed as words.
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    raw = flat.view(torch.uint8)
     words = raw[: len(raw) // 4 * 4].view(torch.int32)
     rest = raw[len(words) * 4 :].to(torch.int64)
     whole = words[: len(words) // ROWS * ROWS].view(-1, ROWS)

@@ -150,23 +150,6 @@ def test_a_server_that_dies_in_an_update_is_started_again_with_the_new_weights(
     assert [result.token_ids for result in after] == [greedy_tokens(fleet, 9)] * 2
 
 
-def test_requests_to_an_attached_server_that_dies_are_errors_that_name_it(fleet: Fleet) -> None:
-    plant(fleet.processes[0], "die_after", 10)
-
-    async def work() -> tuple[dict[str, Generation], dict[str, Generation]]:
-        with fleet.engine(0, attached=True) as engine:
-            first = await gather(engine, *(endless(f"a{i}", 30) for i in range(3)))
-            return first, await gather(engine, endless("b"))
-
-    url = fleet.processes[0].url
-    for results in run(work):
-        for result in results.values():
-            assert result.stop_reason is StopReason.ERROR
-            assert result.error is not None
-            assert url in result.error
-            assert "start it again" in result.error
-
-
 @pytest.mark.parametrize(
     ("fault", "value", "text"),
     [
@@ -387,3 +370,20 @@ def test_a_server_that_misses_an_update_is_started_again(fleet: Fleet) -> None:
     assert fleet.processes[0].url != url
     assert result.token_ids == greedy_tokens(fleet, 9)
     assert result.spans == [VersionSpan(1, 0, 9)]
+
+
+def test_requests_to_an_attached_server_that_dies_are_errors_that_name_it(fleet: Fleet) -> None:
+    plant(fleet.processes[0], "die_after", 10)
+
+    async def work() -> tuple[dict[str, Generation], dict[str, Generation]]:
+        with fleet.engine(0, attached=True) as engine:
+            first = await gather(engine, *(endless(f"a{i}", 30) for i in range(3)))
+            return first, await gather(engine, endless("b"))
+
+    url = fleet.processes[0].url
+    for results in run(work):
+        for result in results.values():
+            assert result.stop_reason is StopReason.ERROR
+            assert result.error is not None
+            assert url in result.error
+            assert "start it again" in result.error
