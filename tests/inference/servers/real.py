@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import httpx2
 import torch
 
+from slipstream.build.servers import next_log_probs
 from slipstream.config.engines import VLLM
 from slipstream.inference.servers import vllm_worker
+from slipstream.inference.servers.check import WeightCheck
 from slipstream.inference.servers.engine import ServedEngine
 from slipstream.inference.servers.process import Launch, ServerProcess
 from slipstream.inference.servers.vllm import EXTENSION, VLLMServer, vllm_command, vllm_environment
@@ -29,7 +32,12 @@ decoder = partial(
 )
 """A policy that vLLM can serve on a CPU, with a tied LM head."""
 
-CLIENT = httpx2.Client(timeout=60, verify=False, trust_env=False)
+CLIENT = httpx2.Client(
+    timeout=60,
+    verify=False,
+    trust_env=False,
+    limits=httpx2.Limits(max_keepalive_connections=0),
+)
 """One client for all tests, because making one takes long."""
 
 
@@ -79,18 +87,30 @@ def copy_extension(folder: Path) -> Path:
     return extension
 
 
-def engine_on(*processes: ServerProcess, owned: bool = False) -> ServedEngine:
+def make_check(policy: Decoder) -> WeightCheck:
+    """A check of servers against `policy`."""
+    return WeightCheck(
+        partial(next_log_probs, policy, torch.float32),
+        vocab_size=VOCAB,
+        max_model_len=96,
+        dtype=torch.float32,
+    )
+
+
+def engine_on(
+    *processes: ServerProcess,
+    owned: bool = False,
+    check: WeightCheck | None = None,
+    on_compute: Executor | None = None,
+) -> ServedEngine:
     """An engine on running servers, which get the weights of `decoder(0)`."""
     policy = decoder(0, eos=EOS)
     weights = WeightFolder(policy, torch.float32)
     stored = weights.write(WeightUpdate(version=0, buckets=[list(policy.named_parameters())]))
     for process in processes:
         rpc(process, "slipstream_load", str(stored.path))
-    servers = [
-        VLLMServer(process=process) if owned else VLLMServer(process.url) for process in processes
-    ]
     return ServedEngine(
-        servers,
+        [VLLMServer(process=p) if owned else VLLMServer(p.url) for p in processes],
         weights,
         name="vllm",
         capabilities=VLLM,
@@ -98,6 +118,8 @@ def engine_on(*processes: ServerProcess, owned: bool = False) -> ServedEngine:
         max_model_len=96,
         eos_token_ids=(EOS,),
         decode=decode,
+        check=check,
+        on_compute=on_compute,
     )
 
 
