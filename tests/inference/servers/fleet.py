@@ -13,18 +13,16 @@ from typing import Any
 import httpx2
 import torch
 
-from slipstream.build.servers import next_log_probs
 from slipstream.config.engines import VLLM
-from slipstream.inference.servers.check import WeightCheck
 from slipstream.inference.servers.engine import ServedEngine
 from slipstream.inference.servers.process import Launch, ServerProcess
 from slipstream.inference.servers.vllm import VLLMServer, vllm_command, vllm_environment
 from slipstream.inference.servers.weights import WeightFolder
-from slipstream.models import Decoder, save_checkpoint
+from slipstream.models import save_checkpoint
 from slipstream.types import WeightUpdate
 from tests.inference.helpers import EOS, VOCAB, decode
 from tests.inference.servers.local import environment
-from tests.inference.servers.real import CLIENT, copy_extension, decoder, rpc
+from tests.inference.servers.real import CLIENT, copy_extension, decoder, make_check, rpc
 
 SETTINGS: dict[str, Any] = {"max_model_len": 96, "dtype": "float32"}
 
@@ -77,16 +75,9 @@ class Fleet:
         *numbers: int,
         attached: bool = False,
         checked: bool = False,
-        trainer: Decoder | None = None,
     ) -> Iterator[ServedEngine]:
         """An engine over the servers with these numbers. It does not end them."""
         processes = [self.processes[number] for number in numbers]
-        check = WeightCheck(
-            partial(next_log_probs, trainer or self.policy, torch.float32),
-            vocab_size=VOCAB,
-            max_model_len=96,
-            dtype=torch.float32,
-        )
         yield ServedEngine(
             [VLLMServer(p.url) if attached else VLLMServer(process=p) for p in processes],
             self.weights,
@@ -96,7 +87,7 @@ class Fleet:
             max_model_len=96,
             eos_token_ids=(EOS,),
             decode=decode,
-            check=check if checked else None,
+            check=make_check(self.policy) if checked else None,
             on_compute=self._executor,
         )
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import shutil
+<<<<<<< HEAD
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+=======
+from collections.abc import Mapping
+from concurrent.futures import Executor
+>>>>>>> 60edf53e5ab0d50b36c5d298e69b48e8e2229a6f
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +17,7 @@ from typing import Any
 import httpx2
 import torch
 
+from slipstream.build.servers import next_log_probs
 from slipstream.config.engines import VLLM
 from slipstream.inference.servers import vllm_worker
 from slipstream.inference.servers.check import WeightCheck
@@ -31,7 +37,12 @@ decoder = partial(
 )
 """A policy that vLLM can serve on a CPU, with a tied LM head."""
 
-CLIENT = httpx2.Client(timeout=60, verify=False, trust_env=False)
+CLIENT = httpx2.Client(
+    timeout=60,
+    verify=False,
+    trust_env=False,
+    limits=httpx2.Limits(max_keepalive_connections=0),
+)
 """One client for all tests, because making one takes long."""
 
 
@@ -81,6 +92,7 @@ def copy_extension(folder: Path) -> Path:
     return extension
 
 
+<<<<<<< HEAD
 def engine_on(
     *processes: ServerProcess,
     owned: bool = False,
@@ -91,13 +103,36 @@ def engine_on(
 ) -> ServedEngine:
     """An engine on running servers, which get the weights of `policy`, or of `decoder(0)`."""
     policy = policy or decoder(0, eos=EOS)
+=======
+def make_check(policy: Decoder) -> WeightCheck:
+    """A check of servers against `policy`."""
+    return WeightCheck(
+        partial(next_log_probs, policy, torch.float32),
+        vocab_size=VOCAB,
+        max_model_len=96,
+        dtype=torch.float32,
+    )
+
+
+def engine_on(
+    *processes: ServerProcess,
+    owned: bool = False,
+    check: WeightCheck | None = None,
+    on_compute: Executor | None = None,
+) -> ServedEngine:
+    """An engine on running servers, which get the weights of `decoder(0)`."""
+    policy = decoder(0, eos=EOS)
+>>>>>>> 60edf53e5ab0d50b36c5d298e69b48e8e2229a6f
     weights = WeightFolder(policy, torch.float32)
     stored = weights.write(WeightUpdate(version=0, buckets=[list(policy.named_parameters())]))
     for process in processes:
         rpc(process, "slipstream_load", str(stored.path))
+<<<<<<< HEAD
     servers = [client(process=process) if owned else client(process.url) for process in processes]
+=======
+>>>>>>> 60edf53e5ab0d50b36c5d298e69b48e8e2229a6f
     return ServedEngine(
-        servers,
+        [VLLMServer(process=p) if owned else VLLMServer(p.url) for p in processes],
         weights,
         name="vllm",
         capabilities=VLLM,
@@ -106,7 +141,11 @@ def engine_on(
         eos_token_ids=(EOS,),
         decode=decode,
         check=check,
+<<<<<<< HEAD
         on_compute=None if check is None else ThreadPoolExecutor(1),
+=======
+        on_compute=on_compute,
+>>>>>>> 60edf53e5ab0d50b36c5d298e69b48e8e2229a6f
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 import pytest
+import torch
 
 from slipstream.errors import EngineError
 from slipstream.inference.servers import vllm
@@ -17,7 +18,7 @@ from slipstream.inference.servers.engine import ServedEngine
 from slipstream.inference.servers.vllm import VLLMServer
 from slipstream.types import Generation, KVPolicy, StopReason, VersionSpan
 from tests.inference.contract import endless, gather, until
-from tests.inference.helpers import make_engine
+from tests.inference.helpers import make_engine, trainer_log_probs
 from tests.inference.servers.fleet import Fleet
 from tests.inference.servers.local import plant
 from tests.inference.servers.real import rpc
@@ -335,6 +336,24 @@ def test_a_server_that_misses_a_part_of_an_update_is_found(
     url = fleet.processes[1].url
     with pytest.raises(EngineError, match=f"{url}, policy version 1: it.*({text})"):
         run(work)
+
+
+def test_new_requests_do_not_share_prefixes_with_those_before_an_update(fleet: Fleet) -> None:
+    prompt = tuple(range(3, 63))
+
+    async def work() -> list[Generation]:
+        found = []
+        with fleet.engine(0) as engine:
+            for version in (1, 2):
+                fleet.move(0.1, seed=version)
+                await engine.update_weights(fleet.update(version))
+                found.append(await engine.generate(endless("a", 9, prompt=prompt)))
+        return found
+
+    last = run(work)[-1]
+    request = endless("a", 9, prompt=prompt)
+    expected = trainer_log_probs(fleet.policy, torch.float32, request, last)
+    assert last.log_probs == pytest.approx(expected, abs=1e-4)
 
 
 def test_small_updates_that_a_rounding_server_misses_add_up(fleet: Fleet) -> None:

@@ -52,7 +52,8 @@ def launch(folder: Path, code: str = SERVER, *, timeout_s: float = 60.0) -> Laun
 
 def below(pid: int) -> list[psutil.Process]:
     """All processes below `pid`."""
-    return psutil.Process(pid).children(recursive=True)
+    found: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
+    return found
 
 
 def ended(processes: list[psutil.Process]) -> bool:
@@ -68,9 +69,10 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def test_a_server_runs_until_it_is_closed_and_leaves_no_process(tmp_path: Path) -> None:
     server = ServerProcess(launch(tmp_path))
-    assert not server.alive
+    states = [server.alive]
     server.start()
-    assert server.alive
+    states.append(server.alive)
+    assert states == [False, True]
     assert server.url == f"http://127.0.0.1:{server.port}"
     assert (tmp_path / "logs" / "server.log").read_text() == "ready seven\n"
     assert server._process is not None
