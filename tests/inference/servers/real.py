@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import shutil
-<<<<<<< HEAD
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-=======
-from collections.abc import Mapping
 from concurrent.futures import Executor
->>>>>>> 60edf53e5ab0d50b36c5d298e69b48e8e2229a6f
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,24 +87,12 @@ def copy_extension(folder: Path) -> Path:
     return extension
 
 
-<<<<<<< HEAD
-def engine_on(
-    *processes: ServerProcess,
-    owned: bool = False,
-    policy: Decoder | None = None,
-    max_model_len: int = 96,
-    check: WeightCheck | None = None,
-    client: Callable[..., VLLMServer] = VLLMServer,
-) -> ServedEngine:
-    """An engine on running servers, which get the weights of `policy`, or of `decoder(0)`."""
-    policy = policy or decoder(0, eos=EOS)
-=======
-def make_check(policy: Decoder) -> WeightCheck:
+def make_check(policy: Decoder, *, max_model_len: int = 96) -> WeightCheck:
     """A check of servers against `policy`."""
     return WeightCheck(
         partial(next_log_probs, policy, torch.float32),
         vocab_size=VOCAB,
-        max_model_len=96,
+        max_model_len=max_model_len,
         dtype=torch.float32,
     )
 
@@ -117,22 +100,20 @@ def make_check(policy: Decoder) -> WeightCheck:
 def engine_on(
     *processes: ServerProcess,
     owned: bool = False,
+    policy: Decoder | None = None,
+    max_model_len: int = 96,
     check: WeightCheck | None = None,
     on_compute: Executor | None = None,
+    client: Callable[..., VLLMServer] = VLLMServer,
 ) -> ServedEngine:
-    """An engine on running servers, which get the weights of `decoder(0)`."""
-    policy = decoder(0, eos=EOS)
->>>>>>> 60edf53e5ab0d50b36c5d298e69b48e8e2229a6f
+    """An engine on running servers, which get the weights of `policy`, or of `decoder(0)`."""
+    policy = policy or decoder(0, eos=EOS)
     weights = WeightFolder(policy, torch.float32)
     stored = weights.write(WeightUpdate(version=0, buckets=[list(policy.named_parameters())]))
     for process in processes:
         rpc(process, "slipstream_load", str(stored.path))
-<<<<<<< HEAD
-    servers = [client(process=process) if owned else client(process.url) for process in processes]
-=======
->>>>>>> 60edf53e5ab0d50b36c5d298e69b48e8e2229a6f
     return ServedEngine(
-        [VLLMServer(process=p) if owned else VLLMServer(p.url) for p in processes],
+        [client(process=p) if owned else client(p.url) for p in processes],
         weights,
         name="vllm",
         capabilities=VLLM,
@@ -141,11 +122,7 @@ def engine_on(
         eos_token_ids=(EOS,),
         decode=decode,
         check=check,
-<<<<<<< HEAD
-        on_compute=None if check is None else ThreadPoolExecutor(1),
-=======
         on_compute=on_compute,
->>>>>>> 60edf53e5ab0d50b36c5d298e69b48e8e2229a6f
     )
 
 

@@ -6,23 +6,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anyio
-import httpx2
 import pytest
 import torch
 
-from slipstream.build.servers import next_log_probs
 from slipstream.errors import EngineError
-from slipstream.inference.servers.check import WeightCheck
 from slipstream.inference.servers.engine import ServedEngine
 from slipstream.inference.servers.process import ServerProcess
 from slipstream.inference.servers.vllm import VLLMServer
 from slipstream.models import Decoder
-from tests.inference.helpers import EOS, VOCAB, update_from
-from tests.inference.servers.real import PYTHON, decoder, engine_on, launch, rpc
+from tests.inference.helpers import EOS, update_from
+from tests.inference.servers.real import CLIENT, PYTHON, decoder, engine_on, launch, make_check, rpc
 
 LENGTH = 400
 """Tokens of context, with room for the sequence of the check."""
@@ -46,14 +43,10 @@ def policy() -> Decoder:
     return decoder(0, eos=EOS)
 
 
-def checked_engine(policy: Decoder, *processes: ServerProcess, **more: Any) -> ServedEngine:
-    check = WeightCheck(
-        partial(next_log_probs, policy, torch.float32),
-        vocab_size=VOCAB,
-        max_model_len=LENGTH,
-        dtype=torch.float32,
-    )
-    return engine_on(*processes, policy=policy, max_model_len=LENGTH, check=check, **more)
+@pytest.fixture
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as thread:
+        yield thread
 
 
 @torch.no_grad()
@@ -94,13 +87,25 @@ async def updated(engine: ServedEngine, policy: Decoder, lr: float, faults: Any 
 @pytest.mark.parametrize("lr", [1e-4, 1e-6])
 @pytest.mark.parametrize("fault", ["", "forget_head", "skip_load", "stale_cache"])
 def test_a_fault_is_found_within_the_update(
-    processes: list[ServerProcess], policy: Decoder, fault: str, lr: float
+    processes: list[ServerProcess],
+    policy: Decoder,
+    executor: ThreadPoolExecutor,
+    fault: str,
+    lr: float,
 ) -> None:
     first, second = processes
     for process in processes:
-        httpx2.post(process.url + "/reset_prefix_cache").raise_for_status()
+        CLIENT.post(process.url + "/reset_prefix_cache").raise_for_status()
     client = ConstantSalt if fault == "stale_cache" else VLLMServer
-    engine = checked_engine(policy, first, second, client=client)
+    engine = engine_on(
+        first,
+        second,
+        policy=policy,
+        max_model_len=LENGTH,
+        check=make_check(policy, max_model_len=LENGTH),
+        on_compute=executor,
+        client=client,
+    )
 
     def plant() -> None:
         if fault != "stale_cache":
