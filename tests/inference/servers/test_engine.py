@@ -168,11 +168,12 @@ def test_a_server_that_dies_in_an_update_is_started_again_with_the_new_weights(
 def test_servers_that_cannot_be_used_are_refused(
     fleet: Fleet, fault: str, value: Any, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm, "CONTROL_S", 0.3)
+    limit = 0.3 if fault == "hang" else 60
+    monkeypatch.setattr(vllm, "CONTROL_S", limit)
     process = fleet.processes[0]
     plant(process, fault, value)
     with pytest.raises(EngineError, match=f"{process.url}.*{text}"):
-        anyio.run(VLLMServer(process.url, update_s=0.3).check)
+        anyio.run(VLLMServer(process.url, update_s=limit).check)
 
 
 def test_an_old_server_without_versions_per_token_gives_errors(fleet: Fleet) -> None:
@@ -239,7 +240,8 @@ def test_a_request_that_is_never_answered_can_be_cancelled(fleet: Fleet) -> None
 def test_an_update_that_fails_at_an_attached_server_is_an_error_that_names_it(
     fleet: Fleet, fault: str, value: Any, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm, "CONTROL_S", 0.3)
+    limit = 0.3 if fault == "hang" else 60
+    monkeypatch.setattr(vllm, "CONTROL_S", limit)
     process = fleet.processes[0]
     plant(process, fault, value)
 
@@ -247,7 +249,7 @@ def test_an_update_that_fails_at_an_attached_server_is_an_error_that_names_it(
         with fleet.engine(0, attached=True) as engine:
             for replica in engine._replicas:
                 assert isinstance(replica.server, VLLMServer)
-                replica.server._update_s = 0.3
+                replica.server._update_s = limit
             await engine.update_weights(fleet.update(1))
 
     with pytest.raises(EngineError, match=f"version 1 failed: .*{process.url}.*{text}"):
