@@ -27,6 +27,7 @@ from slipstream.inference.servers.engine import ServedEngine
 from slipstream.inference.servers.process import Launch, ServerProcess
 from slipstream.inference.servers.vllm import (
     EXTENSION,
+    TEMPERATURES,
     VLLMServer,
     vllm_command,
     vllm_environment,
@@ -46,8 +47,15 @@ CPU_KV_BYTES = 4 << 30
 
 def check_vllm(config: Config, model: PolicyConfig) -> None:
     """Raise ConfigError if there is no vLLM to start."""
-    server = config.actor_rollout_ref.rollout.server
-    if not server.urls:
+    rollout = config.actor_rollout_ref.rollout
+    low, high = TEMPERATURES
+    for key, section in (("rollout", rollout), ("rollout.val_kwargs", rollout.val_kwargs)):
+        if section.do_sample and section.temperature and not low <= section.temperature <= high:
+            raise ConfigError(
+                f"actor_rollout_ref.{key}.temperature={section.temperature:g}: vLLM samples at "
+                f"temperatures from {low:g} to {high:g}; set one of these, or do_sample=false"
+            )
+    if not rollout.server.urls:
         vllm_python(config)
 
 
@@ -104,6 +112,7 @@ def make_vllm(setup: EngineSetup) -> InferenceEngine:
         max_model_len=max_model_len(config),
         eos_token_ids=policy.config.eos_token_ids,
         decode=setup.decode,
+        temperatures=TEMPERATURES,
         check=WeightCheck(
             partial(next_log_probs, policy, dtype),
             vocab_size=policy.config.vocab_size,

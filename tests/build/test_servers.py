@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slipstream.build.engine import EngineSetup
-from slipstream.build.servers import make_vllm, placement, vllm_python, vllm_settings
+from slipstream.build.servers import check_vllm, make_vllm, placement, vllm_python, vllm_settings
 from slipstream.config import Config, Hardware, load_config
 from slipstream.errors import ConfigError, EngineError
 from slipstream.training.compute_thread import ComputeThread
@@ -147,3 +147,27 @@ def test_replicas_on_a_cpu_have_their_own_cores(
     config = load(tmp_path, f"{SERVER}.replicas=5")
     found = [placement(config, number)["VLLM_CPU_OMP_THREADS_BIND"] for number in range(5)]
     assert found == ["3", "4", "5", "6", "3"]
+
+
+@pytest.mark.parametrize(
+    ("override", "allowed"),
+    [
+        ("actor_rollout_ref.rollout.temperature=0.001", False),
+        ("actor_rollout_ref.rollout.temperature=2.5", False),
+        ("actor_rollout_ref.rollout.do_sample=false", True),
+        ("actor_rollout_ref.rollout.temperature=0.01", True),
+        ("actor_rollout_ref.rollout.val_kwargs.temperature=0.001", False),
+    ],
+)
+def test_temperatures_that_the_server_would_change_are_refused(
+    tmp_path: Path, override: str, allowed: bool
+) -> None:
+    line = [f"{SERVER}.urls=[http://localhost:1]", override]
+    if "val_kwargs" in override:
+        line.append("actor_rollout_ref.rollout.val_kwargs.do_sample=true")
+    config = load(tmp_path, *line)
+    if allowed:
+        check_vllm(config, make_decoder(0).config)
+    else:
+        with pytest.raises(ConfigError, match=f"{override.partition('=')[0]}.*0.01 to 2"):
+            check_vllm(config, make_decoder(0).config)

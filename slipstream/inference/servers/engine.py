@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -110,6 +111,7 @@ class ServedEngine:
         max_model_len: int,
         eos_token_ids: Sequence[int] = (),
         decode: Decode | None = None,
+        temperatures: tuple[float, float] = (0.0, math.inf),
         check: WeightCheck | None = None,
         on_compute: Executor | None = None,
     ) -> None:
@@ -125,6 +127,7 @@ class ServedEngine:
         self._vocab_size, self._max_model_len = vocab_size, max_model_len
         self._eos = frozenset(eos_token_ids)
         self._decode = decode
+        self._temperatures = temperatures
         self._check_weights, self._on_compute = check, on_compute
         self._unchecked = check is not None
         self._calls: dict[str, _Call] = {}
@@ -266,6 +269,12 @@ class ServedEngine:
     def _check(self, request: GenerateRequest) -> None:
         name = request.request_id
         check_request(request, vocab_size=self._vocab_size, max_model_len=self._max_model_len)
+        low, high = self._temperatures
+        if request.params.temperature and not low <= request.params.temperature <= high:
+            raise RequestError(
+                f"request {name!r}: temperature={request.params.temperature:g} must be 0, or from "
+                f"{low:g} to {high:g} with the engine {self._name}"
+            )
         if request.params.stop and self._decode is None:
             raise RequestError(
                 f"request {name!r}: stop strings need an engine with a tokenizer "

@@ -41,6 +41,10 @@ ROUTES = (
 _PREFIX = "generate-tokens-"
 """What vLLM puts before the ids of requests to its generate route."""
 
+TEMPERATURES = (0.01, 2.0)
+"""The temperatures that vLLM supports beside 0. It silently raises lower ones to 0.01, and refuses
+higher ones."""
+
 CONTROL_S = 60.0
 """Time limit of calls that control the server, in seconds."""
 
