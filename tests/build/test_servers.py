@@ -154,7 +154,6 @@ def test_replicas_on_a_cpu_have_their_own_cores(
     [
         ("actor_rollout_ref.rollout.temperature=0.001", False),
         ("actor_rollout_ref.rollout.temperature=2.5", False),
-        ("actor_rollout_ref.rollout.do_sample=false", True),
         ("actor_rollout_ref.rollout.temperature=0.01", True),
         ("actor_rollout_ref.rollout.val_kwargs.temperature=0.001", False),
     ],
