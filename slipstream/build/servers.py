@@ -72,7 +72,10 @@ def vllm_python(config: Config) -> Path:
         )
     found = shutil.which(os.path.expanduser(given))
     if found is None:
-        raise ConfigError(f"{_KEY}.python={given} is no program; set it to a Python interpreter")
+        raise ConfigError(
+            f"{_KEY}.python={given} was not found, or is not executable; set it to a Python "
+            "interpreter"
+        )
     return Path(found)
 
 
@@ -197,7 +200,7 @@ def vllm_settings(config: Config, model: ModelConfig) -> dict[str, Any]:
     if not isinstance(own, Mapping):
         raise ConfigError(
             "actor_rollout_ref.rollout.engine_kwargs.vllm must be a mapping of vLLM's options, "
-            f"such as {{swap_space: 4}}, not {own!r}"
+            f"such as {{block_size: 32}}, not {own!r}"
         )
     return {**settings, **{name.replace("-", "_"): value for name, value in own.items()}}
 
@@ -206,7 +209,10 @@ def placement(config: Config, number: int) -> dict[str, str]:
     """Environment variables that give a server its own cores, or its own GPU."""
     replicas = config.actor_rollout_ref.rollout.server.replicas
     if device_of(config).type == "cuda":
-        return {"CUDA_VISIBLE_DEVICES": str(number % max(1, torch.cuda.device_count()))}
+        given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        names = [name for name in given.split(",") if name]
+        names = names or [str(index) for index in range(max(1, torch.cuda.device_count()))]
+        return {"CUDA_VISIBLE_DEVICES": names[number % len(names)]}
     if replicas == 1:
         return {}
     cores = _share(sorted(os.sched_getaffinity(0))[: usable_cores()], replicas, number)

@@ -384,14 +384,14 @@ class ServerSection:
     urls: tuple[str, ...] = ()
     """Addresses of running servers, such as `http://host:8000`; empty: the run starts its own."""
     replicas: PositiveInt = 1
-    """Number of servers to start. Each serves the whole policy."""
+    """Number of servers to start. Each holds all weights and uses at most one GPU."""
     python: str | None = None
     """Python interpreter of the environment with vLLM; null: the environment variable
     SLIPSTREAM_VLLM_PYTHON, or the interpreter of the run."""
     startup_timeout_s: PositiveFloat = 600.0
     """Deadline in seconds for the start of a server."""
     update_timeout_s: PositiveFloat = 300.0
-    """Deadline in seconds for a weight update of a server."""
+    """Deadline in seconds for a weight update of a server, and for each request of its check."""
     transfer_dir: str | None = None
     """Folder through which servers get new weights; null: memory (`/dev/shm`). It needs room for
     two copies of the weights."""
@@ -408,8 +408,8 @@ class RolloutSection:
     server: ServerSection = field(default_factory=ServerSection)
     """Servers that generate, with `rollout.name=vllm`."""
     engine_kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
-    """Command line options of servers, by engine: `engine_kwargs.vllm.swap_space=4` is vLLM's
-    `--swap-space 4`."""
+    """Command line options of servers, by engine: `engine_kwargs.vllm.block_size=32` is vLLM's
+    `--block-size 32`. They override the options that follow from other settings."""
     n: PositiveInt = 8
     """Responses per prompt: the group size."""
     temperature: NonNegativeFloat = 1.0

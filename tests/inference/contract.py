@@ -56,7 +56,7 @@ class Harness:
         if isinstance(self.engine, AsyncEngine):
             assert self.engine._tickets == {}
             assert self.engine._leader is None
-        else:
+        elif isinstance(self.engine, ServedEngine):
             assert self.engine._calls == {}
 
 

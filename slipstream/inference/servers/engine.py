@@ -495,7 +495,7 @@ class ServedEngine:
             what = (
                 f"has log-probs that differ from the trainer's by {finding.difference:.2g} nats "
                 "(root mean square), more than by rounding; some of its weights, its cache or its "
-                "model are not those of the policy"
+                "model are not those of the policy, or it has another --dtype or --logprobs-mode"
             )
         return f"{replica.server.name}, policy version {self._stats.version}: it {what}"
 

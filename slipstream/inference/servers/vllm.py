@@ -292,7 +292,10 @@ class VLLMServer:
     async def restart(self) -> None:
         process = self._process
         if process is None:
-            raise EngineError(f"{self.name} was not started by this run; start it again")
+            raise EngineError(
+                f"{self.name} is one of actor_rollout_ref.rollout.server.urls, which the run "
+                "cannot start; start it, and start the run again"
+            )
         await anyio.to_thread.run_sync(process.start, self._stopped, abandon_on_cancel=True)
         self._http = JsonClient(process.url, headers=self._headers)
 
