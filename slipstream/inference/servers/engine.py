@@ -188,7 +188,7 @@ class ServedEngine:
     async def pause(self) -> None:
         self._check_open()
         self._paused = True
-        self._open = anyio.Event()
+        self._shut()
         async with self._updating:
             await self._prepare()
             await self._each(lambda replica: replica.server.pause())
@@ -216,7 +216,7 @@ class ServedEngine:
         async with self._updating:
             await self._prepare()
             # Requests wait until all servers have the new weights: they get prefixes by version.
-            self._open = anyio.Event()
+            self._shut()
             try:
                 clock = _Clock()
                 stored = await anyio.to_thread.run_sync(self._weights.write, update)
@@ -545,6 +545,11 @@ class ServedEngine:
             raise failures[0]
         if all(replica.lost for replica in self._replicas):
             raise EngineError(f"engine {self._name}: {self._replicas[0].lost}")
+
+    def _shut(self) -> None:
+        """Let new requests wait. Those that wait already keep their event."""
+        if self._open.is_set():
+            self._open = anyio.Event()
 
     def _wake(self) -> None:
         """Let requests continue that wait."""

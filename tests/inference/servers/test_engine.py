@@ -407,4 +407,4 @@ def test_requests_to_an_attached_server_that_dies_are_errors_that_name_it(fleet:
             assert result.stop_reason is StopReason.ERROR
             assert result.error is not None
             assert url in result.error
-            assert "start it again" in result.error
+            assert "server.urls" in result.error
