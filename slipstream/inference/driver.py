@@ -27,7 +27,7 @@ import anyio
 import anyio.lowlevel
 
 from slipstream.errors import EngineError, RequestError
-from slipstream.inference.protocol import EngineStats
+from slipstream.inference.protocol import EngineStats, check_update
 from slipstream.models.hf_io import read_tensors
 from slipstream.threads import arrival
 from slipstream.types import (
@@ -36,7 +36,6 @@ from slipstream.types import (
     Generation,
     PolicyVersion,
     StopReason,
-    UpdateKind,
     WeightUpdate,
 )
 
@@ -188,17 +187,7 @@ class AsyncEngine:
         self._wake_leader()
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        if update.kind is not UpdateKind.FULL:
-            raise EngineError(
-                f"engine {self._name}: update_weights needs an update of kind "
-                f"{UpdateKind.FULL.value}, got {update.kind.value}"
-            )
-        if update.transport not in self._capabilities.transports:
-            known = ", ".join(sorted(self._capabilities.transports))
-            raise EngineError(
-                f"engine {self._name} supports weight updates with transport {known}, "
-                f"got {update.transport.value}"
-            )
+        check_update(update, self._name, self._capabilities)
         async with self._between_steps():
             await self._call(lambda: self.core.update_weights(update))
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from slipstream.errors import RequestError
+from slipstream.errors import EngineError, RequestError
 from slipstream.types import (
     EngineCapabilities,
     GenerateRequest,
     Generation,
     PolicyVersion,
+    UpdateKind,
     WeightUpdate,
 )
 
@@ -220,6 +221,22 @@ class InferenceEngine(Protocol):
     def close(self) -> None:
         """Stop all work and release the engine's resources. Later calls raise EngineError."""
         ...
+
+
+def check_update(update: WeightUpdate, name: str, capabilities: EngineCapabilities) -> None:
+    """Raise EngineError if `update` is no update of the whole policy, or has a transport that the
+    engine `name` does not support."""
+    if update.kind is not UpdateKind.FULL:
+        raise EngineError(
+            f"engine {name}: update_weights needs an update of kind {UpdateKind.FULL.value}, got "
+            f"{update.kind.value}"
+        )
+    if update.transport not in capabilities.transports:
+        known = ", ".join(sorted(capabilities.transports))
+        raise EngineError(
+            f"engine {name} supports weight updates with transport {known}, got "
+            f"{update.transport.value}"
+        )
 
 
 def check_request(request: GenerateRequest, *, vocab_size: int, max_model_len: int) -> None:

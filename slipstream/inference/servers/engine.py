@@ -24,7 +24,7 @@ import anyio
 
 from slipstream.errors import EngineError, RequestError
 from slipstream.inference.engine.request import Decode, Running
-from slipstream.inference.protocol import EngineStats, check_request
+from slipstream.inference.protocol import EngineStats, check_request, check_update
 from slipstream.inference.servers.check import Finding, Verdict, WeightCheck
 from slipstream.inference.servers.http import ServerGoneError
 from slipstream.inference.servers.protocol import Answer, Server
@@ -39,7 +39,6 @@ from slipstream.types import (
     KVPolicy,
     PolicyVersion,
     StopReason,
-    UpdateKind,
     VersionSpan,
     WeightUpdate,
 )
@@ -202,17 +201,7 @@ class ServedEngine:
 
     async def update_weights(self, update: WeightUpdate) -> None:
         self._check_open()
-        if update.kind is not UpdateKind.FULL:
-            raise EngineError(
-                f"engine {self._name}: update_weights needs an update of kind "
-                f"{UpdateKind.FULL.value}, got {update.kind.value}"
-            )
-        if update.transport not in self._capabilities.transports:
-            known = ", ".join(sorted(self._capabilities.transports))
-            raise EngineError(
-                f"engine {self._name} supports weight updates with transport {known}, "
-                f"got {update.transport.value}"
-            )
+        check_update(update, self._name, self._capabilities)
         async with self._updating:
             await self._prepare()
             # Requests wait until all servers have the new weights: they get prefixes by version.
