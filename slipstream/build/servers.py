@@ -1,13 +1,13 @@
-"""Starts the servers of the engine `vllm`, or attaches to running ones."""
+"""Starts the servers of the engines `vllm` and `sglang`, or attaches to running ones."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,27 +17,23 @@ import torch
 
 from slipstream.build.engine import EngineSetup, rollout_dtype
 from slipstream.build.policy import device_of, max_model_len
-from slipstream.config.engines import VLLM, VLLM_PYTHON
+from slipstream.config.engines import SERVED, SERVERS, is_here
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, EngineError
 from slipstream.inference.protocol import InferenceEngine
-from slipstream.inference.servers import vllm_worker
+from slipstream.inference.servers import sglang, vllm, vllm_worker
 from slipstream.inference.servers.check import WeightCheck
 from slipstream.inference.servers.engine import ServedEngine
 from slipstream.inference.servers.process import Launch, ServerProcess
-from slipstream.inference.servers.vllm import (
-    EXTENSION,
-    TEMPERATURES,
-    VLLMServer,
-    vllm_command,
-    vllm_environment,
-)
+from slipstream.inference.servers.sglang import SGLangServer
+from slipstream.inference.servers.vllm import VLLMServer
 from slipstream.inference.servers.weights import WeightFolder
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import save_checkpoint
 from slipstream.models.policy import PolicyConfig
 from slipstream.threads import usable_cores
+from slipstream.types import SamplingParams
 
 _KEY = "actor_rollout_ref.rollout.server"
 
@@ -45,30 +41,90 @@ CPU_KV_BYTES = 4 << 30
 """Largest KV cache of a server on a CPU in bytes, unless `rollout.kv_cache_bytes` is set."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A kind of server: `name` is that of the engine, and `client` its `ServerClient`.
+
+    `command(python, model, settings, port)` and `settings(config, model, number)` are its command
+    line and its options. `environment(folder)` returns environment variables, and may write to the
+    folder. `cores` is the environment variable with the cores of a server.
+    """
+
+    name: str
+    client: type[VLLMServer] | type[SGLangServer]
+    command: Callable[[Path, Path, Mapping[str, Any], int], list[str]]
+    settings: Callable[[Config, ModelConfig, int], dict[str, Any]]
+    environment: Callable[[Path], dict[str, str]]
+    cores: str
+    temperatures: tuple[float, float]
+
+    @property
+    def title(self) -> str:
+        return self.client.KIND
+
+
 def check_vllm(config: Config, model: PolicyConfig) -> None:
-    """Raise ConfigError if there is no vLLM to start."""
-    rollout = config.actor_rollout_ref.rollout
-    low, high = TEMPERATURES
-    for key, section in (("rollout", rollout), ("rollout.val_kwargs", rollout.val_kwargs)):
-        if section.do_sample and section.temperature and not low <= section.temperature <= high:
+    """Raise ConfigError if there is no vLLM to start, or if it cannot sample as set."""
+    _check(VLLM, config)
+
+
+def check_sglang(config: Config, model: PolicyConfig) -> None:
+    """Raise ConfigError if there is no SGLang to start, or if it cannot sample as set."""
+    _check(SGLANG, config)
+    deterministic = bool(own_settings(SGLANG, config).get("enable_deterministic_inference"))
+    support = own_settings(SGLANG, config).get("sampling_mask_max_tokens", sglang.SUPPORT)
+    for key, params in _sampling(config).items():
+        problem = sglang.sampling_problem(params, deterministic=deterministic, support=support)
+        if problem is not None:
+            raise ConfigError(f"{key}.{problem}")
+
+
+def _check(kind: Kind, config: Config) -> None:
+    low, high = kind.temperatures
+    for key, params in _sampling(config).items():
+        if params.temperature and not low <= params.temperature <= high:
             raise ConfigError(
-                f"actor_rollout_ref.{key}.temperature={section.temperature:g}: vLLM samples at "
-                f"temperatures from {low:g} to {high:g}; set one of these, or do_sample=false"
+                f"{key}.temperature={params.temperature:g}: {kind.title} samples at temperatures "
+                f"from {low:g} to {high:g}; set one of these, or do_sample=false"
             )
-    if not rollout.server.urls:
-        vllm_python(config)
+    own_settings(kind, config)
+    if not config.actor_rollout_ref.rollout.server.urls:
+        server_python(kind, config)
 
 
-def vllm_python(config: Config) -> Path:
-    """The Python interpreter that starts servers. Raises ConfigError if it has no vLLM."""
-    given = config.actor_rollout_ref.rollout.server.python or os.environ.get(VLLM_PYTHON)
+def _sampling(config: Config) -> dict[str, SamplingParams]:
+    """How responses are sampled, by the key of the settings."""
+    rollout = config.actor_rollout_ref.rollout
+    val = rollout.val_kwargs
+    return {
+        "actor_rollout_ref.rollout": SamplingParams(
+            max_tokens=1,
+            temperature=rollout.temperature if rollout.do_sample else 0.0,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            min_p=rollout.min_p,
+        ),
+        "actor_rollout_ref.rollout.val_kwargs": SamplingParams(
+            max_tokens=1,
+            temperature=val.temperature if val.do_sample else 0.0,
+            top_k=val.top_k,
+            top_p=val.top_p,
+        ),
+    }
+
+
+def server_python(kind: Kind, config: Config) -> Path:
+    """The Python interpreter that starts servers. Raises ConfigError if it has no such server."""
+    variable = SERVED[kind.name]
+    given = config.actor_rollout_ref.rollout.server.python or os.environ.get(variable)
     if given is None:
-        if importlib.util.find_spec("vllm") is not None:
+        if is_here(kind.name):
             return Path(sys.executable)
         raise ConfigError(
-            "actor_rollout_ref.rollout.name=vllm needs vLLM, which is not installed here; install "
-            f"it in an environment of its own and set {_KEY}.python=ENVIRONMENT/bin/python (or "
-            f"{VLLM_PYTHON}), or set {_KEY}.urls to running servers"
+            f"actor_rollout_ref.rollout.name={kind.name} needs {kind.title}, which is not "
+            "installed here; install it in an environment of its own and set "
+            f"{_KEY}.python=ENVIRONMENT/bin/python (or {variable}), or set {_KEY}.urls to running "
+            "servers"
         )
     found = shutil.which(os.path.expanduser(given))
     if found is None:
@@ -81,6 +137,15 @@ def vllm_python(config: Config) -> Path:
 
 def make_vllm(setup: EngineSetup) -> InferenceEngine:
     """An engine on vLLM servers. The registry's factory of `vllm`."""
+    return _made(VLLM, setup)
+
+
+def make_sglang(setup: EngineSetup) -> InferenceEngine:
+    """An engine on SGLang servers. The registry's factory of `sglang`."""
+    return _made(SGLANG, setup)
+
+
+def _made(kind: Kind, setup: EngineSetup) -> InferenceEngine:
     config, policy = setup.config, setup.policy
     assert isinstance(policy, Decoder), "see `check_engine`"
     dtype = rollout_dtype(config)
@@ -90,17 +155,23 @@ def make_vllm(setup: EngineSetup) -> InferenceEngine:
     parent = None if server.transfer_dir is None else Path(server.transfer_dir)
     weights = WeightFolder(module, dtype, parent)
     save_checkpoint(policy, weights.path, dtype=dtype, max_shard_bytes=sys.maxsize)
-    servers: list[VLLMServer] = []
+    client = partial(kind.client, update_s=server.update_timeout_s)
+    if kind.client is SGLangServer:
+        client = partial(client, max_model_len=max_model_len(config))
+    servers: list[VLLMServer | SGLangServer] = []
     try:
         if server.urls:
-            servers = [VLLMServer(url, update_s=server.update_timeout_s) for url in server.urls]
+            servers = [client(url) for url in server.urls]
         else:
-            servers = _started(config, policy.config, weights)
+            started = _started(kind, config, policy.config, weights)
+            servers = [client(process=process) for process in started]
         for each in servers:
             anyio.run(each.check)
         if server.urls:
             for each in servers:
+                anyio.run(each.pause)
                 anyio.run(each.load, weights.file)
+                anyio.run(each.resume)
     except EngineError:
         for each in servers:
             each.close()
@@ -109,13 +180,13 @@ def make_vllm(setup: EngineSetup) -> InferenceEngine:
     return ServedEngine(
         servers,
         weights,
-        name="vllm",
-        capabilities=VLLM,
+        name=kind.name,
+        capabilities=SERVERS,
         vocab_size=policy.config.vocab_size,
         max_model_len=max_model_len(config),
         eos_token_ids=policy.config.eos_token_ids,
         decode=setup.decode,
-        temperatures=TEMPERATURES,
+        temperatures=kind.temperatures,
         check=WeightCheck(
             partial(next_log_probs, policy, dtype),
             vocab_size=policy.config.vocab_size,
@@ -138,23 +209,27 @@ def next_log_probs(policy: Decoder, dtype: torch.dtype, ids: Sequence[int]) -> t
     return packed.lm_head(final).float().log_softmax(-1).cpu()
 
 
-def _started(config: Config, model: ModelConfig, weights: WeightFolder) -> list[VLLMServer]:
-    """Start all servers at the same time, and return their clients."""
+def _started(
+    kind: Kind, config: Config, model: ModelConfig, weights: WeightFolder
+) -> list[ServerProcess]:
+    """Start all servers at the same time."""
     server = config.actor_rollout_ref.rollout.server
-    extension = weights.path / "extension"
-    extension.mkdir()
-    shutil.copy(vllm_worker.__file__, extension / f"{EXTENSION}.py")
-    settings = vllm_settings(config, model)
+    environment = kind.environment(weights.path)
     logs = Path(config.trainer.default_local_dir).absolute() / "servers"
-    command = partial(vllm_command, vllm_python(config).absolute(), weights.path, settings)
+    python = server_python(kind, config).absolute()
     processes = [
         ServerProcess(
             Launch(
-                command=command,
-                environment={**vllm_environment(extension), **placement(config, number)},
-                log=logs / f"vllm-{number}.log",
+                command=partial(
+                    kind.command,
+                    python,
+                    weights.path,
+                    kind.settings(config, model, number),
+                ),
+                environment={**environment, **placement(kind, config, number)},
+                log=logs / f"{kind.name}-{number}.log",
                 timeout_s=server.startup_timeout_s,
-                what=f"vLLM server {number}",
+                what=f"{kind.title} server {number}",
                 folder=weights.path,
             )
         )
@@ -167,10 +242,21 @@ def _started(config: Config, model: ModelConfig, weights: WeightFolder) -> list[
         for process in processes:
             process.close()
         raise
-    return [VLLMServer(process=process, update_s=server.update_timeout_s) for process in processes]
+    return processes
 
 
-def vllm_settings(config: Config, model: ModelConfig) -> dict[str, Any]:
+def own_settings(kind: Kind, config: Config) -> dict[str, Any]:
+    """The options of `engine_kwargs.NAME`, with underscores."""
+    own = config.actor_rollout_ref.rollout.engine_kwargs.get(kind.name) or {}
+    if not isinstance(own, Mapping):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.engine_kwargs.{kind.name} must be a mapping of "
+            f"{kind.title}'s options, such as {{option: 32}}, not {own!r}"
+        )
+    return {name.replace("-", "_"): value for name, value in own.items()}
+
+
+def vllm_settings(config: Config, model: ModelConfig, number: int) -> dict[str, Any]:
     """vLLM's options for the settings of a run. `engine_kwargs.vllm` is added last."""
     rollout = config.actor_rollout_ref.rollout
     length, cpu = max_model_len(config), device_of(config).type == "cpu"
@@ -187,25 +273,59 @@ def vllm_settings(config: Config, model: ModelConfig) -> dict[str, Any]:
     }
     if rollout.enable_prefix_caching is not None:
         settings["enable_prefix_caching"] = rollout.enable_prefix_caching
-    if rollout.kv_cache_bytes is not None:
-        settings["kv_cache_memory_bytes"] = rollout.kv_cache_bytes
-    elif cpu:
-        width = model.num_layers * model.num_kv_heads * model.head_dim
-        token = 2 * width * rollout_dtype(config).itemsize
-        wanted = rollout.max_num_seqs * (length + 128) * token
-        settings["kv_cache_memory_bytes"] = min(CPU_KV_BYTES, max(64 << 20, wanted))
+    size = kv_bytes(config, model)
+    if size is not None:
+        settings["kv_cache_memory_bytes"] = size
     else:
         settings["gpu_memory_utilization"] = rollout.gpu_memory_utilization
-    own = rollout.engine_kwargs.get("vllm") or {}
-    if not isinstance(own, Mapping):
-        raise ConfigError(
-            "actor_rollout_ref.rollout.engine_kwargs.vllm must be a mapping of vLLM's options, "
-            f"such as {{block_size: 32}}, not {own!r}"
+    return {**settings, **own_settings(VLLM, config)}
+
+
+def sglang_settings(config: Config, model: ModelConfig, number: int) -> dict[str, Any]:
+    """SGLang's options for the settings of a run. `engine_kwargs.sglang` is added last."""
+    rollout = config.actor_rollout_ref.rollout
+    cpu = device_of(config).type == "cpu"
+    settings: dict[str, Any] = {
+        "context_length": max_model_len(config) + sglang.RESERVED,
+        "dtype": str(rollout_dtype(config)).removeprefix("torch."),
+        "max_running_requests": rollout.max_num_seqs,
+        "chunked_prefill_size": rollout.max_num_batched_tokens,
+        # Servers with equal seeds can draw equal noise.
+        "random_seed": config.trainer.seed + number,
+        "disable_radix_cache": rollout.enable_prefix_caching is False,
+    }
+    if rollout.enforce_eager:
+        settings |= dict.fromkeys(
+            ("cuda_graph_backend_decode", "cuda_graph_backend_prefill"), "disabled"
         )
-    return {**settings, **{name.replace("-", "_"): value for name, value in own.items()}}
+    if cpu:
+        settings["device"] = "cpu"
+    else:
+        settings["mem_fraction_static"] = rollout.gpu_memory_utilization
+    size = kv_bytes(config, model)
+    if size is not None:
+        settings["max_total_tokens"] = size // token_bytes(config, model)
+    return {**settings, **own_settings(SGLANG, config)}
 
 
-def placement(config: Config, number: int) -> dict[str, str]:
+def token_bytes(config: Config, model: ModelConfig) -> int:
+    """Size of the keys and values of a token in bytes."""
+    width = model.num_layers * model.num_kv_heads * model.head_dim
+    return 2 * width * rollout_dtype(config).itemsize
+
+
+def kv_bytes(config: Config, model: ModelConfig) -> int | None:
+    """Size of the KV cache of a server in bytes; None if it follows from the memory of a GPU."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.kv_cache_bytes is not None:
+        return rollout.kv_cache_bytes
+    if device_of(config).type != "cpu":
+        return None
+    wanted = rollout.max_num_seqs * (max_model_len(config) + 128) * token_bytes(config, model)
+    return min(CPU_KV_BYTES, max(64 << 20, wanted))
+
+
+def placement(kind: Kind, config: Config, number: int) -> dict[str, str]:
     """Environment variables that give a server its own cores, or its own GPU."""
     replicas = config.actor_rollout_ref.rollout.server.replicas
     if device_of(config).type == "cuda":
@@ -216,7 +336,7 @@ def placement(config: Config, number: int) -> dict[str, str]:
     if replicas == 1:
         return {}
     cores = _share(sorted(os.sched_getaffinity(0))[: usable_cores()], replicas, number)
-    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
+    return {kind.cores: ",".join(map(str, cores))}
 
 
 def _share(cores: Sequence[int], parts: int, number: int) -> Sequence[int]:
@@ -224,3 +344,34 @@ def _share(cores: Sequence[int], parts: int, number: int) -> Sequence[int]:
     each = max(1, len(cores) // parts)
     first = number * each % len(cores)
     return cores[first : first + each]
+
+
+def _vllm_environment(folder: Path) -> dict[str, str]:
+    extension = folder / "extension"
+    extension.mkdir()
+    shutil.copy(vllm_worker.__file__, extension / f"{vllm.EXTENSION}.py")
+    return vllm.vllm_environment(extension)
+
+
+def _sglang_environment(folder: Path) -> dict[str, str]:
+    return sglang.sglang_environment()
+
+
+VLLM = Kind(
+    name="vllm",
+    client=VLLMServer,
+    command=vllm.vllm_command,
+    settings=vllm_settings,
+    environment=_vllm_environment,
+    cores="VLLM_CPU_OMP_THREADS_BIND",
+    temperatures=vllm.TEMPERATURES,
+)
+SGLANG = Kind(
+    name="sglang",
+    client=SGLangServer,
+    command=sglang.sglang_command,
+    settings=sglang_settings,
+    environment=_sglang_environment,
+    cores="SGLANG_CPU_OMP_THREADS_BIND",
+    temperatures=sglang.TEMPERATURES,
+)

@@ -326,10 +326,11 @@ class ServedEngine:
             context=[*request.prompt_ids, *request.prior_ids],
         )
 
-        def push(ids: Sequence[int], log_probs: Sequence[float]) -> bool:
-            for token, log_prob in zip(ids, log_probs, strict=True):
+        def push(new: Answer) -> bool:
+            rows = zip(new.token_ids, new.log_probs, new.sampling_log_probs, strict=True)
+            for token, log_prob, sampling in rows:
                 if state.stop_reason is None:
-                    sampling = 0.0 if p.temperature == 0 else log_prob
+                    sampling = 0.0 if p.temperature == 0 else sampling
                     state.push(token, log_prob, sampling, 0, self._decode)
             return state.stop_reason is not None
 
@@ -354,7 +355,7 @@ class ServedEngine:
             replica.load -= tokens
             call.server = None
         if not p.stop:
-            push(answer.token_ids, answer.log_probs)
+            push(answer)
         return self._generation(state, answer, replica)
 
     def _generation(self, state: Running, answer: Answer, replica: _Replica) -> Generation:
@@ -428,7 +429,11 @@ class ServedEngine:
         try:
             await server.pause()
             received = await server.load(stored.path)
-            wrong = [name for name, value in stored.checksums.items() if received[name] != value]
+            wrong = [
+                name
+                for name, value in stored.checksums.items()
+                if received is not None and received[name] != value
+            ]
             if wrong:
                 raise EngineError(f"{server.name} received other values of {', '.join(wrong[:3])}")
             if update.kv_policy is KVPolicy.RECOMPUTE:

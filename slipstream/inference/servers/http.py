@@ -40,6 +40,11 @@ class JsonClient:
         self._headers = dict(headers or {})
         self._open: tuple[asyncio.AbstractEventLoop, httpx2.AsyncClient] | None = None
 
+    async def call(self, route: str, body: Any = None, *, timeout_s: float | None = None) -> None:
+        """Like `post`, for a route whose answer has no contents that matter. It need not be
+        JSON."""
+        await self._answer("POST", route, body, timeout_s)
+
     async def get(self, route: str, *, timeout_s: float | None = None) -> Any:
         return await self._request("GET", route, None, timeout_s)
 
@@ -77,6 +82,12 @@ class JsonClient:
             raise self._gone(route, error) from error
 
     async def _request(self, method: str, route: str, body: Any, timeout_s: float | None) -> Any:
+        answer = await self._answer(method, route, body, timeout_s)
+        return self._parsed(route, answer.text) if answer.content.strip() else None
+
+    async def _answer(
+        self, method: str, route: str, body: Any, timeout_s: float | None
+    ) -> httpx2.Response:
         limits = httpx2.Timeout(timeout_s, connect=CONNECT_S)
         try:
             answer = await self._client().request(
@@ -86,7 +97,7 @@ class JsonClient:
             raise self._gone(route, error) from error
         if answer.status_code >= 400:
             raise self._refused(route, answer)
-        return self._parsed(route, answer.text) if answer.content.strip() else None
+        return answer
 
     def _parsed(self, route: str, text: str) -> Any:
         try:
@@ -94,7 +105,7 @@ class JsonClient:
         except ValueError as error:
             raise ServerRefusedError(
                 f"{self.url}{route} answered with something that is not JSON: "
-                f"{shortened(text)[:200]}; check that the URL is that of a vLLM server",
+                f"{shortened(text)[:200]}; check that the URL is that of the serving engine",
                 200,
             ) from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 import torch
 
-from slipstream.config.engines import VLLM
+from slipstream.config.engines import SERVERS
 from slipstream.inference.servers.engine import ServedEngine
 from slipstream.inference.servers.process import Launch, ServerProcess
 from slipstream.inference.servers.vllm import VLLMServer, vllm_command, vllm_environment
@@ -28,21 +28,23 @@ SETTINGS: dict[str, Any] = {"max_model_len": 96, "dtype": "float32"}
 
 
 class Fleet:
-    """`count` servers that load their weights from one folder, as a run starts them."""
+    """`count` contract servers of vLLM that load their weights from one folder, as a run starts
+    them."""
+
+    name = "vllm"
+    client: Any = VLLMServer
 
     def __init__(self, folder: Path, count: int) -> None:
         self.policy = decoder(0, eos=EOS)
         """The trainer's policy."""
         self.weights = WeightFolder(self.policy, torch.float32, folder)
         save_checkpoint(self.policy, self.weights.path)
-        extension = copy_extension(folder)
+        command, variables = self.program(folder)
         self.processes = [
             ServerProcess(
                 Launch(
-                    command=partial(
-                        vllm_command, Path(sys.executable), self.weights.path, SETTINGS
-                    ),
-                    environment={**vllm_environment(extension), **environment(extension)},
+                    command=command,
+                    environment=variables,
                     log=folder / f"server-{number}.log",
                     timeout_s=120,
                     what=f"server {number}",
@@ -54,6 +56,16 @@ class Fleet:
         self._executor = ThreadPoolExecutor(1)
         with ThreadPoolExecutor(count) as threads:
             list(threads.map(ServerProcess.start, self.processes))
+
+    def program(self, folder: Path) -> tuple[Callable[[int], list[str]], dict[str, str]]:
+        """The command line of a server for a port, and its environment variables."""
+        extension = copy_extension(folder)
+        command = partial(vllm_command, Path(sys.executable), self.weights.path, SETTINGS)
+        return command, {**vllm_environment(extension), **environment(extension)}
+
+    def load(self, process: ServerProcess, path: Path) -> None:
+        """Load weights into a server behind the back of its engine."""
+        rpc(process, "slipstream_load", str(path))
 
     def renew_trainer(self) -> None:
         self.policy.load_state_dict(decoder(0, eos=EOS).state_dict())
@@ -67,7 +79,7 @@ class Fleet:
                 CLIENT.post(process.url + "/test/renew").raise_for_status()
             except httpx2.HTTPError:
                 process.start()
-            rpc(process, "slipstream_load", str(stored.path))
+            self.load(process, stored.path)
 
     @contextmanager
     def engine(
@@ -79,10 +91,10 @@ class Fleet:
         """An engine over the servers with these numbers. It does not end them."""
         processes = [self.processes[number] for number in numbers]
         yield ServedEngine(
-            [VLLMServer(p.url) if attached else VLLMServer(process=p) for p in processes],
+            [self.client(p.url) if attached else self.client(process=p) for p in processes],
             self.weights,
-            name="vllm",
-            capabilities=VLLM,
+            name=self.name,
+            capabilities=SERVERS,
             vocab_size=VOCAB,
             max_model_len=96,
             eos_token_ids=(EOS,),

@@ -13,7 +13,7 @@ import httpx2
 import torch
 
 from slipstream.build.servers import next_log_probs
-from slipstream.config.engines import VLLM
+from slipstream.config.engines import SERVERS
 from slipstream.inference.servers import vllm_worker
 from slipstream.inference.servers.check import WeightCheck
 from slipstream.inference.servers.engine import ServedEngine
@@ -116,7 +116,7 @@ def engine_on(
         [client(process=p) if owned else client(p.url) for p in processes],
         weights,
         name="vllm",
-        capabilities=VLLM,
+        capabilities=SERVERS,
         vocab_size=VOCAB,
         max_model_len=max_model_len,
         eos_token_ids=(EOS,),
