@@ -159,6 +159,14 @@ class SchedulerThread(EngineThread):
         os._exit(1)
 
 
-FAULTS: Mapping[str, Any] = {"original_log_probs": False, "server_info": True}
-"""Faults of this server beside those of `vllm.faults`: log-probs without the temperature, and a
-server that has no `/server_info`."""
+FAULTS: Mapping[str, Any] = {
+    # Log-probs do not depend on the temperature, as with SGLANG_RETURN_ORIGINAL_LOGPROB=1.
+    "original_log_probs": False,
+    # The server has `/server_info`.
+    "server_info": True,
+    # Options of the server that `/server_info` reports in place of its own.
+    "info": {},
+    # Each event of a stream has all tokens, as without --incremental-streaming-output.
+    "cumulative": False,
+}
+"""Faults of this server beside those of `vllm.faults`."""

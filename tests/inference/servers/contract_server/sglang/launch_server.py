@@ -100,7 +100,7 @@ class Server:
             self.thread,
             vocab_size=self.core.vocab_size,
             options=self.options,
-            versions=lambda: self.faults["version"] >= "0.5.23",
+            faults=self.faults,
         )
         self.model_path = args.model_path
         self.session = False
@@ -165,6 +165,7 @@ class Server:
         length = self.options["context_length"]
         found = {**self.options, "max_req_input_len": length - 6, "internal_states": [{}]}
         found |= {"version": self.faults["version"], "disaggregation_mode": "null"}
+        found |= self.faults["info"]
         return JSONResponse(found)
 
     async def model_info(self, request: Request) -> Response:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.core import Part
+from vllm.faults import Faults
 from vllm.sampling import BadRequestError, OutOfVocabularyError
 
 from sglang.core import SchedulerThread
@@ -80,11 +81,10 @@ class Manager:
         *,
         vocab_size: int,
         options: Mapping[str, Any],
-        versions: Callable[[], bool],
+        faults: Faults,
     ) -> None:
-        """`versions()`: answers have weight versions per token."""
         self._thread, self._vocab_size, self._options = thread, vocab_size, options
-        self._versions = versions
+        self._faults = faults
         self.states: dict[str, State] = {}
         self.paused = False
         self._pause = asyncio.Condition()
@@ -165,6 +165,11 @@ class Manager:
             await asyncio.wrap_future(self._thread.resume())
             self._pause.notify_all()
 
+    def _incremental(self, state: State) -> bool:
+        """Whether each event has only the tokens after the last one."""
+        switched_on = self._options["incremental_streaming_output"]
+        return state.stream and switched_on and not self._faults["cumulative"]
+
     def _event(self, state: State, part: Part) -> dict[str, Any]:
         assert state.checked is not None
         entries, reason = state.entries, part.finish_reason
@@ -172,10 +177,7 @@ class Manager:
         if queued and not state.stream:
             entries = entries[: len(entries) // FORCED * FORCED]
         ids = [entry["token_id"] for entry in entries]
-        count, incremental = (
-            len(ids),
-            state.stream and self._options["incremental_streaming_output"],
-        )
+        count, incremental = len(ids), self._incremental(state)
         start = state.sent if incremental and not queued else 0
         meta: dict[str, Any] = {
             "id": state.rid,
@@ -201,7 +203,7 @@ class Manager:
         if reason is not None:
             meta["finish_reason"] = _reason(reason, ids, queued)
             meta["e2e_latency"] = time.perf_counter()
-            if self._versions():
+            if self._faults["version"] >= "0.5.23":
                 spans = part.weight_versions or []
                 spans = [{**s, "end": min(s["end"], count)} for s in spans if s["start"] < count]
                 first = {"version": self._thread.label, "start": 0, "end": 0}
