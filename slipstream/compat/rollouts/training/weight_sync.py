@@ -47,8 +47,8 @@ class VLLMEngine:
         "version": N}`. Raises CheckpointError if the folder cannot be read, and EngineError, which
         names the server, if it cannot load it.
         """
-        server, path = self._server, Path(checkpoint_path).absolute()
-        config, sums = await anyio.to_thread.run_sync(_read, path)
+        server = self._server
+        path, config, sums = await anyio.to_thread.run_sync(_read, Path(checkpoint_path))
         await server.check()
         await server.check_shapes(config)
         await server.pause()
@@ -69,11 +69,12 @@ class VLLMEngine:
         return EngineStats(version=self._version)
 
 
-def _read(path: Path) -> tuple[Mapping[str, Any], dict[str, int]]:
-    """The configuration of a checkpoint, and the checksum of each tensor."""
+def _read(path: Path) -> tuple[Path, Mapping[str, Any], dict[str, int]]:
+    """The absolute path of a checkpoint, its configuration, and the checksum of each tensor."""
+    path = path.absolute()
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        return config, {name: checksum(tensor) for name, tensor in tensors_of(path)}
+        return path, config, {name: checksum(tensor) for name, tensor in tensors_of(path)}
     except Exception as error:  # safetensors has exceptions of its own
         raise CheckpointError(
             f"{path} cannot be read ({reason(error)}); give a folder with config.json and "
