@@ -71,7 +71,7 @@ def test_servers_are_updated_at_the_same_time(fleet: Fleet, checkpoint: Path) ->
         with anyio.move_on_after(60) as scope:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(sync_weights_to_engines, engines, checkpoint)
-                while CLIENT.get(url + "/weight_info").json()["weight_version"] != "1":
+                while CLIENT.get(url + "/weight_info").json()["weight_version"] != "1":  # noqa: ASYNC110
                     await anyio.sleep(0.05)
                 tasks.cancel_scope.cancel()
         assert not scope.cancelled_caught
