@@ -18,9 +18,10 @@ import torch
 
 from slipstream.build.engine import EngineSetup, rollout_dtype
 from slipstream.build.policy import device_of, max_model_len
+from slipstream.build.vllm import check_python, check_vllm_settings, with_own_options
 from slipstream.config.engines import VLLM, VLLM_PYTHON
 from slipstream.config.schema import Config
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, EngineError
 from slipstream.inference.protocol import InferenceEngine
 from slipstream.inference.servers import vllm_worker
 from slipstream.inference.servers.check import WeightCheck
@@ -50,7 +51,7 @@ CPU_KV_BYTES = 4 << 30
 
 
 def check_vllm(config: Config, model: PolicyConfig) -> None:
-    """Raise ConfigError if there is no vLLM to start."""
+    """Raise ConfigError if there is no vLLM to start, or if it cannot have these settings."""
     rollout = config.actor_rollout_ref.rollout
     low, high = TEMPERATURES
     for key, section in (("rollout", rollout), ("rollout.val_kwargs", rollout.val_kwargs)):
@@ -60,7 +61,9 @@ def check_vllm(config: Config, model: PolicyConfig) -> None:
                 f"temperatures from {low:g} to {high:g}; set one of these, or do_sample=false"
             )
     if not rollout.server.urls:
-        vllm_python(config)
+        assert isinstance(model, ModelConfig), "vLLM's capabilities name no other policy"
+        check_vllm_settings(config, vllm_settings(config, model), model)
+        check_python(vllm_python(config).absolute())
 
 
 def vllm_python(config: Config) -> Path:
@@ -111,15 +114,19 @@ def make_vllm(setup: EngineSetup) -> InferenceEngine:
             ]
         else:
             servers = _started(config, policy.config, weights)
+        dtype_name = str(dtype).removeprefix("torch.")
         for each in servers:
             anyio.run(each.check)
-        if server.urls:
+            anyio.run(each.check_model, policy.config.to_hf(), max_model_len(config), dtype_name)
+        if server.urls or _starts_empty(config):
             for each in servers:
                 anyio.run(each.load, weights.file)
-    except BaseException:
+    except BaseException as error:
         for each in servers:
             each.close()
         weights.close()
+        if server.urls and isinstance(error, EngineError):
+            raise EngineError(f"{_KEY}.urls: {error}") from error
         raise
     return ServedEngine(
         servers,
@@ -194,18 +201,27 @@ def _started(config: Config, model: ModelConfig, weights: WeightFolder) -> list[
     try:
         with ThreadPoolExecutor(len(processes)) as threads:
             list(threads.map(ServerProcess.start, processes))
-    except BaseException:
+    except BaseException as error:
         for process in processes:
             process.close()
+        if isinstance(error, EngineError):
+            raise with_own_options(error, config) from error
         raise
+    own = weights.file if _starts_empty(config) else None
     return [
         VLLMServer(
             process=process,
             api_key=os.environ.get(API_KEY),
             update_s=server.update_timeout_s,
+            weights=own,
         )
         for process in processes
     ]
+
+
+def _starts_empty(config: Config) -> bool:
+    """Whether the servers begin with random weights."""
+    return config.actor_rollout_ref.rollout.load_format == "dummy"
 
 
 def vllm_settings(config: Config, model: ModelConfig) -> dict[str, Any]:
@@ -216,19 +232,23 @@ def vllm_settings(config: Config, model: ModelConfig) -> dict[str, Any]:
         "max_model_len": length,
         "dtype": str(rollout_dtype(config)).removeprefix("torch."),
         "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, length),
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
         # On a CPU, compiling the model at the start takes longer than it saves.
         "enforce_eager": rollout.enforce_eager or cpu,
         "seed": config.trainer.seed,
         "generation_config": "vllm",
         "enable_log_requests": False,
     }
-    if rollout.enable_prefix_caching is not None:
-        settings["enable_prefix_caching"] = rollout.enable_prefix_caching
+    size = rollout.tensor_model_parallel_size or 1
+    if size > 1:
+        settings["tensor_parallel_size"] = size
+    for name in ("load_format", "enable_chunked_prefill", "enable_prefix_caching"):
+        if (value := getattr(rollout, name)) is not None:
+            settings[name] = value
     if rollout.kv_cache_bytes is not None:
         settings["kv_cache_memory_bytes"] = rollout.kv_cache_bytes
     elif cpu:
-        width = model.num_layers * model.num_kv_heads * model.head_dim
+        width = model.num_layers * max(1, model.num_kv_heads // size) * model.head_dim
         token = 2 * width * rollout_dtype(config).itemsize
         wanted = rollout.max_num_seqs * (length + 128) * token
         settings["kv_cache_memory_bytes"] = min(CPU_KV_BYTES, max(64 << 20, wanted))
@@ -244,17 +264,20 @@ def vllm_settings(config: Config, model: ModelConfig) -> dict[str, Any]:
 
 
 def placement(config: Config, number: int) -> dict[str, str]:
-    """Environment variables that give a server its own cores, or its own GPU."""
-    replicas = config.actor_rollout_ref.rollout.server.replicas
+    """Environment variables that give a server its own cores, or its own GPUs."""
+    rollout = config.actor_rollout_ref.rollout
+    replicas, size = rollout.server.replicas, rollout.tensor_model_parallel_size or 1
     if device_of(config).type == "cuda":
         given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = [name for name in given.split(",") if name]
         names = names or [str(index) for index in range(max(1, torch.cuda.device_count()))]
-        return {"CUDA_VISIBLE_DEVICES": names[number % len(names)]}
-    if replicas == 1:
+        own = [names[(number * size + rank) % len(names)] for rank in range(size)]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
+    if replicas * size == 1:
         return {}
-    cores = _share(sorted(os.sched_getaffinity(0))[: usable_cores()], replicas, number)
-    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
+    cores = sorted(os.sched_getaffinity(0))[: usable_cores()]
+    parts = [_share(cores, replicas * size, number * size + rank) for rank in range(size)]
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, part)) for part in parts)}
 
 
 def _share(cores: Sequence[int], parts: int, number: int) -> Sequence[int]:

@@ -48,6 +48,7 @@ from slipstream.types import (
 )
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 
 log = logging.getLogger(__name__)
 
@@ -161,6 +162,8 @@ class ServedEngine:
         self._written = 0
         self._salt_prefix = uuid.uuid4().hex[:12]
         self._stats = EngineStats()
+        self._findings: dict[str, Finding] = {}
+        """The last comparison of each server."""
         self.update_seconds: Mapping[str, float] = {}
         """Seconds of the parts of the last weight update: `write` (to memory), `install` (pause,
         load and resume, all servers at once), `score` (the trainer's log-probs for the check), and
@@ -246,6 +249,8 @@ class ServedEngine:
                     await self._verify()
                     clock.lap("check")
                 self.update_seconds = clock.seconds
+                seconds = _added(self._stats.update_seconds, clock.seconds)
+                self._stats = replace(self._stats, update_seconds=seconds)
             finally:
                 self._wake()
 
@@ -262,7 +267,15 @@ class ServedEngine:
 
     def stats(self) -> EngineStats:
         running = sum(call.server is not None for call in self._calls.values())
-        return replace(self._stats, running=running, waiting=len(self._calls) - running)
+        findings = self._findings.values()
+        shares = [f.share for f in findings if not math.isnan(f.share)]
+        return replace(
+            self._stats,
+            running=running,
+            waiting=len(self._calls) - running,
+            server_share=min(shares, default=None),
+            server_difference=max((f.difference for f in findings), default=None),
+        )
 
     def lend_to(self, lent: Callable[[bool], None]) -> None:
         """Does nothing: servers have their own cores."""
@@ -631,6 +644,9 @@ class ServedEngine:
         answers = await server.log_probs(question.contexts, question.token_ids, self._salt)
         finding = check.decide(replica.key, question, answers)
         log.info("%s, version %s: %s", server.name, self._stats.version, finding)
+        self._findings[replica.key] = finding
+        checks = _added(self._stats.server_checks, {finding.verdict.value: 1})
+        self._stats = replace(self._stats, server_checks=checks)
         return finding
 
     @property
@@ -739,6 +755,11 @@ class ServedEngine:
         """Let requests continue that wait, unless the engine is paused."""
         if not self._paused or self._closed:
             self._open.set()
+
+
+def _added(total: Mapping[str, N], new: Mapping[str, N]) -> dict[str, N]:
+    """The sums by name."""
+    return {**total, **{name: total.get(name, 0) + value for name, value in new.items()}}
 
 
 def _seed(request: GenerateRequest, attempt: int) -> int:

@@ -59,6 +59,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--gpu-memory-utilization", type=float)
     for name, default in (("port", 8000), ("seed", 0), ("max-num-seqs", 256)):
         found.add_argument(f"--{name}", type=int, default=default)
+    found.add_argument("--load-format", choices=("auto", "safetensors", "dummy"), default="auto")
+    found.add_argument("--tensor-parallel-size", type=int, default=1)
+    found.add_argument("--enable-chunked-prefill", action=BooleanOptionalAction, default=True)
     for name in ("max-model-len", "max-num-batched-tokens", "kv-cache-memory-bytes"):
         found.add_argument(f"--{name}", type=int)
     for name in ("skip-tokenizer-init", "enable-scale-out", "enforce-eager"):
@@ -96,6 +99,8 @@ class Server:
         raw = args.logprobs_mode != "processed_logprobs"
         self.core = Core(Path(args.model), settings, raw=raw, faults=self.faults)
         self.since = self.core.stats()
+        if args.load_format == "dummy":
+            self.core.randomize()
         self.thread = EngineThread(self.core, self.faults)
         module, _, name = (args.worker_extension_cls or "").rpartition(".")
         extension = getattr(importlib.import_module(module), name) if module else None
