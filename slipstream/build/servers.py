@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +16,11 @@ from typing import Any
 import anyio
 import torch
 
+from slipstream.build import sglang as sglang_options
+from slipstream.build import vllm as vllm_options
 from slipstream.build.engine import EngineSetup, rollout_dtype
 from slipstream.build.policy import device_of, max_model_len
+from slipstream.build.vllm import with_own_options
 from slipstream.config.engines import SERVED, SERVERS, is_here
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, EngineError
@@ -29,8 +33,8 @@ from slipstream.inference.servers.sglang import SGLangServer
 from slipstream.inference.servers.vllm import VLLMServer
 from slipstream.inference.servers.weights import WeightFolder
 from slipstream.models.config import ModelConfig
-from slipstream.models.decoder import Decoder
-from slipstream.models.hf_io import save_checkpoint
+from slipstream.models.decoder import Decoder, without_init
+from slipstream.models.hf_io import read_tensors, save_checkpoint
 from slipstream.models.policy import PolicyConfig
 from slipstream.threads import usable_cores
 from slipstream.types import SamplingParams
@@ -43,11 +47,12 @@ CPU_KV_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of server: `name` is that of the engine, and `client` its `ServerClient`.
+    """A kind of server. `name` is that of the engine, and `client` its class.
 
     `command(python, model, settings, port)` and `settings(config, model, number)` are its command
     line and its options. `environment(folder)` returns environment variables, and may write to the
-    folder. `cores` is the environment variable with the cores of a server.
+    folder. `check_settings` and `check_python` raise ConfigError. `api_key` and `cores` are the
+    environment variables with the key that clients send, and with the cores of a server.
     """
 
     name: str
@@ -55,6 +60,9 @@ class Kind:
     command: Callable[[Path, Path, Mapping[str, Any], int], list[str]]
     settings: Callable[[Config, ModelConfig, int], dict[str, Any]]
     environment: Callable[[Path], dict[str, str]]
+    check_settings: Callable[[Config, Mapping[str, Any], ModelConfig], None]
+    check_python: Callable[[Path], None]
+    api_key: str
     cores: str
     temperatures: tuple[float, float]
 
@@ -64,35 +72,31 @@ class Kind:
 
 
 def check_vllm(config: Config, model: PolicyConfig) -> None:
-    """Raise ConfigError if there is no vLLM to start, or if it cannot sample as set."""
-    _check(VLLM, config)
+    """Raise ConfigError if there is no vLLM to start, or if it cannot have these settings."""
+    _check(VLLM, config, model)
 
 
 def check_sglang(config: Config, model: PolicyConfig) -> None:
-    """Raise ConfigError if there is no SGLang to start, or if it cannot sample as set."""
-    _check(SGLANG, config)
-    deterministic = bool(own_settings(SGLANG, config).get("enable_deterministic_inference"))
-    support = own_settings(SGLANG, config).get("sampling_mask_max_tokens", sglang.SUPPORT)
-    for key, params in _sampling(config).items():
-        problem = sglang.sampling_problem(params, deterministic=deterministic, support=support)
-        if problem is not None:
-            raise ConfigError(f"{key}.{problem}")
+    """Raise ConfigError if there is no SGLang to start, or if it cannot have these settings."""
+    sglang_options.check_sampling(sampling(config), own_settings(SGLANG, config))
+    _check(SGLANG, config, model)
 
 
-def _check(kind: Kind, config: Config) -> None:
+def _check(kind: Kind, config: Config, model: PolicyConfig) -> None:
     low, high = kind.temperatures
-    for key, params in _sampling(config).items():
+    for key, params in sampling(config).items():
         if params.temperature and not low <= params.temperature <= high:
             raise ConfigError(
                 f"{key}.temperature={params.temperature:g}: {kind.title} samples at temperatures "
                 f"from {low:g} to {high:g}; set one of these, or do_sample=false"
             )
-    own_settings(kind, config)
     if not config.actor_rollout_ref.rollout.server.urls:
-        server_python(kind, config)
+        assert isinstance(model, ModelConfig), "the capabilities name no other policy"
+        kind.check_settings(config, kind.settings(config, model, 0), model)
+        kind.check_python(server_python(kind, config).absolute())
 
 
-def _sampling(config: Config) -> dict[str, SamplingParams]:
+def sampling(config: Config) -> dict[str, SamplingParams]:
     """How responses are sampled, by the key of the settings."""
     rollout = config.actor_rollout_ref.rollout
     val = rollout.val_kwargs
@@ -114,7 +118,7 @@ def _sampling(config: Config) -> dict[str, SamplingParams]:
 
 
 def server_python(kind: Kind, config: Config) -> Path:
-    """The Python interpreter that starts servers. Raises ConfigError if it has no such server."""
+    """The Python interpreter that starts servers. Raises ConfigError if there is none."""
     variable = SERVED[kind.name]
     given = config.actor_rollout_ref.rollout.server.python or os.environ.get(variable)
     if given is None:
@@ -154,28 +158,41 @@ def _made(kind: Kind, setup: EngineSetup) -> InferenceEngine:
     server = config.actor_rollout_ref.rollout.server
     parent = None if server.transfer_dir is None else Path(server.transfer_dir)
     weights = WeightFolder(module, dtype, parent)
-    save_checkpoint(policy, weights.path, dtype=dtype, max_shard_bytes=sys.maxsize)
-    client = partial(kind.client, update_s=server.update_timeout_s)
-    if kind.client is SGLangServer:
-        client = partial(client, max_model_len=max_model_len(config))
+    allow_connections()
     servers: list[VLLMServer | SGLangServer] = []
+    client = partial(
+        kind.client, api_key=os.environ.get(kind.api_key), update_s=server.update_timeout_s
+    )
     try:
+        save_checkpoint(policy, weights.path, dtype=dtype, max_shard_bytes=sys.maxsize)
+        check = WeightCheck(
+            partial(next_log_probs, policy.config, policy.device, dtype),
+            read_tensors(weights.path),
+            vocab_size=policy.config.vocab_size,
+            max_model_len=max_model_len(config),
+            dtype=dtype,
+        )
         if server.urls:
             servers = [client(url) for url in server.urls]
         else:
+            own = weights.file if _starts_empty(config) else None
             started = _started(kind, config, policy.config, weights)
-            servers = [client(process=process) for process in started]
+            servers = [client(process=process, weights=own) for process in started]
+        dtype_name = str(dtype).removeprefix("torch.")
         for each in servers:
             anyio.run(each.check)
-        if server.urls:
+            anyio.run(each.check_model, policy.config.to_hf(), max_model_len(config), dtype_name)
+        if server.urls or _starts_empty(config):
             for each in servers:
                 anyio.run(each.pause)
                 anyio.run(each.load, weights.file)
                 anyio.run(each.resume)
-    except EngineError:
+    except BaseException as error:
         for each in servers:
             each.close()
         weights.close()
+        if server.urls and isinstance(error, EngineError):
+            raise EngineError(f"{_KEY}.urls: {error}") from error
         raise
     return ServedEngine(
         servers,
@@ -187,19 +204,35 @@ def _made(kind: Kind, setup: EngineSetup) -> InferenceEngine:
         eos_token_ids=policy.config.eos_token_ids,
         decode=setup.decode,
         temperatures=kind.temperatures,
-        check=WeightCheck(
-            partial(next_log_probs, policy, dtype),
-            vocab_size=policy.config.vocab_size,
-            max_model_len=max_model_len(config),
-            dtype=dtype,
-        ),
+        check=check,
         on_compute=setup.compute.executor,
+        stall_s=server.stall_timeout_s,
     )
 
 
+def allow_connections() -> None:
+    """Raise the soft limit of open files to the hard one. Each running request has a connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 @torch.no_grad()
-def next_log_probs(policy: Decoder, dtype: torch.dtype, ids: Sequence[int]) -> torch.Tensor:
-    """(T, V): log-probs of the token after each of T tokens, float32 on the CPU."""
+def next_log_probs(
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    tensors: Mapping[str, torch.Tensor],
+    ids: Sequence[int],
+) -> torch.Tensor:
+    """Return the log-probs (T, V) of the token after each of T tokens, float32 on the CPU.
+
+    They are computed on `device`, in `dtype`, with the weights in `tensors`.
+    """
+    with torch.device("meta"), without_init():
+        policy = Decoder(model)
+    own = {name: tensor.detach().to(device) for name, tensor in tensors.items()}
+    policy.load_state_dict(own, assign=True)
     packed = policy.pack(dtype)
     # In exact mode the number of rows must be a multiple.
     padded = [*ids, *[0] * (-len(ids) % packed.row_multiple)]
@@ -216,16 +249,11 @@ def _started(
     server = config.actor_rollout_ref.rollout.server
     environment = kind.environment(weights.path)
     logs = Path(config.trainer.default_local_dir).absolute() / "servers"
-    python = server_python(kind, config).absolute()
+    command = partial(kind.command, server_python(kind, config).absolute(), weights.path)
     processes = [
         ServerProcess(
             Launch(
-                command=partial(
-                    kind.command,
-                    python,
-                    weights.path,
-                    kind.settings(config, model, number),
-                ),
+                command=partial(command, kind.settings(config, model, number)),
                 environment={**environment, **placement(kind, config, number)},
                 log=logs / f"{kind.name}-{number}.log",
                 timeout_s=server.startup_timeout_s,
@@ -238,11 +266,18 @@ def _started(
     try:
         with ThreadPoolExecutor(len(processes)) as threads:
             list(threads.map(ServerProcess.start, processes))
-    except EngineError:
+    except BaseException as error:
         for process in processes:
             process.close()
+        if isinstance(error, EngineError):
+            raise with_own_options(error, config) from error
         raise
     return processes
+
+
+def _starts_empty(config: Config) -> bool:
+    """Whether the servers begin with random weights."""
+    return config.actor_rollout_ref.rollout.load_format == "dummy"
 
 
 def own_settings(kind: Kind, config: Config) -> dict[str, Any]:
@@ -256,7 +291,7 @@ def own_settings(kind: Kind, config: Config) -> dict[str, Any]:
     return {name.replace("-", "_"): value for name, value in own.items()}
 
 
-def vllm_settings(config: Config, model: ModelConfig, number: int) -> dict[str, Any]:
+def vllm_settings(config: Config, model: ModelConfig, number: int = 0) -> dict[str, Any]:
     """vLLM's options for the settings of a run. `engine_kwargs.vllm` is added last."""
     rollout = config.actor_rollout_ref.rollout
     length, cpu = max_model_len(config), device_of(config).type == "cpu"
@@ -264,58 +299,68 @@ def vllm_settings(config: Config, model: ModelConfig, number: int) -> dict[str, 
         "max_model_len": length,
         "dtype": str(rollout_dtype(config)).removeprefix("torch."),
         "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, length),
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
         # On a CPU, compiling the model at the start takes longer than it saves.
         "enforce_eager": rollout.enforce_eager or cpu,
         "seed": config.trainer.seed,
         "generation_config": "vllm",
         "enable_log_requests": False,
     }
-    if rollout.enable_prefix_caching is not None:
-        settings["enable_prefix_caching"] = rollout.enable_prefix_caching
-    size = kv_bytes(config, model)
-    if size is not None:
-        settings["kv_cache_memory_bytes"] = size
+    size = rollout.tensor_model_parallel_size or 1
+    if size > 1:
+        settings["tensor_parallel_size"] = size
+    for name in ("load_format", "enable_chunked_prefill", "enable_prefix_caching"):
+        if (value := getattr(rollout, name)) is not None:
+            settings[name] = value
+    memory = kv_bytes(config, model)
+    if memory is not None:
+        settings["kv_cache_memory_bytes"] = memory
     else:
         settings["gpu_memory_utilization"] = rollout.gpu_memory_utilization
     return {**settings, **own_settings(VLLM, config)}
 
 
-def sglang_settings(config: Config, model: ModelConfig, number: int) -> dict[str, Any]:
+def sglang_settings(config: Config, model: ModelConfig, number: int = 0) -> dict[str, Any]:
     """SGLang's options for the settings of a run. `engine_kwargs.sglang` is added last."""
     rollout = config.actor_rollout_ref.rollout
-    cpu = device_of(config).type == "cpu"
     settings: dict[str, Any] = {
         "context_length": max_model_len(config) + sglang.RESERVED,
         "dtype": str(rollout_dtype(config)).removeprefix("torch."),
         "max_running_requests": rollout.max_num_seqs,
+        "max_prefill_tokens": rollout.max_num_batched_tokens,
         "chunked_prefill_size": rollout.max_num_batched_tokens,
         # Servers with equal seeds can draw equal noise.
         "random_seed": config.trainer.seed + number,
         "disable_radix_cache": rollout.enable_prefix_caching is False,
     }
+    if rollout.enable_chunked_prefill is False:
+        settings["chunked_prefill_size"] = -1
+    if (size := rollout.tensor_model_parallel_size or 1) > 1:
+        settings["tp_size"] = size
+    if rollout.load_format is not None:
+        settings["load_format"] = rollout.load_format
     if rollout.enforce_eager:
-        settings |= dict.fromkeys(
-            ("cuda_graph_backend_decode", "cuda_graph_backend_prefill"), "disabled"
-        )
-    if cpu:
+        phases = ("cuda_graph_backend_decode", "cuda_graph_backend_prefill")
+        settings |= dict.fromkeys(phases, "disabled")
+    if device_of(config).type == "cpu":
         settings["device"] = "cpu"
     else:
         settings["mem_fraction_static"] = rollout.gpu_memory_utilization
-    size = kv_bytes(config, model)
-    if size is not None:
-        settings["max_total_tokens"] = size // token_bytes(config, model)
+    memory = kv_bytes(config, model)
+    if memory is not None:
+        settings["max_total_tokens"] = memory // token_bytes(config, model)
     return {**settings, **own_settings(SGLANG, config)}
 
 
 def token_bytes(config: Config, model: ModelConfig) -> int:
-    """Size of the keys and values of a token in bytes."""
-    width = model.num_layers * model.num_kv_heads * model.head_dim
+    """Size in bytes of the keys and values of a token on one GPU."""
+    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size or 1
+    width = model.num_layers * max(1, model.num_kv_heads // size) * model.head_dim
     return 2 * width * rollout_dtype(config).itemsize
 
 
 def kv_bytes(config: Config, model: ModelConfig) -> int | None:
-    """Size of the KV cache of a server in bytes; None if it follows from the memory of a GPU."""
+    """Size in bytes of the KV cache on one GPU; None if it follows from the GPU's memory."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.kv_cache_bytes is not None:
         return rollout.kv_cache_bytes
@@ -326,17 +371,20 @@ def kv_bytes(config: Config, model: ModelConfig) -> int | None:
 
 
 def placement(kind: Kind, config: Config, number: int) -> dict[str, str]:
-    """Environment variables that give a server its own cores, or its own GPU."""
-    replicas = config.actor_rollout_ref.rollout.server.replicas
+    """Environment variables that give a server its own cores, or its own GPUs."""
+    rollout = config.actor_rollout_ref.rollout
+    replicas, size = rollout.server.replicas, rollout.tensor_model_parallel_size or 1
     if device_of(config).type == "cuda":
         given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = [name for name in given.split(",") if name]
         names = names or [str(index) for index in range(max(1, torch.cuda.device_count()))]
-        return {"CUDA_VISIBLE_DEVICES": names[number % len(names)]}
-    if replicas == 1:
+        own = [names[(number * size + rank) % len(names)] for rank in range(size)]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
+    if replicas * size == 1:
         return {}
-    cores = _share(sorted(os.sched_getaffinity(0))[: usable_cores()], replicas, number)
-    return {kind.cores: ",".join(map(str, cores))}
+    cores = sorted(os.sched_getaffinity(0))[: usable_cores()]
+    parts = [_share(cores, replicas * size, number * size + rank) for rank in range(size)]
+    return {kind.cores: "|".join(",".join(map(str, part)) for part in parts)}
 
 
 def _share(cores: Sequence[int], parts: int, number: int) -> Sequence[int]:
@@ -363,6 +411,9 @@ VLLM = Kind(
     command=vllm.vllm_command,
     settings=vllm_settings,
     environment=_vllm_environment,
+    check_settings=vllm_options.check_vllm_settings,
+    check_python=vllm_options.check_python,
+    api_key="VLLM_API_KEY",
     cores="VLLM_CPU_OMP_THREADS_BIND",
     temperatures=vllm.TEMPERATURES,
 )
@@ -372,6 +423,9 @@ SGLANG = Kind(
     command=sglang.sglang_command,
     settings=sglang_settings,
     environment=_sglang_environment,
+    check_settings=sglang_options.check_sglang_settings,
+    check_python=sglang_options.check_python,
+    api_key="SGLANG_API_KEY",
     cores="SGLANG_CPU_OMP_THREADS_BIND",
     temperatures=sglang.TEMPERATURES,
 )

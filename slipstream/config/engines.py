@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 ENGINE_KEY = "actor_rollout_ref.rollout.name"
 """The option that selects an engine."""
 
-SERVED = {"vllm": "SLIPSTREAM_VLLM_PYTHON", "sglang": "SLIPSTREAM_SGLANG_PYTHON"}
-"""Engines whose servers a run can start -> the environment variable with the Python interpreter of
+VLLM_PYTHON = "SLIPSTREAM_VLLM_PYTHON"
+"""The environment variable with the Python interpreter of an environment that has vLLM."""
+
+SERVED = {"vllm": VLLM_PYTHON, "sglang": "SLIPSTREAM_SGLANG_PYTHON"}
+"""Engine whose servers a run can start -> the environment variable with the Python interpreter of
 an environment that has them."""
 
 Factory = str | Callable[..., Any]
@@ -138,6 +141,12 @@ def selected_engine(config: Config) -> EngineEntry | None:
     module. Rules between options do not apply before that.
     """
     return _ENGINES.get(config.actor_rollout_ref.rollout.name)
+
+
+def has_servers(name: object) -> bool:
+    """Return whether the engine `name` has servers, or is not registered yet."""
+    entry = _ENGINES.get(name) if isinstance(name, str) else None
+    return entry is None or entry.capabilities.servers
 
 
 def engine_lacks(config: Config, has: Has) -> bool:

@@ -33,21 +33,38 @@ class ServerClient:
         process: ServerProcess | None = None,
         api_key: str | None = None,
         update_s: float = 300.0,
+        weights: Path | None = None,
     ) -> None:
         """Either attach to `url`, or use a `process`, which is running. `update_s` limits the time
-        of a weight update in seconds."""
+        of a weight update in seconds. `weights` is a file that the server gets after each restart;
+        None: it finds them in its model folder."""
         if url is None:
             assert process is not None, "give a URL or a process"
             url = process.url
         self._process = process
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._update_s = update_s
+        self._weights = weights
         self._stopped = threading.Event()
         self._http = JsonClient(url, headers=self._headers)
 
     @property
     def name(self) -> str:
         return f"the {self.KIND} server at {self._http.url}"
+
+    async def check(self) -> None:
+        """Raise EngineError if the server is too old, or was started without what is needed."""
+        if problems := await self.problems():
+            raise EngineError("; ".join(problems))
+
+    async def problems(self) -> list[str]:
+        """Why the server cannot be used, with remedies; empty if it can. Raises EngineError if
+        there is no such server."""
+        raise NotImplementedError
+
+    async def load(self, path: Path) -> Mapping[str, int] | None:
+        """See `Server`."""
+        raise NotImplementedError
 
     async def restart(self) -> None:
         process = self._process
@@ -58,6 +75,8 @@ class ServerClient:
             )
         await anyio.to_thread.run_sync(process.start, self._stopped, abandon_on_cancel=True)
         self._http = JsonClient(process.url, headers=self._headers)
+        if self._weights is not None:
+            await self.load(self._weights)
 
     def close(self) -> None:
         self._stopped.set()
@@ -128,13 +147,3 @@ def command_line(
                 json.dumps(value) if isinstance(value, dict | list) else str(value),
             ]
     return line
-
-
-def version_numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (0, 5, 23) of `0.5.23.post1+cu130`."""
-    numbers: list[int] = []
-    for part in version.split("+")[0].split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)

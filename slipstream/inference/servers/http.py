@@ -21,6 +21,10 @@ class ServerGoneError(EngineError):
     """The server does not answer: it has ended, or the connection broke."""
 
 
+class ServerStallsError(ServerGoneError):
+    """The server is there, but it generates nothing."""
+
+
 class ServerRefusedError(EngineError):
     """The server answered with an error. `status` is the HTTP status."""
 
@@ -47,6 +51,10 @@ class JsonClient:
 
     async def get(self, route: str, *, timeout_s: float | None = None) -> Any:
         return await self._request("GET", route, None, timeout_s)
+
+    async def text(self, route: str, *, timeout_s: float | None = None) -> str:
+        """Return the text of the answer. Errors are those of `post`."""
+        return (await self._answer("GET", route, None, timeout_s)).text
 
     async def post(self, route: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
         """Return the JSON value of the answer; None if the answer is empty.

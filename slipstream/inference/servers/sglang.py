@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,8 @@ from typing import Any
 import anyio
 
 from slipstream.errors import EngineError, RequestError
-from slipstream.inference.servers.client import (
-    CONTROL_S,
-    ServerClient,
-    ask_all,
-    command_line,
-    version_numbers,
-)
+from slipstream.inference.servers.client import CONTROL_S, ServerClient, ask_all, command_line
+from slipstream.inference.servers.environment import numbers
 from slipstream.inference.servers.http import ServerRefusedError
 from slipstream.inference.servers.process import ServerProcess
 from slipstream.inference.servers.protocol import Answer, Ends
@@ -56,6 +51,9 @@ ABORTED_S = 10.0
 
 _GENERATE = "/generate"
 
+_COMPUTED = "sglang:realtime_tokens_total{"
+"""The counters of tokens in `/metrics`."""
+
 
 def sglang_command(python: Path, model: Path, settings: Mapping[str, Any], port: int) -> list[str]:
     """The command line that serves `model` on a port of this machine. `settings` are SGLang's
@@ -70,6 +68,8 @@ def sglang_command(python: Path, model: Path, settings: Mapping[str, Any], port:
         "sampling_defaults": "openai",
         # Otherwise each event of a stream has all tokens so far.
         "incremental_streaming_output": True,
+        # The number of computed tokens shows whether the server stalls.
+        "enable_metrics": True,
         **settings,
     }
     return command_line(python, "sglang.launch_server", options, off=None)
@@ -118,6 +118,23 @@ def sampling_problem(p: SamplingParams, *, deterministic: bool, support: int) ->
     return None
 
 
+def _wrong_options(name: str, info: Mapping[str, Any]) -> Iterator[str]:
+    """Why the options of a server do not fit, with remedies."""
+    if info.get("speculative_algorithm"):
+        yield (
+            f"{name} has --speculative-algorithm {info['speculative_algorithm']}: a weight update "
+            "would load the policy into its draft model; start it without it"
+        )
+    for option, only in (("dp_size", 1), ("disaggregation_mode", "null")):
+        if info.get(option, only) != only:
+            yield (
+                f"{name} has --{option.replace('_', '-')} {info[option]}; start one server for "
+                "each replica, without this option"
+            )
+    if not info.get("enable_metrics"):
+        yield f"{name} does not count computed tokens; start it with --enable-metrics"
+
+
 @dataclass(frozen=True, slots=True)
 class _Support:
     """A truncated distribution. `limit` is the number of tokens that must not limit it; None if
@@ -138,67 +155,74 @@ class SGLangServer(ServerClient):
         process: ServerProcess | None = None,
         api_key: str | None = None,
         update_s: float = 300.0,
-        max_model_len: int | None = None,
+        weights: Path | None = None,
     ) -> None:
-        """See `ServerClient`. `max_model_len` is the longest sequence that the server must
-        accept, in tokens."""
-        super().__init__(url, process=process, api_key=api_key, update_s=update_s)
-        self._max_model_len = max_model_len
+        """See `ServerClient`."""
+        super().__init__(url, process=process, api_key=api_key, update_s=update_s, weights=weights)
         self._support, self._deterministic = SUPPORT, False
         self._running: dict[str, anyio.CancelScope] = {}
 
-    async def check(self) -> None:
-        """Raise EngineError if the server is too old, or has options that do not fit."""
+    async def version(self) -> str:
+        """The server's version; "" if it tells none. Raises EngineError if there is no server."""
+        return str((await self._info()).get("version", ""))
+
+    async def problems(self) -> list[str]:
         info = await self._info()
+        version = str(info.get("version", ""))
+        if numbers(version, 3) < OLDEST:
+            return [
+                f"{self.name} has version {version or 'unknown'}; SGLang "
+                f"{'.'.join(map(str, OLDEST))} or newer is needed"
+            ]
         with self._understood("/server_info"):
             self._support = info.get("sampling_mask_max_tokens") or SUPPORT
             self._deterministic = bool(info.get("enable_deterministic_inference"))
-            self._check_options(info)
-        # A run that was killed can have left it paused.
-        await self.resume()
-        await self._check_log_probs()
+            found = [*_wrong_options(self.name, info)]
+        if not found:
+            # A run that was killed can have left it paused.
+            await self.resume()
+            found += await self._wrong_log_probs()
+        return found
+
+    async def check_model(self, config: Mapping[str, Any], max_model_len: int, dtype: str) -> None:
+        """Raise EngineError if the server has another model than that of `config`, the contents of
+        a `config.json`, a shorter longest sequence than `max_model_len`, or another dtype."""
+        model = await self._http.get("/model_info", timeout_s=CONTROL_S)
+        info = await self._info()
+        with self._understood("/model_info"):
+            kind, own = model.get("model_type"), config.get("model_type")
+        if None not in (kind, own) and kind != own:
+            raise EngineError(
+                f"{self.name} has another model: its model_type is {kind}, the policy's {own}; "
+                "start it with --model-path FOLDER, a checkpoint with the policy's config.json"
+            )
+        with self._understood("/server_info"):
+            room, computes = int(info["max_req_input_len"]), str(info["dtype"])
+        if room < max_model_len:
+            raise EngineError(
+                f"{self.name} serves up to {room} tokens, the run needs {max_model_len}; start it "
+                f"with --context-length {max_model_len + RESERVED}, and with memory for as many "
+                "tokens (--mem-fraction-static)"
+            )
+        if computes not in ("auto", dtype):
+            raise EngineError(
+                f"{self.name} computes in {computes}, the run in {dtype}; start it with "
+                f"--dtype {dtype}, or set actor_rollout_ref.rollout.dtype={computes}"
+            )
 
     async def _info(self) -> Mapping[str, Any]:
-        info: Any = None
+        """What the server says of itself. Raises EngineError if there is no SGLang server."""
         for route in ("/server_info", "/get_server_info"):
             try:
                 info = await self._http.get(route, timeout_s=CONTROL_S)
-                break
             except ServerRefusedError as error:
-                if error.status != 404:
-                    raise
-        version = str(info.get("version", "")) if isinstance(info, Mapping) else ""
-        if version_numbers(version) < OLDEST:
-            raise EngineError(
-                f"{self.name} has version {version or 'unknown'}; SGLang "
-                f"{'.'.join(map(str, OLDEST))} or newer is needed"
-            )
-        found: Mapping[str, Any] = info
-        return found
+                problem = error
+                continue
+            return info if isinstance(info, Mapping) else {}
+        raise EngineError(f"{self.name} is no SGLang server ({problem}); check the URL")
 
-    def _check_options(self, info: Mapping[str, Any]) -> None:
-        if info.get("speculative_algorithm"):
-            raise EngineError(
-                f"{self.name} has --speculative-algorithm {info['speculative_algorithm']}; a "
-                "weight update would load the policy into its draft model; start it without it"
-            )
-        for option, only in (("dp_size", 1), ("disaggregation_mode", "null")):
-            if info.get(option, only) != only:
-                raise EngineError(
-                    f"{self.name} has --{option.replace('_', '-')} {info[option]}; start one "
-                    "server for each replica, without this option"
-                )
-        room, needed = info["max_req_input_len"], self._max_model_len
-        if needed is not None and room < needed:
-            raise EngineError(
-                f"{self.name} takes sequences of at most {room} tokens, and "
-                f"actor_rollout_ref.rollout.max_model_len is {needed}; start it with "
-                f"--context-length {needed + RESERVED} and room for as many tokens "
-                "(--mem-fraction-static)"
-            )
-
-    async def _check_log_probs(self) -> None:
-        """Raise EngineError if log-probs are not those at the sampling temperature."""
+    async def _wrong_log_probs(self) -> list[str]:
+        """The problem if log-probs are not those at the sampling temperature."""
         spreads = []
         for temperature in (1.0, 0.25):
             params = SamplingParams(max_tokens=1, temperature=temperature, ignore_eos=True)
@@ -211,11 +235,12 @@ class SGLangServer(ServerClient):
                 ]
                 spreads.append(values[0] - values[-1])
         # Log-probs that are divided by the temperature have 4 times the distance.
-        if spreads[1] < 2 * spreads[0]:
-            raise EngineError(
-                f"{self.name} reports log-probs without the sampling temperature; start it without "
-                "SGLANG_RETURN_ORIGINAL_LOGPROB"
-            )
+        if spreads[1] >= 2 * spreads[0]:
+            return []
+        return [
+            f"{self.name} reports log-probs without the sampling temperature; start it without "
+            "SGLANG_RETURN_ORIGINAL_LOGPROB"
+        ]
 
     async def alive(self) -> bool:
         if self._process is not None and not self._process.alive:
@@ -226,6 +251,15 @@ class SGLangServer(ServerClient):
         except EngineError:
             return False
         return True
+
+    async def progress(self) -> float:
+        text = await self._http.text("/metrics", timeout_s=CONTROL_S)
+        with self._understood("/metrics"):
+            return sum(
+                float(line.rpartition(" ")[2])
+                for line in text.splitlines()
+                if line.startswith(_COMPUTED)
+            )
 
     async def generate(
         self,

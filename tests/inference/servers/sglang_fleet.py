@@ -42,7 +42,7 @@ class SGLangFleet(Fleet):
     """Contract servers of SGLang that load their weights from one folder."""
 
     name = "sglang"
-    client = partial(SGLangServer, max_model_len=LENGTH)
+    client = SGLangServer
     settings = SETTINGS
 
     def program(self, folder: Path) -> tuple[Callable[[int], list[str]], dict[str, str]]:

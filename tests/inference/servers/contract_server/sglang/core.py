@@ -166,6 +166,8 @@ FAULTS: Mapping[str, Any] = {
     "server_info": True,
     # Options of the server that `/server_info` reports in place of its own.
     "info": {},
+    # The same for `/model_info`.
+    "model_info": {},
     # Each event of a stream has all tokens, as without --incremental-streaming-output.
     "cumulative": False,
 }

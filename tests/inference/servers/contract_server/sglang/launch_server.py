@@ -53,12 +53,16 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--sampling-mask-max-tokens", type=int, default=SUPPORT)
     for name in ("context-length", "max-running-requests", "chunked-prefill-size", "random-seed"):
         found.add_argument(f"--{name}", type=int)
-    found.add_argument("--max-total-tokens", type=int)
+    for name in ("max-total-tokens", "max-prefill-tokens"):
+        found.add_argument(f"--{name}", type=int)
+    found.add_argument("--tp-size", type=int, default=1)
+    found.add_argument("--load-format", choices=("auto", "safetensors", "dummy"), default="auto")
     for name in (
         "skip-tokenizer-init",
         "incremental-streaming-output",
         "disable-radix-cache",
         "enable-deterministic-inference",
+        "enable-metrics",
     ):
         found.add_argument(f"--{name}", action="store_true")
     return found
@@ -103,6 +107,9 @@ class Server:
             faults=self.faults,
         )
         self.model_path = args.model_path
+        self.since = self.core.stats()
+        if args.load_format == "dummy":
+            self.core.randomize()
         self.session = False
         self.thread.start()
 
@@ -113,6 +120,7 @@ class Server:
             "/server_info": self.server_info,
             "/get_server_info": self.server_info,
             "/model_info": self.model_info,
+            "/metrics": self.metrics,
             "/flush_cache": self.flush,
         }
         posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
@@ -148,6 +156,10 @@ class Server:
                 while (await receive())["type"] != "http.disconnect":
                     pass
                 return
+            elif path == "/generate" and self.faults["drop"] > 0:
+                self.faults.plant("drop", self.faults["drop"] - 1)
+                # The connection is closed before the answer is complete.
+                answer = Response(b"{", headers={"content-length": "10"})
             with contextlib.suppress(ClientDisconnect):
                 await (answer or app)(scope, receive, send)
 
@@ -169,11 +181,26 @@ class Server:
         return JSONResponse(found)
 
     async def model_info(self, request: Request) -> Response:
-        return JSONResponse({"model_path": self.model_path, "weight_version": self.thread.label})
+        found = {"model_path": self.model_path, "weight_version": self.thread.label}
+        kind = self.core.described.hf_text_config.model_type
+        return JSONResponse({**found, "model_type": kind, **self.faults["model_info"]})
+
+    async def metrics(self, request: Request) -> Response:
+        if not self.options["enable_metrics"]:
+            return JSONResponse({"detail": "Not Found"}, status_code=404)
+        stats = self.core.stats()
+        values = {
+            "prefill_compute": stats.prompt_tokens - self.since.prompt_tokens,
+            "decode": stats.generated_tokens - self.since.generated_tokens,
+        }
+        name = "sglang:realtime_tokens_total"
+        lines = [f'{name}{{mode="{mode}",tp_rank="0"}} {float(n)}' for mode, n in values.items()]
+        return PlainTextResponse("\n".join(lines) + "\n")
 
     async def renew(self, request: Request) -> Response:
         """Take back all faults, requests and caches, as for a new test."""
         self.faults.renew()
+        self.since = self.core.stats()
         await asyncio.wrap_future(self.thread.abort(lambda job: True))
         await asyncio.wrap_future(self.thread.forget(True))
         await asyncio.wrap_future(self.thread.set_version("default"))
