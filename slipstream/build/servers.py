@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import anyio
@@ -17,6 +18,7 @@ import torch
 
 from slipstream.build.engine import EngineSetup, rollout_dtype
 from slipstream.build.policy import device_of, max_model_len
+from slipstream.build.served_drafts import check_served_drafts, draft_settings, make_served_drafts
 from slipstream.config.engines import VLLM, VLLM_PYTHON
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, EngineError
@@ -55,6 +57,8 @@ def check_vllm(config: Config, model: PolicyConfig) -> None:
                 f"actor_rollout_ref.{key}.temperature={section.temperature:g}: vLLM samples at "
                 f"temperatures from {low:g} to {high:g}; set one of these, or do_sample=false"
             )
+    assert isinstance(model, ModelConfig), "see `check_engine`"
+    check_served_drafts(config, model)
     if not rollout.server.urls:
         vllm_python(config)
 
@@ -92,16 +96,21 @@ def make_vllm(setup: EngineSetup) -> InferenceEngine:
     save_checkpoint(policy, weights.path, dtype=dtype, max_shard_bytes=sys.maxsize)
     servers: list[VLLMServer] = []
     try:
+        drafts = make_served_drafts(
+            config, policy, weights.path / "draft", dtype=dtype, notify=setup.notify
+        )
+        more: dict[str, Any] = {"update_s": server.update_timeout_s, "drafts": drafts is not None}
         if server.urls:
-            servers = [VLLMServer(url, update_s=server.update_timeout_s) for url in server.urls]
+            servers = [VLLMServer(url, **more) for url in server.urls]
         else:
-            servers = _started(config, policy.config, weights)
+            settings = vllm_settings(config, policy.config, draft_settings(config, drafts))
+            servers = [VLLMServer(process=p, **more) for p in _started(config, settings, weights)]
         for each in servers:
             anyio.run(each.check)
         if server.urls:
             for each in servers:
                 anyio.run(each.load, weights.file)
-    except EngineError:
+    except (EngineError, ConfigError):
         for each in servers:
             each.close()
         weights.close()
@@ -123,6 +132,7 @@ def make_vllm(setup: EngineSetup) -> InferenceEngine:
             dtype=dtype,
         ),
         on_compute=setup.compute.executor,
+        drafts=drafts,
     )
 
 
@@ -138,13 +148,14 @@ def next_log_probs(policy: Decoder, dtype: torch.dtype, ids: Sequence[int]) -> t
     return packed.lm_head(final).float().log_softmax(-1).cpu()
 
 
-def _started(config: Config, model: ModelConfig, weights: WeightFolder) -> list[VLLMServer]:
-    """Start all servers at the same time, and return their clients."""
+def _started(
+    config: Config, settings: Mapping[str, Any], weights: WeightFolder
+) -> list[ServerProcess]:
+    """Start all servers at the same time."""
     server = config.actor_rollout_ref.rollout.server
     extension = weights.path / "extension"
     extension.mkdir()
     shutil.copy(vllm_worker.__file__, extension / f"{EXTENSION}.py")
-    settings = vllm_settings(config, model)
     logs = Path(config.trainer.default_local_dir).absolute() / "servers"
     command = partial(vllm_command, vllm_python(config).absolute(), weights.path, settings)
     processes = [
@@ -167,11 +178,14 @@ def _started(config: Config, model: ModelConfig, weights: WeightFolder) -> list[
         for process in processes:
             process.close()
         raise
-    return [VLLMServer(process=process, update_s=server.update_timeout_s) for process in processes]
+    return processes
 
 
-def vllm_settings(config: Config, model: ModelConfig) -> dict[str, Any]:
-    """vLLM's options for the settings of a run. `engine_kwargs.vllm` is added last."""
+def vllm_settings(
+    config: Config, model: ModelConfig, drafts: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """vLLM's options for the settings of a run, with those of `drafts` (`draft_settings`).
+    `engine_kwargs.vllm` is added last."""
     rollout = config.actor_rollout_ref.rollout
     length, cpu = max_model_len(config), device_of(config).type == "cpu"
     settings: dict[str, Any] = {
@@ -184,13 +198,14 @@ def vllm_settings(config: Config, model: ModelConfig) -> dict[str, Any]:
         "seed": config.trainer.seed,
         "generation_config": "vllm",
         "enable_log_requests": False,
+        **drafts,
     }
     if rollout.enable_prefix_caching is not None:
         settings["enable_prefix_caching"] = rollout.enable_prefix_caching
     if rollout.kv_cache_bytes is not None:
         settings["kv_cache_memory_bytes"] = rollout.kv_cache_bytes
     elif cpu:
-        width = model.num_layers * model.num_kv_heads * model.head_dim
+        width = (model.num_layers + bool(drafts)) * model.num_kv_heads * model.head_dim
         token = 2 * width * rollout_dtype(config).itemsize
         wanted = rollout.max_num_seqs * (length + 128) * token
         settings["kv_cache_memory_bytes"] = min(CPU_KV_BYTES, max(64 << 20, wanted))

@@ -176,7 +176,7 @@ EMBEDDED = EngineCapabilities(
 HF = EngineCapabilities(
     policies=frozenset({PolicyKind.DECODER, PolicyKind.TRANSFORMERS}), keyed_noise=True
 )
-VLLM = EngineCapabilities(policies=frozenset({PolicyKind.DECODER}), servers=True)
+VLLM = EngineCapabilities(policies=frozenset({PolicyKind.DECODER}), drafts=True, servers=True)
 FAKE = EngineCapabilities(for_tests=True)
 
 register_engine(

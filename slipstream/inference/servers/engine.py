@@ -26,6 +26,7 @@ from slipstream.errors import EngineError, RequestError
 from slipstream.inference.engine.request import Decode, Running
 from slipstream.inference.protocol import EngineStats, check_request, check_update
 from slipstream.inference.servers.check import Finding, Verdict, WeightCheck
+from slipstream.inference.servers.drafts import ServedDrafts
 from slipstream.inference.servers.http import ServerGoneError
 from slipstream.inference.servers.protocol import Answer, Server
 from slipstream.inference.servers.weights import StoredWeights, WeightFolder
@@ -113,8 +114,10 @@ class ServedEngine:
         temperatures: tuple[float, float] = (0.0, math.inf),
         check: WeightCheck | None = None,
         on_compute: Executor | None = None,
+        drafts: ServedDrafts | None = None,
     ) -> None:
-        """The servers have the weights in `weights`, as version 0.
+        """The servers have the weights in `weights`, as version 0. With `drafts`, they were started
+        with its draft head.
 
         `check` compares the servers' log-probs with the trainer's at the start and after each
         update. It computes on `on_compute`.
@@ -128,6 +131,7 @@ class ServedEngine:
         self._decode = decode
         self._temperatures = temperatures
         self._check_weights, self._on_compute = check, on_compute
+        self._drafts = drafts
         self._unchecked = check is not None
         self._calls: dict[str, _Call] = {}
         self._groups: dict[str, tuple[_Replica, int]] = {}
@@ -220,13 +224,23 @@ class ServedEngine:
                 if not self._paused:
                     await self._verify()
                     clock.lap("check")
+                if self._drafts is not None:
+                    await self._each_draft(self._drafts.confirm)
                 self.update_seconds = clock.seconds
             finally:
                 if not self._paused:
                     self._wake()
 
     async def update_drafter(self, update: WeightUpdate) -> None:
-        raise EngineError(f"engine {self._name} has no draft head to update to {update.version}")
+        self._check_open()
+        if self._drafts is None:
+            raise EngineError(
+                f"engine {self._name} has no draft head to update to {update.version}"
+            )
+        # A server loads policy and draft head one after the other.
+        async with self._updating:
+            await self._prepare()
+            await self._drafts.update(update, self._each_draft)
 
     async def update_weights_from_checkpoint(
         self, path: Path, version: PolicyVersion | None = None
@@ -238,7 +252,8 @@ class ServedEngine:
 
     def stats(self) -> EngineStats:
         running = sum(call.server is not None for call in self._calls.values())
-        return replace(self._stats, running=running, waiting=len(self._calls) - running)
+        stats = replace(self._stats, running=running, waiting=len(self._calls) - running)
+        return stats if self._drafts is None else self._drafts.stats(stats)
 
     def lend_to(self, lent: Callable[[bool], None]) -> None:
         """Does nothing: servers have their own cores."""
@@ -274,12 +289,16 @@ class ServedEngine:
                 f"request {name!r}: the {self._name} engine has no hidden states; set "
                 "return_hidden_states=False"
             )
+        if self._drafts is not None:
+            self._drafts.check_request(request)
 
     async def _prepare(self) -> None:
         """Name the weights of new servers. Called once, at the first use."""
         if not self._prepared:
             version = self._stats.version
             await self._each(lambda replica: replica.server.set_version(version))
+            if self._drafts is not None:
+                await self._each_draft(self._drafts.install)
             self._prepared = True
             if not self._paused:
                 await self._verify()
@@ -353,6 +372,8 @@ class ServedEngine:
         finally:
             replica.load -= tokens
             call.server = None
+        if self._drafts is not None and answer.drafts is not None:
+            await self._drafts.count(replica.server, replica.key, answer.drafts)
         if not p.stop:
             push(answer.token_ids, answer.log_probs)
         return self._generation(state, answer, replica)
@@ -506,11 +527,18 @@ class ServedEngine:
                 if self._check_weights is not None:
                     self._check_weights.forget(replica.key)
                 await replica.server.set_version(self._stats.version)
+                if self._drafts is not None:
+                    self._drafts.forget(replica.key)
+                    await self._drafts.install(replica.server, replica.key)
                 if self._paused:
                     await replica.server.pause()
                 replica.starts += 1
             except EngineError as error:
                 replica.lost = str(error)
+
+    async def _each_draft(self, work: Callable[[Server, str], Awaitable[None]]) -> None:
+        """Run `work` with all servers and their keys, as `_each` does."""
+        await self._each(lambda replica: work(replica.server, replica.key))
 
     async def _each(self, work: Callable[[_Replica], Awaitable[None]]) -> None:
         """Run `work` on all servers at once. Raises the first failure after all are done. A server
