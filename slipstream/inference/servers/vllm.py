@@ -145,11 +145,18 @@ class VLLMServer:
                 f"--worker-extension-cls {EXTENSION}.SlipstreamWorker, from a copy of "
                 "slipstream/inference/servers/vllm_worker.py with this name on its PYTHONPATH"
             ) from error
-        if self._drafts and not (await self._draft_state())["head"]:
-            raise EngineError(
-                f"{self.name} has no draft head; start it with {SPECULATION}, or set "
-                "speculative.enable=false"
-            )
+        if self._drafts:
+            state = await self._draft_state()
+            if not state["head"]:
+                raise EngineError(
+                    f"{self.name} has no draft head; start it with {SPECULATION}, or set "
+                    "speculative.enable=false"
+                )
+            if state["unmended"]:
+                raise EngineError(
+                    f"{self.name}: Slipstream cannot repair speculation in vLLM {version} "
+                    f"({state['unmended']}); use vLLM 0.32, or set speculative.enable=false"
+                )
 
     async def generate(
         self,
@@ -329,9 +336,7 @@ class VLLMServer:
     async def _draft_state(self, on: bool | None = None) -> Mapping[str, Any]:
         found = await self._rpc("slipstream_draft", on)
         with self._understood("/collective_rpc"):
-            state: Mapping[str, Any] = found[0]
-            assert {"head", "version", "on"} <= state.keys()
-        return state
+            return {name: found[0][name] for name in ("head", "version", "on", "unmended")}
 
     def _counts(self, reply: Mapping[str, Any]) -> DraftCounts | None:
         """The drafts of a response, from an answer or the last event of a stream."""

@@ -46,6 +46,9 @@ def checksum(tensor: Tensor) -> int:
     return total & (2**63 - 1)
 
 
+UNMENDED: str | None = None
+"""Why speculation in this version of vLLM could not be repaired; None: it was."""
+
 PROBES = 16
 """Values per layer that `probed` returns."""
 
@@ -125,8 +128,8 @@ class SlipstreamWorker:
 
     def slipstream_draft(self, on: bool | None = None) -> dict[str, Any]:
         """Switch drafting on or off, unless `on` is None. Returns whether there is a draft head,
-        its version (None: that of the start), whether it drafts, and whether drafting can be
-        switched off here."""
+        its version (None: that of the start), whether it drafts, whether drafting can be switched
+        off here, and why vLLM's speculation could not be repaired (None: it was)."""
         drafter = getattr(self.model_runner, "drafter", None)
         can_stop = not self.vllm_config.scheduler_config.async_scheduling
         if on is not None and (on or can_stop) and drafter is not None:
@@ -136,6 +139,7 @@ class SlipstreamWorker:
             "version": getattr(self, "_slipstream_draft_version", None),
             "on": getattr(drafter, "slipstream_on", True),
             "can_stop": can_stop,
+            "unmended": UNMENDED,
         }
 
     @torch.no_grad()
@@ -320,7 +324,8 @@ def _repack_tied_head(model: Any) -> None:
 
 
 def _mend_speculation() -> None:
-    """Repair what speculation does wrong in vLLM 0.32."""
+    """Repair what speculation does wrong in vLLM 0.32. Raises ImportError or AttributeError if
+    vLLM's modules are others."""
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.spec_decode import llm_base_proposer
@@ -426,4 +431,8 @@ def _answer_wanted_log_probs(sampler: Any) -> None:
 
 if __name__ == "slipstream_vllm_worker":
     # Only in vLLM's processes. Slipstream imports this module under its own name.
-    _mend_speculation()
+    try:
+        _mend_speculation()
+    except (ImportError, AttributeError) as error:
+        # Servers without a draft head can do without.
+        UNMENDED = f"{type(error).__name__}: {error}"

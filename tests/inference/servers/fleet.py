@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -14,12 +14,14 @@ import httpx2
 import torch
 
 from slipstream.config.engines import VLLM
+from slipstream.inference.servers.drafts import DraftFolder, ServedDrafts
 from slipstream.inference.servers.engine import ServedEngine
 from slipstream.inference.servers.process import Launch, ServerProcess
 from slipstream.inference.servers.vllm import VLLMServer, vllm_command, vllm_environment
 from slipstream.inference.servers.weights import WeightFolder
-from slipstream.models import save_checkpoint
-from slipstream.types import WeightUpdate
+from slipstream.models import Decoder, save_checkpoint
+from slipstream.models.draft.model import DraftModel
+from slipstream.types import UpdateKind, WeightUpdate
 from tests.inference.helpers import EOS, VOCAB, decode
 from tests.inference.servers.local import environment
 from tests.inference.servers.real import CLIENT, copy_extension, decoder, make_check, rpc
@@ -30,17 +32,39 @@ SETTINGS: dict[str, Any] = {"max_model_len": 96, "dtype": "float32"}
 class Fleet:
     """`count` servers that load their weights from one folder, as a run starts them."""
 
-    def __init__(self, folder: Path, count: int) -> None:
-        self.policy = decoder(0, eos=EOS)
+    def __init__(
+        self,
+        folder: Path,
+        count: int,
+        *,
+        make: Callable[..., Decoder] = decoder,
+        head: Callable[[Decoder], DraftModel] | None = None,
+        steps: int = 3,
+    ) -> None:
+        """`make` makes the policy, and `head` its draft head, which drafts `steps` tokens."""
+        self._make = make
+        self.policy = make(0, eos=EOS)
         """The trainer's policy."""
         self.weights = WeightFolder(self.policy, torch.float32, folder)
+        self.head = None if head is None else head(self.policy)
+        self.steps = steps
+        settings = dict(SETTINGS)
+        if self.head is not None:
+            path = self.weights.path / "draft"
+            self.draft_folder = DraftFolder(self.head, path, torch.float32)
+            settings["speculative_config"] = {
+                "method": self.draft_folder.method,
+                "model": str(path),
+                "num_speculative_tokens": steps,
+            }
+            settings["per_request_spec_decode_metrics"] = "detailed"
         save_checkpoint(self.policy, self.weights.path)
         extension = copy_extension(folder)
         self.processes = [
             ServerProcess(
                 Launch(
                     command=partial(
-                        vllm_command, Path(sys.executable), self.weights.path, SETTINGS
+                        vllm_command, Path(sys.executable), self.weights.path, settings
                     ),
                     environment={**vllm_environment(extension), **environment(extension)},
                     log=folder / f"server-{number}.log",
@@ -56,7 +80,7 @@ class Fleet:
             list(threads.map(ServerProcess.start, self.processes))
 
     def renew_trainer(self) -> None:
-        self.policy.load_state_dict(decoder(0, eos=EOS).state_dict())
+        self.policy.load_state_dict(self._make(0, eos=EOS).state_dict())
 
     def renew(self) -> None:
         """Bring trainer and servers back to `decoder(0)`, without faults."""
@@ -75,11 +99,14 @@ class Fleet:
         *numbers: int,
         attached: bool = False,
         checked: bool = False,
+        drafts: ServedDrafts | None = None,
+        client: Callable[..., VLLMServer] = VLLMServer,
     ) -> Iterator[ServedEngine]:
         """An engine over the servers with these numbers. It does not end them."""
         processes = [self.processes[number] for number in numbers]
+        client = partial(client, drafts=drafts is not None)
         yield ServedEngine(
-            [VLLMServer(p.url) if attached else VLLMServer(process=p) for p in processes],
+            [client(p.url) if attached else client(process=p) for p in processes],
             self.weights,
             name="vllm",
             capabilities=VLLM,
@@ -89,6 +116,16 @@ class Fleet:
             decode=decode,
             check=make_check(self.policy) if checked else None,
             on_compute=self._executor,
+            drafts=drafts,
+        )
+
+    def drafts(self, notify: Callable[[str], None], **more: Any) -> ServedDrafts:
+        """The fleet's draft head, as version 0, and drafts with it."""
+        assert self.head is not None
+        named = list(self.head.state_dict().items())
+        self.draft_folder.write(WeightUpdate(version=0, kind=UpdateKind.DRAFT, buckets=[named]))
+        return ServedDrafts(
+            self.draft_folder, steps=self.steps, dtype=torch.float32, notify=notify, **more
         )
 
     def move(self, relative: float, seed: int = 1) -> None:

@@ -463,6 +463,8 @@ def make_worker(extension: type | None, thread: EngineThread, core: Core, faults
 
         def slipstream_draft(self, on: bool | None = None) -> dict[str, Any]:
             result: dict[str, Any] = super().slipstream_draft(on)
+            # This server has none of vLLM's modules, and nothing to repair.
+            result["unmended"] = faults["unmended"]
             if (version := faults["draft_version"]) is not None:
                 result["version"] = version
             return result

@@ -30,6 +30,8 @@ DEFAULTS: Mapping[str, Any] = {
     "random_draft": False,
     # The server says that it has a draft head of this version.
     "draft_version": None,
+    # Why the worker extension could not repair speculation.
+    "unmended": None,
     # A draft head is answered with a wrong checksum.
     "wrong_draft_sum": False,
     # The process ends after this number of generated tokens.
