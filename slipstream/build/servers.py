@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ import torch
 from slipstream.build.engine import EngineSetup, rollout_dtype
 from slipstream.build.policy import device_of, max_model_len
 from slipstream.build.served_drafts import check_served_drafts, draft_settings, make_served_drafts
+from slipstream.build.vllm import check_python, check_vllm_settings, with_own_options
 from slipstream.config.engines import VLLM, VLLM_PYTHON
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, EngineError
@@ -36,19 +38,22 @@ from slipstream.inference.servers.vllm import (
 )
 from slipstream.inference.servers.weights import WeightFolder
 from slipstream.models.config import ModelConfig
-from slipstream.models.decoder import Decoder
-from slipstream.models.hf_io import save_checkpoint
+from slipstream.models.decoder import Decoder, without_init
+from slipstream.models.hf_io import read_tensors, save_checkpoint
 from slipstream.models.policy import PolicyConfig
 from slipstream.threads import usable_cores
 
 _KEY = "actor_rollout_ref.rollout.server"
+
+API_KEY = "VLLM_API_KEY"
+"""vLLM's environment variable with the key that clients send."""
 
 CPU_KV_BYTES = 4 << 30
 """Largest KV cache of a server on a CPU in bytes, unless `rollout.kv_cache_bytes` is set."""
 
 
 def check_vllm(config: Config, model: PolicyConfig) -> None:
-    """Raise ConfigError if there is no vLLM to start."""
+    """Raise ConfigError if there is no vLLM to start, or if it cannot have these settings."""
     rollout = config.actor_rollout_ref.rollout
     low, high = TEMPERATURES
     for key, section in (("rollout", rollout), ("rollout.val_kwargs", rollout.val_kwargs)):
@@ -60,7 +65,9 @@ def check_vllm(config: Config, model: PolicyConfig) -> None:
     assert isinstance(model, ModelConfig), "see `check_engine`"
     check_served_drafts(config, model)
     if not rollout.server.urls:
-        vllm_python(config)
+        assert isinstance(model, ModelConfig), "vLLM's capabilities name no other policy"
+        check_vllm_settings(config, vllm_settings(config, model), model)
+        check_python(vllm_python(config).absolute())
 
 
 def vllm_python(config: Config) -> Path:
@@ -93,27 +100,47 @@ def make_vllm(setup: EngineSetup) -> InferenceEngine:
     server = config.actor_rollout_ref.rollout.server
     parent = None if server.transfer_dir is None else Path(server.transfer_dir)
     weights = WeightFolder(module, dtype, parent)
-    save_checkpoint(policy, weights.path, dtype=dtype, max_shard_bytes=sys.maxsize)
+    allow_connections()
     servers: list[VLLMServer] = []
     try:
         drafts = make_served_drafts(
             config, policy, weights.path / "draft", dtype=dtype, notify=setup.notify
         )
-        more: dict[str, Any] = {"update_s": server.update_timeout_s, "drafts": drafts is not None}
+        save_checkpoint(policy, weights.path, dtype=dtype, max_shard_bytes=sys.maxsize)
+        check = WeightCheck(
+            partial(next_log_probs, policy.config, policy.device, dtype),
+            read_tensors(weights.path),
+            vocab_size=policy.config.vocab_size,
+            max_model_len=max_model_len(config),
+            dtype=dtype,
+        )
+        more: dict[str, Any] = {
+            "api_key": os.environ.get(API_KEY),
+            "update_s": server.update_timeout_s,
+            "drafts": drafts is not None,
+        }
         if server.urls:
             servers = [VLLMServer(url, **more) for url in server.urls]
         else:
             settings = vllm_settings(config, policy.config, draft_settings(config, drafts))
-            servers = [VLLMServer(process=p, **more) for p in _started(config, settings, weights)]
+            own = weights.file if _starts_empty(config) else None
+            servers = [
+                VLLMServer(process=process, weights=own, **more)
+                for process in _started(config, settings, weights)
+            ]
+        dtype_name = str(dtype).removeprefix("torch.")
         for each in servers:
             anyio.run(each.check)
-        if server.urls:
+            anyio.run(each.check_model, policy.config.to_hf(), max_model_len(config), dtype_name)
+        if server.urls or _starts_empty(config):
             for each in servers:
                 anyio.run(each.load, weights.file)
-    except (EngineError, ConfigError):
+    except BaseException as error:
         for each in servers:
             each.close()
         weights.close()
+        if server.urls and isinstance(error, EngineError):
+            raise EngineError(f"{_KEY}.urls: {error}") from error
         raise
     return ServedEngine(
         servers,
@@ -125,20 +152,36 @@ def make_vllm(setup: EngineSetup) -> InferenceEngine:
         eos_token_ids=policy.config.eos_token_ids,
         decode=setup.decode,
         temperatures=TEMPERATURES,
-        check=WeightCheck(
-            partial(next_log_probs, policy, dtype),
-            vocab_size=policy.config.vocab_size,
-            max_model_len=max_model_len(config),
-            dtype=dtype,
-        ),
+        check=check,
         on_compute=setup.compute.executor,
         drafts=drafts,
+        stall_s=server.stall_timeout_s,
     )
 
 
+def allow_connections() -> None:
+    """Raise the soft limit of open files to the hard one. Each running request has a connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 @torch.no_grad()
-def next_log_probs(policy: Decoder, dtype: torch.dtype, ids: Sequence[int]) -> torch.Tensor:
-    """(T, V): log-probs of the token after each of T tokens, float32 on the CPU."""
+def next_log_probs(
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    tensors: Mapping[str, torch.Tensor],
+    ids: Sequence[int],
+) -> torch.Tensor:
+    """Return the log-probs (T, V) of the token after each of T tokens, float32 on the CPU.
+
+    They are computed on `device`, in `dtype`, with the weights in `tensors`.
+    """
+    with torch.device("meta"), without_init():
+        policy = Decoder(model)
+    own = {name: tensor.detach().to(device) for name, tensor in tensors.items()}
+    policy.load_state_dict(own, assign=True)
     packed = policy.pack(dtype)
     # In exact mode the number of rows must be a multiple.
     padded = [*ids, *[0] * (-len(ids) % packed.row_multiple)]
@@ -174,11 +217,18 @@ def _started(
     try:
         with ThreadPoolExecutor(len(processes)) as threads:
             list(threads.map(ServerProcess.start, processes))
-    except EngineError:
+    except BaseException as error:
         for process in processes:
             process.close()
+        if isinstance(error, EngineError):
+            raise with_own_options(error, config) from error
         raise
     return processes
+
+
+def _starts_empty(config: Config) -> bool:
+    """Whether the servers begin with random weights."""
+    return config.actor_rollout_ref.rollout.load_format == "dummy"
 
 
 def vllm_settings(
@@ -192,7 +242,7 @@ def vllm_settings(
         "max_model_len": length,
         "dtype": str(rollout_dtype(config)).removeprefix("torch."),
         "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, length),
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
         # On a CPU, compiling the model at the start takes longer than it saves.
         "enforce_eager": rollout.enforce_eager or cpu,
         "seed": config.trainer.seed,
@@ -200,12 +250,17 @@ def vllm_settings(
         "enable_log_requests": False,
         **drafts,
     }
-    if rollout.enable_prefix_caching is not None:
-        settings["enable_prefix_caching"] = rollout.enable_prefix_caching
+    size = rollout.tensor_model_parallel_size or 1
+    if size > 1:
+        settings["tensor_parallel_size"] = size
+    for name in ("load_format", "enable_chunked_prefill", "enable_prefix_caching"):
+        if (value := getattr(rollout, name)) is not None:
+            settings[name] = value
     if rollout.kv_cache_bytes is not None:
         settings["kv_cache_memory_bytes"] = rollout.kv_cache_bytes
     elif cpu:
-        width = (model.num_layers + bool(drafts)) * model.num_kv_heads * model.head_dim
+        heads = max(1, model.num_kv_heads // size)
+        width = (model.num_layers + bool(drafts)) * heads * model.head_dim
         token = 2 * width * rollout_dtype(config).itemsize
         wanted = rollout.max_num_seqs * (length + 128) * token
         settings["kv_cache_memory_bytes"] = min(CPU_KV_BYTES, max(64 << 20, wanted))
@@ -221,17 +276,20 @@ def vllm_settings(
 
 
 def placement(config: Config, number: int) -> dict[str, str]:
-    """Environment variables that give a server its own cores, or its own GPU."""
-    replicas = config.actor_rollout_ref.rollout.server.replicas
+    """Environment variables that give a server its own cores, or its own GPUs."""
+    rollout = config.actor_rollout_ref.rollout
+    replicas, size = rollout.server.replicas, rollout.tensor_model_parallel_size or 1
     if device_of(config).type == "cuda":
         given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = [name for name in given.split(",") if name]
         names = names or [str(index) for index in range(max(1, torch.cuda.device_count()))]
-        return {"CUDA_VISIBLE_DEVICES": names[number % len(names)]}
-    if replicas == 1:
+        own = [names[(number * size + rank) % len(names)] for rank in range(size)]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
+    if replicas * size == 1:
         return {}
-    cores = _share(sorted(os.sched_getaffinity(0))[: usable_cores()], replicas, number)
-    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
+    cores = sorted(os.sched_getaffinity(0))[: usable_cores()]
+    parts = [_share(cores, replicas * size, number * size + rank) for rank in range(size)]
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, part)) for part in parts)}
 
 
 def _share(cores: Sequence[int], parts: int, number: int) -> Sequence[int]:

@@ -19,6 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SHAPES = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+)
+"""Keys of `config.json` in which the models of server and run must not differ."""
+
 ROWS = 4096
 """Words per row of `checksum`."""
 
@@ -90,9 +103,14 @@ class SlipstreamWorker:
     model_runner: Any
 
     def slipstream_probe(self) -> dict[str, Any]:
-        """Return what this process is: its id, device, and whether the LM head is tied."""
+        """Return what this process is: its id, whether the LM head is tied, and what the model's
+        configuration says of its shapes (`SHAPES`), longest sequence and dtype."""
         model = self.model_runner.get_model()
-        return {"pid": os.getpid(), "tied": _tied_head(model) is not None}
+        settings = self.vllm_config.model_config
+        found = {name: getattr(settings.hf_text_config, name, None) for name in SHAPES}
+        found["max_model_len"] = settings.max_model_len
+        found["dtype"] = str(settings.dtype).removeprefix("torch.")
+        return {"pid": os.getpid(), "tied": _tied_head(model) is not None, "model": found}
 
     def slipstream_load(self, path: str) -> dict[str, Any]:
         """Load policy weights from a safetensors file or folder.

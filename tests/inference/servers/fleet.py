@@ -101,6 +101,7 @@ class Fleet:
         checked: bool = False,
         drafts: ServedDrafts | None = None,
         client: Callable[..., VLLMServer] = VLLMServer,
+        **more: Any,
     ) -> Iterator[ServedEngine]:
         """An engine over the servers with these numbers. It does not end them."""
         processes = [self.processes[number] for number in numbers]
@@ -117,6 +118,7 @@ class Fleet:
             check=make_check(self.policy) if checked else None,
             on_compute=self._executor,
             drafts=drafts,
+            **more,
         )
 
     def drafts(self, notify: Callable[[str], None], **more: Any) -> ServedDrafts:
