@@ -140,15 +140,17 @@ class DraftFolder:
                 f"the draft head cannot be written to {self.path} ({reason(error)}); set {KEY} to "
                 "a folder with room for two copies of policy and draft head"
             ) from error
-        return StoredWeights(
-            self.file, {name: checksum(tensor) for name, tensor in tensors_of(self.file)}
-        )
+        tensors = dict(tensors_of(self.file))
+        sums = {name: checksum(tensor) for name, tensor in tensors.items()}
+        return StoredWeights(self.file, sums, tensors)
 
     def expected(self) -> dict[str, Tensor]:
         """What `DraftServer.probe_draft` returns for this head, computed in float64."""
         found = {}
-        for name, parameter in self._head.named_parameters():
-            weight = parameter.detach().to(self._dtype).double()
+        for name, tensor in self.stored.tensors.items():
+            if not tensor.is_floating_point():
+                continue  # the draft vocabulary
+            weight = tensor.double()
             x = probe_input(weight.shape[-1])
             if weight.ndim == 2:
                 outputs = weight @ x.to(self._dtype).double()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 try:
-    from vllm.v1.sample import rejection_sampler  # type: ignore[import-not-found]
+    from vllm.v1.sample import rejection_sampler
 except ImportError:  # the contract server
     rejection_sampler = None
 else:

@@ -348,7 +348,8 @@ class EngineThread:
         """Load a draft head, on this thread. Returns the parameters that got no weights."""
         if self._core.drafts is None:
             raise RuntimeError("this server has no draft head")
-        return self._core.drafts.load(tensors)
+        missing: set[str] = self._core.drafts.load(tensors)
+        return missing
 
     def _run(self) -> None:
         while not self.dead:

@@ -368,7 +368,7 @@ class Server:
                 }
                 yield f"data: {json.dumps(chunk)}\n\n"
             if usage and part.error is None:
-                last = {
+                last: dict[str, Any] = {
                     "request_id": name,
                     "choices": [],
                     "usage": {"completion_tokens": count},
