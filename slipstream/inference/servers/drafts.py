@@ -9,6 +9,7 @@ does not end the run: it stops drafting, and the run says so.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -311,16 +312,18 @@ class ServedDrafts:
 
     async def _problem(self, server: DraftServer, state: _State) -> str | None:
         """What is wrong with the head of a server; None: nothing."""
-        found = await server.draft_version()
-        if found != self.version:
-            return f"has draft head {found}, but draft head {self.version} was published"
-        given = await server.probe_draft()
-        if given is None:
-            return None
         try:
+            found = await server.draft_version()
+            if found != self.version:
+                return f"has draft head {found}, but draft head {self.version} was published"
+            given = await server.probe_draft()
+            if given is None:
+                return None
             finding = state.check.decide(given, self._expected)
+        except ServerGoneError:
+            raise
         except EngineError as error:
-            return str(error)
+            return f"cannot be checked for draft head {self.version} ({error})"
         log.info("%s, draft head %d: %s", server.name, self.version, finding)
         if finding.verdict is Verdict.OLD:
             return (
@@ -336,7 +339,14 @@ class ServedDrafts:
 
     async def _stop(self, server: DraftServer, state: _State, problem: str) -> None:
         state.off = problem
-        if not await server.set_drafting(False):
+        try:
+            drafts = await server.set_drafting(False)
+        except ServerGoneError:
+            raise
+        except EngineError as error:
+            drafts = True
+            problem = f"{problem}, and it does not stop drafting ({error})"
+        if not drafts:
             what = "it does not draft until the next draft head"
         else:
             what = (
@@ -374,12 +384,12 @@ class ServedDrafts:
             return
         length = 1 + state.accepted / state.verifications
         if length <= ALARM_LENGTH:
-            await self._stop(
-                server,
-                state,
+            problem = (
                 f"drafts in vain with draft head {self.version}: the accepted length is "
-                f"{length:.3f} over {state.verifications} drafts",
+                f"{length:.3f} over {state.verifications} drafts"
             )
+            with contextlib.suppress(ServerGoneError):  # The response is complete.
+                await self._stop(server, state, problem)
 
     def stats(self, stats: EngineStats) -> EngineStats:
         """`stats` with the counters of drafts."""
