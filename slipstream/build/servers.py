@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -35,12 +36,15 @@ from slipstream.inference.servers.vllm import (
 )
 from slipstream.inference.servers.weights import WeightFolder
 from slipstream.models.config import ModelConfig
-from slipstream.models.decoder import Decoder
-from slipstream.models.hf_io import save_checkpoint
+from slipstream.models.decoder import Decoder, without_init
+from slipstream.models.hf_io import read_tensors, save_checkpoint
 from slipstream.models.policy import PolicyConfig
 from slipstream.threads import usable_cores
 
 _KEY = "actor_rollout_ref.rollout.server"
+
+API_KEY = "VLLM_API_KEY"
+"""vLLM's environment variable with the key that clients send."""
 
 CPU_KV_BYTES = 4 << 30
 """Largest KV cache of a server on a CPU in bytes, unless `rollout.kv_cache_bytes` is set."""
@@ -92,11 +96,22 @@ def make_vllm(setup: EngineSetup) -> InferenceEngine:
     server = config.actor_rollout_ref.rollout.server
     parent = None if server.transfer_dir is None else Path(server.transfer_dir)
     weights = WeightFolder(module, dtype, parent)
-    save_checkpoint(policy, weights.path, dtype=dtype, max_shard_bytes=sys.maxsize)
+    allow_connections()
     servers: list[VLLMServer] = []
     try:
+        save_checkpoint(policy, weights.path, dtype=dtype, max_shard_bytes=sys.maxsize)
+        check = WeightCheck(
+            partial(next_log_probs, policy.config, policy.device, dtype),
+            read_tensors(weights.path),
+            vocab_size=policy.config.vocab_size,
+            max_model_len=max_model_len(config),
+            dtype=dtype,
+        )
         if server.urls:
-            servers = [VLLMServer(url, update_s=server.update_timeout_s) for url in server.urls]
+            servers = [
+                VLLMServer(url, api_key=os.environ.get(API_KEY), update_s=server.update_timeout_s)
+                for url in server.urls
+            ]
         else:
             servers = _started(config, policy.config, weights)
         dtype_name = str(dtype).removeprefix("torch.")
@@ -106,11 +121,11 @@ def make_vllm(setup: EngineSetup) -> InferenceEngine:
         if server.urls or _starts_empty(config):
             for each in servers:
                 anyio.run(each.load, weights.file)
-    except EngineError as error:
+    except BaseException as error:
         for each in servers:
             each.close()
         weights.close()
-        if server.urls:
+        if server.urls and isinstance(error, EngineError):
             raise EngineError(f"{_KEY}.urls: {error}") from error
         raise
     return ServedEngine(
@@ -123,19 +138,35 @@ def make_vllm(setup: EngineSetup) -> InferenceEngine:
         eos_token_ids=policy.config.eos_token_ids,
         decode=setup.decode,
         temperatures=TEMPERATURES,
-        check=WeightCheck(
-            partial(next_log_probs, policy, dtype),
-            vocab_size=policy.config.vocab_size,
-            max_model_len=max_model_len(config),
-            dtype=dtype,
-        ),
+        check=check,
         on_compute=setup.compute.executor,
+        stall_s=server.stall_timeout_s,
     )
 
 
+def allow_connections() -> None:
+    """Raise the soft limit of open files to the hard one. Each running request has a connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 @torch.no_grad()
-def next_log_probs(policy: Decoder, dtype: torch.dtype, ids: Sequence[int]) -> torch.Tensor:
-    """(T, V): log-probs of the token after each of T tokens, float32 on the CPU."""
+def next_log_probs(
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    tensors: Mapping[str, torch.Tensor],
+    ids: Sequence[int],
+) -> torch.Tensor:
+    """Return the log-probs (T, V) of the token after each of T tokens, float32 on the CPU.
+
+    They are computed on `device`, in `dtype`, with the weights in `tensors`.
+    """
+    with torch.device("meta"), without_init():
+        policy = Decoder(model)
+    own = {name: tensor.detach().to(device) for name, tensor in tensors.items()}
+    policy.load_state_dict(own, assign=True)
     packed = policy.pack(dtype)
     # In exact mode the number of rows must be a multiple.
     padded = [*ids, *[0] * (-len(ids) % packed.row_multiple)]
@@ -170,13 +201,20 @@ def _started(config: Config, model: ModelConfig, weights: WeightFolder) -> list[
     try:
         with ThreadPoolExecutor(len(processes)) as threads:
             list(threads.map(ServerProcess.start, processes))
-    except EngineError as error:
+    except BaseException as error:
         for process in processes:
             process.close()
-        raise with_own_options(error, config) from error
+        if isinstance(error, EngineError):
+            raise with_own_options(error, config) from error
+        raise
     own = weights.file if _starts_empty(config) else None
     return [
-        VLLMServer(process=process, update_s=server.update_timeout_s, weights=own)
+        VLLMServer(
+            process=process,
+            api_key=os.environ.get(API_KEY),
+            update_s=server.update_timeout_s,
+            weights=own,
+        )
         for process in processes
     ]
 

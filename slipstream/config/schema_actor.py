@@ -392,6 +392,8 @@ class ServerSection:
     """Deadline in seconds for the start of a server."""
     update_timeout_s: PositiveFloat = 300.0
     """Deadline in seconds for a weight update of a server, and for each request of its check."""
+    stall_timeout_s: PositiveFloat = 600.0
+    """Seconds without a computed token after which a server that has requests is started again."""
     transfer_dir: str | None = None
     """Folder through which servers get new weights; null: memory (`/dev/shm`). It needs room for
     two copies of the weights."""

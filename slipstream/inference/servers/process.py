@@ -17,6 +17,7 @@ import httpx2
 
 from slipstream.errors import EngineError, shortened
 from slipstream.inference.servers import guard
+from slipstream.reading import reason
 
 POLL_S = 0.2
 COMPLAINT = re.compile(r"(?:^|\] |^\S+: )((?:(?:\w+\.)*\w*(?:Error|Exception)|error): .+)$")
@@ -77,20 +78,25 @@ class ServerProcess:
             launch.log.parent.mkdir(parents=True, exist_ok=True)
             with launch.log.open("ab") as log:
                 self._begin = log.tell()
-                self._process = subprocess.Popen(
-                    [
-                        sys.executable,
-                        guard.__file__,
-                        "-" if launch.folder is None else str(launch.folder),
-                        *launch.command(self.port),
-                    ],
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **launch.environment},
-                    start_new_session=True,
-                )
-        self._wait(stopped)
+                try:
+                    process = self._process = subprocess.Popen(
+                        [
+                            sys.executable,
+                            guard.__file__,
+                            "-" if launch.folder is None else str(launch.folder),
+                            *launch.command(self.port),
+                        ],
+                        stdin=subprocess.PIPE,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env={**os.environ, **launch.environment},
+                        start_new_session=True,
+                    )
+                except OSError as error:
+                    raise EngineError(
+                        f"{launch.what} cannot be started ({reason(error)})"
+                    ) from error
+        self._wait(process, stopped)
 
     def close(self) -> None:
         """End the server and all its processes."""
@@ -98,11 +104,13 @@ class ServerProcess:
             self._closed = True
             self._end()
 
-    def _wait(self, stopped: threading.Event | None) -> None:
+    def _wait(self, process: subprocess.Popen[bytes], stopped: threading.Event | None) -> None:
         launch, end = self._launch, time.monotonic() + self._launch.timeout_s
         with httpx2.Client(timeout=5.0, trust_env=False, verify=False) as client:
             while time.monotonic() < end:
-                if not self.alive:
+                if self._process is not process:
+                    raise EngineError(f"{launch.what} was ended while it started")
+                if process.poll() is not None:
                     raise EngineError(
                         f"{launch.what} ended while it started{self._complaint()}; "
                         f"{self._log_end()}"
@@ -116,7 +124,8 @@ class ServerProcess:
                     break
                 time.sleep(POLL_S)
         with self._lock:
-            self._end()
+            if self._process is process:
+                self._end()
         raise EngineError(
             f"{launch.what} was not ready within {launch.timeout_s:g} s; raise "
             f"actor_rollout_ref.rollout.server.startup_timeout_s, or see why: {self._log_end()}"

@@ -42,6 +42,9 @@ ROUTES = (
     "/update_weight_version",
 )
 
+_COMPUTED = ("vllm:prompt_tokens_total{", "vllm:generation_tokens_total{")
+"""Counters of tokens in `/metrics`."""
+
 _PREFIX = "generate-tokens-"
 """What vLLM puts before the ids of requests to its generate route."""
 
@@ -194,6 +197,24 @@ class VLLMServer:
                 )
         return model
 
+    async def alive(self) -> bool:
+        if self._process is not None and not self._process.alive:
+            return False
+        try:
+            await self._http.get("/health", timeout_s=CONTROL_S)
+        except EngineError:
+            return False
+        return True
+
+    async def progress(self) -> float:
+        text = await self._http.text("/metrics", timeout_s=CONTROL_S)
+        with self._understood("/metrics"):
+            return sum(
+                float(line.rpartition(" ")[2])
+                for line in text.splitlines()
+                if line.startswith(_COMPUTED)
+            )
+
     async def generate(
         self,
         request: GenerateRequest,
@@ -320,7 +341,8 @@ class VLLMServer:
         await self._post("/inference/v1/abort_requests", body, timeout_s=CONTROL_S)
 
     async def pause(self) -> None:
-        await self._post("/pause?mode=keep", timeout_s=CONTROL_S)
+        # By default the pause drops the keys and values of running requests.
+        await self._post("/pause?mode=keep&clear_cache=false", timeout_s=CONTROL_S)
 
     async def resume(self) -> None:
         await self._post("/resume", timeout_s=CONTROL_S)

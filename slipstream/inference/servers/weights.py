@@ -29,10 +29,12 @@ MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """Weights in a safetensors file, with the checksum of each tensor."""
+    """Weights in a safetensors file, with the checksum of each tensor. `tensors` are the same
+    values on the CPU."""
 
     path: Path
     checksums: Mapping[str, int]
+    tensors: Mapping[str, Tensor]
 
 
 class WeightFolder:
@@ -77,7 +79,7 @@ class WeightFolder:
                 f"cannot be written to {self.path} ({reason(error)}); set {KEY} to a folder with "
                 "room for two copies of the model"
             ) from error
-        return StoredWeights(self.file, {name: checksum(t) for name, t in stored.items()})
+        return StoredWeights(self.file, {name: checksum(t) for name, t in stored.items()}, stored)
 
     def close(self) -> None:
         """Remove the folder."""
