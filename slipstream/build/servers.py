@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import anyio
@@ -20,8 +21,10 @@ from slipstream.build import sglang as sglang_options
 from slipstream.build import vllm as vllm_options
 from slipstream.build.engine import EngineSetup, rollout_dtype
 from slipstream.build.policy import device_of, max_model_len
+from slipstream.build.served_drafts import check_served_drafts, draft_settings, make_served_drafts
 from slipstream.build.vllm import with_own_options
-from slipstream.config.engines import SERVED, SERVERS, is_here
+from slipstream.config import engines
+from slipstream.config.engines import SERVED, is_here
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, EngineError
 from slipstream.inference.protocol import InferenceEngine
@@ -37,7 +40,7 @@ from slipstream.models.decoder import Decoder, without_init
 from slipstream.models.hf_io import read_tensors, save_checkpoint
 from slipstream.models.policy import PolicyConfig
 from slipstream.threads import usable_cores
-from slipstream.types import SamplingParams
+from slipstream.types import EngineCapabilities, SamplingParams
 
 _KEY = "actor_rollout_ref.rollout.server"
 
@@ -49,16 +52,17 @@ CPU_KV_BYTES = 4 << 30
 class Kind:
     """A kind of server. `name` is that of the engine, and `client` its class.
 
-    `command(python, model, settings, port)` and `settings(config, model, number)` are its command
-    line and its options. `environment(folder)` returns environment variables, and may write to the
-    folder. `check_settings` and `check_python` raise ConfigError. `api_key` and `cores` are the
+    `command(python, model, settings, port)` and `settings(config, model, number, drafts)` are its
+    command line and its options. `environment(folder)` returns environment variables, and may write
+    to the folder. `check_settings` and `check_python` raise ConfigError. `api_key` and `cores` are the
     environment variables with the key that clients send, and with the cores of a server.
     """
 
     name: str
+    capabilities: EngineCapabilities
     client: type[VLLMServer] | type[SGLangServer]
     command: Callable[[Path, Path, Mapping[str, Any], int], list[str]]
-    settings: Callable[[Config, ModelConfig, int], dict[str, Any]]
+    settings: Callable[[Config, ModelConfig, int, Mapping[str, Any]], dict[str, Any]]
     environment: Callable[[Path], dict[str, str]]
     check_settings: Callable[[Config, Mapping[str, Any], ModelConfig], None]
     check_python: Callable[[Path], None]
@@ -90,9 +94,11 @@ def _check(kind: Kind, config: Config, model: PolicyConfig) -> None:
                 f"{key}.temperature={params.temperature:g}: {kind.title} samples at temperatures "
                 f"from {low:g} to {high:g}; set one of these, or do_sample=false"
             )
+    assert isinstance(model, ModelConfig), "the capabilities name no other policy"
+    if kind.capabilities.drafts:
+        check_served_drafts(config, model)
     if not config.actor_rollout_ref.rollout.server.urls:
-        assert isinstance(model, ModelConfig), "the capabilities name no other policy"
-        kind.check_settings(config, kind.settings(config, model, 0), model)
+        kind.check_settings(config, kind.settings(config, model, 0, {}), model)
         kind.check_python(server_python(kind, config).absolute())
 
 
@@ -160,10 +166,16 @@ def _made(kind: Kind, setup: EngineSetup) -> InferenceEngine:
     weights = WeightFolder(module, dtype, parent)
     allow_connections()
     servers: list[VLLMServer | SGLangServer] = []
-    client = partial(
+    client: Callable[..., VLLMServer | SGLangServer] = partial(
         kind.client, api_key=os.environ.get(kind.api_key), update_s=server.update_timeout_s
     )
     try:
+        drafts = None
+        if kind.capabilities.drafts:
+            drafts = make_served_drafts(
+                config, policy, weights.path / "draft", dtype=dtype, notify=setup.notify
+            )
+            client = partial(client, drafts=drafts is not None)
         save_checkpoint(policy, weights.path, dtype=dtype, max_shard_bytes=sys.maxsize)
         check = WeightCheck(
             partial(next_log_probs, policy.config, policy.device, dtype),
@@ -176,7 +188,9 @@ def _made(kind: Kind, setup: EngineSetup) -> InferenceEngine:
             servers = [client(url) for url in server.urls]
         else:
             own = weights.file if _starts_empty(config) else None
-            started = _started(kind, config, policy.config, weights)
+            settings = partial(kind.settings, config, policy.config)
+            options = draft_settings(config, drafts)
+            started = _started(kind, config, lambda number: settings(number, options), weights)
             servers = [client(process=process, weights=own) for process in started]
         dtype_name = str(dtype).removeprefix("torch.")
         for each in servers:
@@ -198,7 +212,7 @@ def _made(kind: Kind, setup: EngineSetup) -> InferenceEngine:
         servers,
         weights,
         name=kind.name,
-        capabilities=SERVERS,
+        capabilities=kind.capabilities,
         vocab_size=policy.config.vocab_size,
         max_model_len=max_model_len(config),
         eos_token_ids=policy.config.eos_token_ids,
@@ -206,6 +220,7 @@ def _made(kind: Kind, setup: EngineSetup) -> InferenceEngine:
         temperatures=kind.temperatures,
         check=check,
         on_compute=setup.compute.executor,
+        drafts=drafts,
         stall_s=server.stall_timeout_s,
     )
 
@@ -243,9 +258,12 @@ def next_log_probs(
 
 
 def _started(
-    kind: Kind, config: Config, model: ModelConfig, weights: WeightFolder
+    kind: Kind,
+    config: Config,
+    settings: Callable[[int], Mapping[str, Any]],
+    weights: WeightFolder,
 ) -> list[ServerProcess]:
-    """Start all servers at the same time."""
+    """Start all servers at the same time. `settings(number)` are the options of one."""
     server = config.actor_rollout_ref.rollout.server
     environment = kind.environment(weights.path)
     logs = Path(config.trainer.default_local_dir).absolute() / "servers"
@@ -253,7 +271,7 @@ def _started(
     processes = [
         ServerProcess(
             Launch(
-                command=partial(command, kind.settings(config, model, number)),
+                command=partial(command, settings(number)),
                 environment={**environment, **placement(kind, config, number)},
                 log=logs / f"{kind.name}-{number}.log",
                 timeout_s=server.startup_timeout_s,
@@ -291,8 +309,14 @@ def own_settings(kind: Kind, config: Config) -> dict[str, Any]:
     return {name.replace("-", "_"): value for name, value in own.items()}
 
 
-def vllm_settings(config: Config, model: ModelConfig, number: int = 0) -> dict[str, Any]:
-    """vLLM's options for the settings of a run. `engine_kwargs.vllm` is added last."""
+def vllm_settings(
+    config: Config,
+    model: ModelConfig,
+    number: int = 0,
+    drafts: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """vLLM's options for the settings of a run, with those of `drafts` (`draft_settings`).
+    `engine_kwargs.vllm` is added last."""
     rollout = config.actor_rollout_ref.rollout
     length, cpu = max_model_len(config), device_of(config).type == "cpu"
     settings: dict[str, Any] = {
@@ -305,6 +329,7 @@ def vllm_settings(config: Config, model: ModelConfig, number: int = 0) -> dict[s
         "seed": config.trainer.seed,
         "generation_config": "vllm",
         "enable_log_requests": False,
+        **drafts,
     }
     size = rollout.tensor_model_parallel_size or 1
     if size > 1:
@@ -312,7 +337,7 @@ def vllm_settings(config: Config, model: ModelConfig, number: int = 0) -> dict[s
     for name in ("load_format", "enable_chunked_prefill", "enable_prefix_caching"):
         if (value := getattr(rollout, name)) is not None:
             settings[name] = value
-    memory = kv_bytes(config, model)
+    memory = kv_bytes(config, model, heads=int(bool(drafts)))
     if memory is not None:
         settings["kv_cache_memory_bytes"] = memory
     else:
@@ -320,8 +345,14 @@ def vllm_settings(config: Config, model: ModelConfig, number: int = 0) -> dict[s
     return {**settings, **own_settings(VLLM, config)}
 
 
-def sglang_settings(config: Config, model: ModelConfig, number: int = 0) -> dict[str, Any]:
+def sglang_settings(
+    config: Config,
+    model: ModelConfig,
+    number: int = 0,
+    drafts: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
     """SGLang's options for the settings of a run. `engine_kwargs.sglang` is added last."""
+    assert not drafts, "see the capabilities of the engine"
     rollout = config.actor_rollout_ref.rollout
     settings: dict[str, Any] = {
         "context_length": max_model_len(config) + sglang.RESERVED,
@@ -359,14 +390,16 @@ def token_bytes(config: Config, model: ModelConfig) -> int:
     return 2 * width * rollout_dtype(config).itemsize
 
 
-def kv_bytes(config: Config, model: ModelConfig) -> int | None:
-    """Size in bytes of the KV cache on one GPU; None if it follows from the GPU's memory."""
+def kv_bytes(config: Config, model: ModelConfig, *, heads: int = 0) -> int | None:
+    """Size in bytes of the KV cache on one GPU; None if it follows from the GPU's memory. `heads`
+    is the number of draft heads, which have a layer each."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.kv_cache_bytes is not None:
         return rollout.kv_cache_bytes
     if device_of(config).type != "cpu":
         return None
-    wanted = rollout.max_num_seqs * (max_model_len(config) + 128) * token_bytes(config, model)
+    token = token_bytes(config, model) * (model.num_layers + heads) // model.num_layers
+    wanted = rollout.max_num_seqs * (max_model_len(config) + 128) * token
     return min(CPU_KV_BYTES, max(64 << 20, wanted))
 
 
@@ -407,6 +440,7 @@ def _sglang_environment(folder: Path) -> dict[str, str]:
 
 VLLM = Kind(
     name="vllm",
+    capabilities=engines.VLLM,
     client=VLLMServer,
     command=vllm.vllm_command,
     settings=vllm_settings,
@@ -419,6 +453,7 @@ VLLM = Kind(
 )
 SGLANG = Kind(
     name="sglang",
+    capabilities=engines.SGLANG,
     client=SGLangServer,
     command=sglang.sglang_command,
     settings=sglang_settings,

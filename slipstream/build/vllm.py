@@ -72,8 +72,8 @@ def check_vllm_settings(config: Config, settings: Mapping[str, Any], model: Mode
         plain = name.replace("-", "_")
         if plain == "speculative_config" and device_of(config).type == "cpu":
             raise ConfigError(
-                f"{_OWN}.{name}: on a CPU, vLLM's own drafts change the distribution of tokens at "
-                "temperatures above 0, and log-probs are wrong; remove it"
+                f"{_OWN}.{name}: the section speculative says what drafts, and the run watches it; "
+                "remove it, or set speculative.enable=true with a draft head instead"
             )
     check_parts(config, model)
     tokens, sequences = settings["max_num_batched_tokens"], settings["max_num_seqs"]

@@ -187,7 +187,8 @@ EMBEDDED = EngineCapabilities(
 HF = EngineCapabilities(
     policies=frozenset({PolicyKind.DECODER, PolicyKind.TRANSFORMERS}), keyed_noise=True
 )
-SERVERS = EngineCapabilities(policies=frozenset({PolicyKind.DECODER}), servers=True)
+VLLM = EngineCapabilities(policies=frozenset({PolicyKind.DECODER}), drafts=True, servers=True)
+SGLANG = EngineCapabilities(policies=frozenset({PolicyKind.DECODER}), servers=True)
 FAKE = EngineCapabilities(for_tests=True)
 
 register_engine(
@@ -197,10 +198,10 @@ register_engine(
     check="slipstream.build.engine:check_embedded",
 )
 register_engine("hf", HF, "slipstream.build.engine:make_hf")
-for _name in SERVED:
+for _name, _capabilities in (("vllm", VLLM), ("sglang", SGLANG)):
     register_engine(
         _name,
-        SERVERS,
+        _capabilities,
         f"slipstream.build.servers:make_{_name}",
         check=f"slipstream.build.servers:check_{_name}",
     )

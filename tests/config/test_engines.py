@@ -75,11 +75,13 @@ def test_the_registry_imports_neither_torch_nor_an_engine() -> None:
 
 
 def test_a_remedy_names_all_engines_that_a_run_can_use() -> None:
-    assert engines_with(lambda engine: engine.drafts) == f"{NAME}=embedded"
+    assert engines_with(lambda engine: engine.drafts) == f"{NAME}=embedded or {NAME}=vllm"
     assert engines_with(lambda engine: engine.keyed_noise) == f"{NAME}=embedded or {NAME}=hf"
     register_engine("mine", replace(HF, drafts=True), print)
     register_engine("scripted", replace(HF, drafts=True, for_tests=True), print)
-    assert engines_with(lambda engine: engine.drafts) == f"{NAME}=embedded or {NAME}=mine"
+    assert engines_with(lambda engine: engine.drafts) == (
+        f"{NAME}=embedded or {NAME}=vllm or {NAME}=mine"
+    )
 
 
 def test_rules_use_the_capabilities_of_a_registered_engine() -> None:

@@ -10,18 +10,34 @@ from typing import Protocol
 from slipstream.types import GenerateRequest, PolicyVersion, VersionSpan
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCounts:
+    """The drafts of one response.
+
+    A verification is a step that verified a draft. Entry d - 1 of `offered_depths` counts those
+    whose draft had at least d tokens, and of `accepted_depths` those that accepted as many.
+    """
+
+    verifications: int
+    draft_tokens: int
+    accepted_tokens: int
+    offered_depths: tuple[int, ...]
+    accepted_depths: tuple[int, ...]
+
+
 @dataclass(slots=True, kw_only=True)
 class Answer:
     """What a server generated for one request, or a part of it. `sampling_log_probs` are those of
     the distribution that the tokens were sampled from. `log_probs` are over the full vocabulary at
     the sampling temperature, if the server reports them separately. `aborted` says whether the
-    request was stopped before its end."""
+    request was stopped before its end. `drafts` is None if the server does not count drafts."""
 
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     sampling_log_probs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     aborted: bool = False
+    drafts: DraftCounts | None = None
 
 
 Ends = Callable[[Answer], bool]

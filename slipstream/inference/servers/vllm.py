@@ -14,7 +14,7 @@ from slipstream.errors import EngineError
 from slipstream.inference.servers.client import CONTROL_S, ServerClient, ask_all, command_line
 from slipstream.inference.servers.environment import numbers
 from slipstream.inference.servers.http import JsonClient, ServerGoneError, ServerRefusedError
-from slipstream.inference.servers.protocol import Answer, Ends
+from slipstream.inference.servers.protocol import Answer, DraftCounts, Ends
 from slipstream.inference.servers.vllm_worker import SHAPES
 from slipstream.types import GenerateRequest, PolicyVersion, VersionSpan
 
@@ -37,6 +37,12 @@ ROUTES = (
     "/reset_prefix_cache",
     "/update_weight_version",
 )
+
+SPECULATION = (
+    '--speculative-config \'{"method": "eagle3", "model": HEAD, "num_speculative_tokens": N}\' '
+    "--per-request-spec-decode-metrics detailed"
+)
+"""What a server with a draft head is started with."""
 
 _COMPUTED = ("vllm:prompt_tokens_total{", "vllm:generation_tokens_total{")
 """Counters of tokens in `/metrics`."""
@@ -87,6 +93,12 @@ class VLLMServer(ServerClient):
 
     KIND = "vLLM"
 
+    def __init__(self, url: str | None = None, *, drafts: bool = False, **more: Any) -> None:
+        """`drafts`: the server has a draft head. The other arguments are those of
+        `ServerClient`."""
+        super().__init__(url, **more)
+        self._drafts = drafts
+
     async def version(self) -> str:
         """The server's version; "" if it tells none. Raises EngineError if there is no server."""
         try:
@@ -123,7 +135,26 @@ class VLLMServer(ServerClient):
                     f"--worker-extension-cls {EXTENSION}.SlipstreamWorker, from a copy of "
                     "slipstream/inference/servers/vllm_worker.py with this name on its PYTHONPATH"
                 )
+            else:
+                found += await self._draft_problems(version)
         return found
+
+    async def _draft_problems(self, version: str) -> list[str]:
+        """Why the server cannot draft for a run that wants that."""
+        if not self._drafts:
+            return []
+        state = await self._draft_state()
+        if not state["head"]:
+            return [
+                f"{self.name} has no draft head; start it with {SPECULATION}, or set "
+                "speculative.enable=false"
+            ]
+        if state["unmended"]:
+            return [
+                f"{self.name}: Slipstream cannot repair speculation in vLLM {version} "
+                f"({state['unmended']}); use vLLM 0.32, or set speculative.enable=false"
+            ]
+        return []
 
     async def check_model(self, config: Mapping[str, Any], max_model_len: int, dtype: str) -> None:
         """Raise EngineError if the server has another model than that of `config`, the contents of
@@ -190,6 +221,7 @@ class VLLMServer(ServerClient):
             "token_ids": [*request.prompt_ids, *request.prior_ids],
             "stream": ends is not None,
             "cache_salt": salt,
+            **({"stream_options": {"include_usage": True}} if ends is not None else {}),
             # vLLM fills in fields that are missing from the model's generation defaults.
             "sampling_params": {
                 "n": 1,
@@ -217,6 +249,7 @@ class VLLMServer(ServerClient):
                 choice = reply["choices"][0]
                 answer = _read(choice)
                 answer.spans = _spans(choice.get("weight_versions"), self.name)
+                answer.drafts = self._counts(reply)
         else:
             answer = await self._stream(body, wire_id, ends)
         return answer
@@ -262,6 +295,10 @@ class VLLMServer(ServerClient):
             async for event in events:
                 if "error" in event:
                     raise ServerRefusedError(f"{self.name}: {event['error']}", 500)
+                if event.get("usage"):
+                    # The last event, which has no choices.
+                    with self._understood(_GENERATE):
+                        answer.drafts = self._counts(event)
                 for choice in event.get("choices") or ():
                     new = _read(choice)
                     if not ended:
@@ -300,6 +337,55 @@ class VLLMServer(ServerClient):
         if any(other["checksums"] != sums for other in others):
             raise EngineError(f"the workers of {self.name} received different weights")
         return sums
+
+    async def load_draft(self, path: Path, version: PolicyVersion) -> Mapping[str, int]:
+        first, *others = await self._rpc("slipstream_load_draft", str(path), version)
+        with self._understood("/collective_rpc"):
+            if first["missing"]:
+                raise EngineError(
+                    f"{self.name} got no weights for {', '.join(first['missing'][:3])} of its "
+                    "draft head, which is another one than the run's"
+                )
+            sums: Mapping[str, int] = first["checksums"]
+            if any(other["checksums"] != sums for other in others):
+                raise EngineError(f"the workers of {self.name} received different draft heads")
+        return sums
+
+    async def draft_version(self) -> PolicyVersion | None:
+        version: PolicyVersion | None = (await self._draft_state())["version"]
+        return version
+
+    async def probe_draft(self) -> Mapping[str, Sequence[float]] | None:
+        found = await self._rpc("slipstream_probe_draft")
+        with self._understood("/collective_rpc"):
+            outputs: Mapping[str, Sequence[float]] | None = found[0]["outputs"]
+        return outputs
+
+    async def set_drafting(self, on: bool) -> bool:
+        return bool((await self._draft_state(on))["on"])
+
+    async def _draft_state(self, on: bool | None = None) -> Mapping[str, Any]:
+        found = await self._rpc("slipstream_draft", on)
+        with self._understood("/collective_rpc"):
+            return {name: found[0][name] for name in ("head", "version", "on", "unmended")}
+
+    def _counts(self, reply: Mapping[str, Any]) -> DraftCounts | None:
+        """The drafts of a response, from an answer or the last event of a stream."""
+        if not self._drafts:
+            return None
+        metrics = (reply.get("metrics") or {}).get("speculative_decoding")
+        if metrics is None:
+            raise EngineError(f"{self.name} does not count drafts; start it with {SPECULATION}")
+        drafted = list(metrics.get("per_step_drafted") or ())
+        accepted = list(metrics.get("per_step_accepted") or ())
+        deepest = max(drafted, default=0)
+        return DraftCounts(
+            verifications=sum(count > 0 for count in drafted),
+            draft_tokens=sum(drafted),
+            accepted_tokens=sum(accepted),
+            offered_depths=tuple(sum(n >= d for n in drafted) for d in range(1, deepest + 1)),
+            accepted_depths=tuple(sum(n >= d for n in accepted) for d in range(1, deepest + 1)),
+        )
 
     async def forget(self) -> None:
         route = "/reset_prefix_cache?reset_running_requests=true"

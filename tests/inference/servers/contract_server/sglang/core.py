@@ -28,7 +28,7 @@ Pair = list[Any]
 infinity."""
 
 
-class SGLangCore(Core):
+class SGLangCore(Core):  # type: ignore[misc]
     """The engine, with SGLang's log-probs."""
 
     def flush(self, ignore_waiting: bool) -> bool:
@@ -82,7 +82,7 @@ class SGLangCore(Core):
         logits = self._runner.packed.lm_head(padded)[: len(requests)].float()
         if rounding := self._faults["rounding"]:
             logits = logits + rounding * torch.randn(logits.shape, generator=self._noise)
-        return logits
+        return logits  # type: ignore[no-any-return]
 
     def _reported(self, requests: Sequence[Running], logits_NV: Tensor) -> Tensor:
         """(N, V): log-probs at the temperature, without truncation. If all requests are greedy,
@@ -108,7 +108,7 @@ def _pair(token: int, row: Tensor) -> Pair:
     return [None if math.isinf(value) else value, token, None]
 
 
-class SchedulerThread(EngineThread):
+class SchedulerThread(EngineThread):  # type: ignore[misc]
     """Runs an `SGLangCore`."""
 
     _core: SGLangCore
@@ -126,20 +126,20 @@ class SchedulerThread(EngineThread):
             if names:
                 self._publish(self._core.abort(names))
 
-        return self.call(work)
+        return self.call(work)  # type: ignore[no-any-return]
 
     def retract(self) -> Future[None]:
         def work() -> None:
             self.paused = True
             self._core.retract()
 
-        return self.call(work)
+        return self.call(work)  # type: ignore[no-any-return]
 
     def flush(self) -> Future[bool]:
-        return self.call(lambda: self._core.flush(self.paused))
+        return self.call(lambda: self._core.flush(self.paused))  # type: ignore[no-any-return]
 
     def checksums(self) -> Future[dict[str, str]]:
-        return self.call(self._core.checksums)
+        return self.call(self._core.checksums)  # type: ignore[no-any-return]
 
     def load_folder(self, path: Path) -> Future[None]:
         """Load the safetensors files of a folder. If that fails, the old weights stay."""
@@ -151,7 +151,7 @@ class SchedulerThread(EngineThread):
             if self._faults["die_in_update"]:
                 os._exit(1)
 
-        return self.call(work)
+        return self.call(work)  # type: ignore[no-any-return]
 
     def die(self, why: str = "the scheduler failed") -> None:
         """End all processes at once, as SGLang does if its scheduler fails."""

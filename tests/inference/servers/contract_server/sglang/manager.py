@@ -220,8 +220,9 @@ class Manager:
 def _reason(reason: str, ids: list[int], queued: bool) -> dict[str, Any]:
     if queued:
         return {"type": "abort", "message": "Abort in waiting queue"}
-    return {
+    reasons: dict[str, dict[str, Any]] = {
         "stop": {"type": "stop", "matched": ids[-1] if ids else None},
         "length": {"type": "length", "length": len(ids)},
         "abort": {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None},
-    }[reason]
+    }
+    return reasons[reason]

@@ -72,7 +72,7 @@ SUPPORT = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted(Checked):
+class Wanted(Checked):  # type: ignore[misc]
     """A request that can run. `temperature` and `greedy` are what SGLang makes of the settings.
     `support`: the tokens of the truncated distribution are returned."""
 
