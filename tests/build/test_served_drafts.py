@@ -122,7 +122,7 @@ def test_options_of_vllm(tmp_path: Path, threshold: int | None, plan: Any) -> No
     }
     assert len(notes) == 1
     assert "no drafts before its first training" in notes[0]
-    whole = vllm_settings(config, policy.config, options)
+    whole = vllm_settings(config, policy.config, drafts=options)
     plain = vllm_settings(config, policy.config)
     assert whole["speculative_config"] == expected
     assert whole["kv_cache_memory_bytes"] >= plain["kv_cache_memory_bytes"]

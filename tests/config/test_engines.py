@@ -38,8 +38,8 @@ def load(*overrides: str) -> Config:
 
 
 def test_capabilities_of_the_built_in_engines() -> None:
-    assert engine_names() == ("embedded", "hf", "vllm", "fake")
-    embedded, hf, vllm, fake = (engine_entry(name).capabilities for name in engine_names())
+    assert engine_names() == ("embedded", "hf", "vllm", "sglang", "fake")
+    embedded, hf, vllm, sglang, fake = (engine_entry(name).capabilities for name in engine_names())
     assert embedded == EngineCapabilities(
         policies=frozenset({PolicyKind.DECODER}),
         keyed_noise=True,
@@ -56,7 +56,9 @@ def test_capabilities_of_the_built_in_engines() -> None:
     )
     assert hf.policies == frozenset(PolicyKind)
     assert (hf.keyed_noise, hf.exact, hf.drafts) == (True, False, False)
-    assert vllm == EngineCapabilities(policies=frozenset({PolicyKind.DECODER}), servers=True)
+    assert (
+        vllm == sglang == EngineCapabilities(policies=frozenset({PolicyKind.DECODER}), servers=True)
+    )
     assert fake == EngineCapabilities(for_tests=True)
 
 
@@ -110,7 +112,7 @@ def test_an_unknown_engine_is_an_error_that_lists_known_engines() -> None:
         load(f"{NAME}=embeded")
     message = str(caught.value)
     assert f"{NAME}=embeded is not known; did you mean embedded?" in message
-    assert "(known: embedded, hf, vllm, fake)" in message
+    assert "(known: embedded, hf, vllm, sglang, fake)" in message
     assert "actor_rollout_ref.model.external_lib" in message
 
 

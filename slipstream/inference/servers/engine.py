@@ -439,11 +439,12 @@ class ServedEngine:
             context=[*request.prompt_ids, *request.prior_ids],
         )
 
-        def push(ids: Sequence[int], log_probs: Sequence[float]) -> bool:
-            for token, log_prob in zip(ids, log_probs, strict=True):
+        def push(new: Answer) -> bool:
+            rows = zip(new.token_ids, new.log_probs, new.sampling_log_probs, strict=True)
+            for token, log_prob, sampling in rows:
                 if state.stop_reason is None:
-                    sampling = 0.0 if p.temperature == 0 else log_prob
-                    state.push(token, log_prob, sampling, 0, self._decode)
+                    own = 0.0 if p.temperature == 0 else sampling
+                    state.push(token, log_prob, own, 0, self._decode)
             return state.stop_reason is not None
 
         call.server, call.wire_id = replica, wire_id
@@ -473,7 +474,7 @@ class ServedEngine:
         if self._drafts is not None and answer.drafts is not None:
             await self._drafts.count(replica.server, replica.key, answer.drafts)
         if not p.stop:
-            push(answer.token_ids, answer.log_probs)
+            push(answer)
         if answer.aborted and state.stop_reason is None and not call.abort.is_set():
             raise ServerGoneError(
                 f"{replica.server.name} stopped request {request.request_id!r}, which this run did "
@@ -606,7 +607,8 @@ class ServedEngine:
             await server.pause()
             loading = True
             received = await server.load(stored.path)
-            wrong = [n for n, value in stored.checksums.items() if received.get(n) != value]
+            sums = stored.checksums if received is None else received
+            wrong = [n for n, value in stored.checksums.items() if sums.get(n) != value]
             if wrong:
                 raise EngineError(f"{server.name} received other values of {', '.join(wrong[:3])}")
             loading = False

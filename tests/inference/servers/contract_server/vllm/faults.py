@@ -70,6 +70,6 @@ class Faults:
 
     def plant(self, name: str, value: Any) -> None:
         """Set a fault. Raises KeyError for an unknown name."""
-        if name not in DEFAULTS:
-            raise KeyError(f"no fault {name!r}; there are {', '.join(DEFAULTS)}")
+        if name not in self.start:
+            raise KeyError(f"no fault {name!r}; there are {', '.join(self.start)}")
         self.values[name] = value
