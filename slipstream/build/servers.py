@@ -25,6 +25,7 @@ from slipstream.inference.servers import vllm_worker
 from slipstream.inference.servers.check import WeightCheck
 from slipstream.inference.servers.engine import ServedEngine
 from slipstream.inference.servers.process import Launch, ServerProcess
+from slipstream.inference.servers.transfer import WeightTransfer, make_transfer
 from slipstream.inference.servers.vllm import (
     EXTENSION,
     TEMPERATURES,
@@ -32,12 +33,12 @@ from slipstream.inference.servers.vllm import (
     vllm_command,
     vllm_environment,
 )
-from slipstream.inference.servers.weights import WeightFolder
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder
 from slipstream.models.hf_io import save_checkpoint
 from slipstream.models.policy import PolicyConfig
 from slipstream.threads import usable_cores
+from slipstream.types import WeightUpdate
 
 _KEY = "actor_rollout_ref.rollout.server"
 
@@ -88,7 +89,14 @@ def make_vllm(setup: EngineSetup) -> InferenceEngine:
         module = Decoder(policy.config)
     server = config.actor_rollout_ref.rollout.server
     parent = None if server.transfer_dir is None else Path(server.transfer_dir)
-    weights = WeightFolder(module, dtype, parent)
+    weights = make_transfer(
+        server.transport,
+        module,
+        dtype,
+        parent,
+        device=policy.device,
+        timeout_s=server.update_timeout_s,
+    )
     save_checkpoint(policy, weights.path, dtype=dtype, max_shard_bytes=sys.maxsize)
     servers: list[VLLMServer] = []
     try:
@@ -99,8 +107,9 @@ def make_vllm(setup: EngineSetup) -> InferenceEngine:
         for each in servers:
             anyio.run(each.check)
         if server.urls:
+            weights.prepare(WeightUpdate(version=0, buckets=[list(policy.named_parameters())]))
             for each in servers:
-                anyio.run(each.load, weights.file)
+                anyio.run(weights.deliver, each)
     except EngineError:
         for each in servers:
             each.close()
@@ -138,7 +147,7 @@ def next_log_probs(policy: Decoder, dtype: torch.dtype, ids: Sequence[int]) -> t
     return packed.lm_head(final).float().log_softmax(-1).cpu()
 
 
-def _started(config: Config, model: ModelConfig, weights: WeightFolder) -> list[VLLMServer]:
+def _started(config: Config, model: ModelConfig, weights: WeightTransfer) -> list[VLLMServer]:
     """Start all servers at the same time, and return their clients."""
     server = config.actor_rollout_ref.rollout.server
     extension = weights.path / "extension"

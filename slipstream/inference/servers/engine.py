@@ -1,7 +1,7 @@
 """`ServedEngine`: an inference engine whose computation runs in servers.
 
     generate() --> least busy server --HTTP--> ids, log-probs, version spans
-    update_weights() --> file in memory --> every server: pause, load, new version, resume
+    update_weights() --> transport --> every server: pause, load, new version, resume
 
 A server that ends is started again with the newest weights, and its requests are begun again.
 Servers draw their own noise. Each request has a seed that depends on its noise key, so noise is not
@@ -28,7 +28,7 @@ from slipstream.inference.protocol import EngineStats, check_request, check_upda
 from slipstream.inference.servers.check import Finding, Verdict, WeightCheck
 from slipstream.inference.servers.http import ServerGoneError
 from slipstream.inference.servers.protocol import Answer, Server
-from slipstream.inference.servers.weights import StoredWeights, WeightFolder
+from slipstream.inference.servers.transfer import WeightTransfer
 from slipstream.models.hf_io import read_tensors
 from slipstream.sampling.noise import key_words
 from slipstream.threads import arrival
@@ -102,7 +102,7 @@ class ServedEngine:
     def __init__(
         self,
         servers: Sequence[Server],
-        weights: WeightFolder,
+        weights: WeightTransfer,
         *,
         name: str,
         capabilities: EngineCapabilities,
@@ -208,10 +208,10 @@ class ServedEngine:
             self._shut()
             try:
                 clock = _Clock()
-                stored = await anyio.to_thread.run_sync(self._weights.write, update)
+                await anyio.to_thread.run_sync(self._weights.prepare, update)
                 clock.lap("write")
                 self._stats = replace(self._stats, version=update.version)
-                await self._each(lambda replica: self._install(replica, stored, update))
+                await self._each(lambda replica: self._install(replica, update))
                 clock.lap("install")
                 if self._check_weights is not None:
                     await self._computed(self._check_weights.renew)
@@ -420,17 +420,12 @@ class ServedEngine:
                 except ServerGoneError:
                     log.debug("%s is gone, and its requests with it", replica.server.name)
 
-    async def _install(
-        self, replica: _Replica, stored: StoredWeights, update: WeightUpdate
-    ) -> None:
+    async def _install(self, replica: _Replica, update: WeightUpdate) -> None:
         """Bring new weights into one server. If that fails, it is started again with them."""
         server, starts = replica.server, replica.starts
         try:
             await server.pause()
-            received = await server.load(stored.path)
-            wrong = [name for name, value in stored.checksums.items() if received[name] != value]
-            if wrong:
-                raise EngineError(f"{server.name} received other values of {', '.join(wrong[:3])}")
+            await self._weights.deliver(server)
             if update.kv_policy is KVPolicy.RECOMPUTE:
                 await server.forget()
             await server.set_version(update.version)
@@ -502,6 +497,7 @@ class ServedEngine:
             if replica.starts != starts or replica.lost or self._closed:
                 return
             try:
+                await anyio.to_thread.run_sync(self._weights.store)
                 await replica.server.restart()
                 if self._check_weights is not None:
                     self._check_weights.forget(replica.key)

@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import anyio
+import httpx2
 
 from slipstream.errors import EngineError
 from slipstream.inference.servers.http import JsonClient, ServerGoneError, ServerRefusedError
 from slipstream.inference.servers.process import ServerProcess
 from slipstream.inference.servers.protocol import Answer, Ends
+from slipstream.inference.servers.vllm_worker import Process, SlipstreamWorker
 from slipstream.types import GenerateRequest, PolicyVersion, VersionSpan
 
 EXTENSION = "slipstream_vllm_worker"
@@ -44,6 +48,12 @@ _PREFIX = "generate-tokens-"
 TEMPERATURES = (0.01, 2.0)
 """The temperatures that vLLM supports beside 0. It silently raises lower ones to 0.01, and refuses
 higher ones."""
+
+METHODS = frozenset(name for name in dir(SlipstreamWorker) if name.startswith("slipstream_"))
+"""The methods of the worker extension."""
+
+RELEASE_S = 5.0
+"""Time limit of telling a server that the run has ended, in seconds."""
 
 CONTROL_S = 60.0
 """Time limit of calls that control the server, in seconds."""
@@ -106,6 +116,7 @@ class VLLMServer:
         self._process = process
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._update_s = update_s
+        self._owner = {**Process.here(), "host": socket.gethostname()}
         self._stopped = threading.Event()
         self._http = JsonClient(url or _url(process), headers=self._headers)
 
@@ -129,14 +140,33 @@ class VLLMServer:
                 f"{self.name} lacks the route {missing[0]}; start it with VLLM_SERVER_DEV_MODE=1 "
                 "and --enable-scale-out"
             )
+        remedy = (
+            f"start it with --worker-extension-cls {EXTENSION}.SlipstreamWorker, from a copy of "
+            "slipstream/inference/servers/vllm_worker.py with this name on its PYTHONPATH"
+        )
         try:
-            await self._rpc("slipstream_probe")
+            found = (await self._rpc("slipstream_probe"))[0].get("methods", ())
         except ServerRefusedError as error:
             raise EngineError(
-                f"{self.name} has no Slipstream worker extension ({error}); start it with "
-                f"--worker-extension-cls {EXTENSION}.SlipstreamWorker, from a copy of "
-                "slipstream/inference/servers/vllm_worker.py with this name on its PYTHONPATH"
+                f"{self.name} has no Slipstream worker extension ({error}); {remedy}"
             ) from error
+        if lacking := METHODS.difference(found):
+            raise EngineError(
+                f"{self.name} has the worker extension of another Slipstream, without "
+                f"{min(lacking)}; {remedy}"
+            )
+        await self._claim()
+
+    async def _claim(self) -> None:
+        """Become the only run that uses the server. Raises EngineError if another run does."""
+        for owner in await self._rpc("slipstream_claim", self._owner):
+            if owner != self._owner:
+                raise EngineError(
+                    f"{self.name} is in use by another run, process {owner['pid']} on "
+                    f"{owner['host']}, and two runs cannot share a server; end that run, or remove "
+                    "the server from actor_rollout_ref.rollout.server.urls. If that run was killed "
+                    "on another machine, start the server again"
+                )
 
     async def generate(
         self,
@@ -270,7 +300,27 @@ class VLLMServer:
         await self._post("/resume", timeout_s=CONTROL_S)
 
     async def load(self, path: Path) -> Mapping[str, int]:
-        first, *others = await self._rpc("slipstream_load", str(path))
+        return await self._loaded("slipstream_load", str(path))
+
+    async def load_shared(self, source: Mapping[str, Any]) -> Mapping[str, int]:
+        return await self._loaded("slipstream_map", source)
+
+    async def join(self, spec: Mapping[str, Any]) -> None:
+        await self._rpc("slipstream_join", spec)
+
+    async def load_sent(self, source: Mapping[str, Any]) -> Mapping[str, int]:
+        return await self._loaded("slipstream_receive", source)
+
+    async def workers(self) -> int:
+        return len(await self._rpc("slipstream_probe"))
+
+    @property
+    def address(self) -> tuple[str, int]:
+        url = urlsplit(self._http.url)
+        return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+
+    async def _loaded(self, method: str, *args: Any) -> Mapping[str, int]:
+        first, *others = await self._rpc(method, *args)
         if first["missing"]:
             raise EngineError(
                 f"{self.name} got no weights for {', '.join(first['missing'][:3])}; its model is "
@@ -301,6 +351,16 @@ class VLLMServer:
 
     def close(self) -> None:
         self._stopped.set()
+        if self._process is None:
+            with suppress(httpx2.HTTPError):  # It may have ended.
+                httpx2.post(
+                    f"{self._http.url}/collective_rpc",
+                    json={"method": "slipstream_release", "args": [self._owner]},
+                    headers=self._headers,
+                    timeout=RELEASE_S,
+                    trust_env=False,
+                    verify=not self._http.url.startswith("http:"),
+                )
         if self._process is not None:
             self._process.close()
 
