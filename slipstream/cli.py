@@ -29,7 +29,7 @@ from slipstream.config.launch import (
     print_settings,
     read_overrides,
 )
-from slipstream.config.load import CONFIG_FILE
+from slipstream.config.load import CONFIG_FILE, load_config
 from slipstream.config.mode import HEAD_ALONE
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.heap import (
@@ -475,6 +475,19 @@ def _doctor_flags(command: argparse.ArgumentParser) -> None:
         default=Path(),
         help="folder for runs (default: the current folder)",
     )
+    command.add_argument(
+        "--url",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="check a running vLLM server, such as http://host:8000; can be repeated",
+    )
+    command.add_argument(
+        "--config",
+        metavar="FILE",
+        type=Path,
+        help="check the servers and the Python of actor_rollout_ref.rollout.server in this file",
+    )
     add_debug_flag(command)
 
 
@@ -482,7 +495,12 @@ def _run_doctor(args: argparse.Namespace, _: list[str]) -> int:
     with without_garbage_collector():
         from slipstream.preflight.doctor import doctor
 
-    return doctor(args.folder, as_json=args.json)
+    urls, python = args.url, None
+    if args.config is not None:
+        config = load_config(file=args.config, complete=False, notify=lambda _: None)
+        server = config.actor_rollout_ref.rollout.server
+        urls, python = [*server.urls, *urls], server.python
+    return doctor(args.folder, as_json=args.json, urls=urls, python=python)
 
 
 def _run_bench(args: argparse.Namespace, _: list[str]) -> int:
@@ -638,9 +656,10 @@ COMMANDS = (
     Command(
         name="doctor",
         summary="check the installation and suggest fixes",
-        usage="slipstream doctor [--json] [--folder DIR]",
+        usage="slipstream doctor [--json] [--folder DIR] [--url URL] [--config FILE]",
         examples="""\
   slipstream doctor
+  slipstream doctor --url http://localhost:8000
   slipstream doctor --json""",
         flags=_doctor_flags,
         run=_run_doctor,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 
 from slipstream.build.engine import EngineSetup, rollout_dtype
 from slipstream.build.policy import device_of, max_model_len
+from slipstream.build.vllm import check_python, check_vllm_settings, with_own_options
 from slipstream.config.engines import VLLM, VLLM_PYTHON
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, EngineError
@@ -34,20 +36,23 @@ from slipstream.inference.servers.vllm import (
     vllm_environment,
 )
 from slipstream.models.config import ModelConfig
-from slipstream.models.decoder import Decoder
-from slipstream.models.hf_io import save_checkpoint
+from slipstream.models.decoder import Decoder, without_init
+from slipstream.models.hf_io import read_tensors, save_checkpoint
 from slipstream.models.policy import PolicyConfig
 from slipstream.threads import usable_cores
 from slipstream.types import WeightUpdate
 
 _KEY = "actor_rollout_ref.rollout.server"
 
+API_KEY = "VLLM_API_KEY"
+"""vLLM's environment variable with the key that clients send."""
+
 CPU_KV_BYTES = 4 << 30
 """Largest KV cache of a server on a CPU in bytes, unless `rollout.kv_cache_bytes` is set."""
 
 
 def check_vllm(config: Config, model: PolicyConfig) -> None:
-    """Raise ConfigError if there is no vLLM to start."""
+    """Raise ConfigError if there is no vLLM to start, or if it cannot have these settings."""
     rollout = config.actor_rollout_ref.rollout
     low, high = TEMPERATURES
     for key, section in (("rollout", rollout), ("rollout.val_kwargs", rollout.val_kwargs)):
@@ -57,7 +62,9 @@ def check_vllm(config: Config, model: PolicyConfig) -> None:
                 f"temperatures from {low:g} to {high:g}; set one of these, or do_sample=false"
             )
     if not rollout.server.urls:
-        vllm_python(config)
+        assert isinstance(model, ModelConfig), "vLLM's capabilities name no other policy"
+        check_vllm_settings(config, vllm_settings(config, model), model)
+        check_python(vllm_python(config).absolute())
 
 
 def vllm_python(config: Config) -> Path:
@@ -97,23 +104,38 @@ def make_vllm(setup: EngineSetup) -> InferenceEngine:
         device=policy.device,
         timeout_s=server.update_timeout_s,
     )
-    save_checkpoint(policy, weights.path, dtype=dtype, max_shard_bytes=sys.maxsize)
+    allow_connections()
     servers: list[VLLMServer] = []
     try:
+        save_checkpoint(policy, weights.path, dtype=dtype, max_shard_bytes=sys.maxsize)
+        check = WeightCheck(
+            partial(next_log_probs, policy.config, policy.device, dtype),
+            read_tensors(weights.path),
+            vocab_size=policy.config.vocab_size,
+            max_model_len=max_model_len(config),
+            dtype=dtype,
+        )
         if server.urls:
-            servers = [VLLMServer(url, update_s=server.update_timeout_s) for url in server.urls]
+            servers = [
+                VLLMServer(url, api_key=os.environ.get(API_KEY), update_s=server.update_timeout_s)
+                for url in server.urls
+            ]
         else:
             servers = _started(config, policy.config, weights)
+        dtype_name = str(dtype).removeprefix("torch.")
         for each in servers:
             anyio.run(each.check)
-        if server.urls:
+            anyio.run(each.check_model, policy.config.to_hf(), max_model_len(config), dtype_name)
+        if server.urls or _starts_empty(config):
             weights.prepare(WeightUpdate(version=0, buckets=[list(policy.named_parameters())]))
             for each in servers:
                 anyio.run(weights.deliver, each)
-    except EngineError:
+    except BaseException as error:
         for each in servers:
             each.close()
         weights.close()
+        if server.urls and isinstance(error, EngineError):
+            raise EngineError(f"{_KEY}.urls: {error}") from error
         raise
     return ServedEngine(
         servers,
@@ -125,19 +147,35 @@ def make_vllm(setup: EngineSetup) -> InferenceEngine:
         eos_token_ids=policy.config.eos_token_ids,
         decode=setup.decode,
         temperatures=TEMPERATURES,
-        check=WeightCheck(
-            partial(next_log_probs, policy, dtype),
-            vocab_size=policy.config.vocab_size,
-            max_model_len=max_model_len(config),
-            dtype=dtype,
-        ),
+        check=check,
         on_compute=setup.compute.executor,
+        stall_s=server.stall_timeout_s,
     )
 
 
+def allow_connections() -> None:
+    """Raise the soft limit of open files to the hard one. Each running request has a connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 @torch.no_grad()
-def next_log_probs(policy: Decoder, dtype: torch.dtype, ids: Sequence[int]) -> torch.Tensor:
-    """(T, V): log-probs of the token after each of T tokens, float32 on the CPU."""
+def next_log_probs(
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    tensors: Mapping[str, torch.Tensor],
+    ids: Sequence[int],
+) -> torch.Tensor:
+    """Return the log-probs (T, V) of the token after each of T tokens, float32 on the CPU.
+
+    They are computed on `device`, in `dtype`, with the weights in `tensors`.
+    """
+    with torch.device("meta"), without_init():
+        policy = Decoder(model)
+    own = {name: tensor.detach().to(device) for name, tensor in tensors.items()}
+    policy.load_state_dict(own, assign=True)
     packed = policy.pack(dtype)
     # In exact mode the number of rows must be a multiple.
     padded = [*ids, *[0] * (-len(ids) % packed.row_multiple)]
@@ -172,11 +210,27 @@ def _started(config: Config, model: ModelConfig, weights: WeightTransfer) -> lis
     try:
         with ThreadPoolExecutor(len(processes)) as threads:
             list(threads.map(ServerProcess.start, processes))
-    except EngineError:
+    except BaseException as error:
         for process in processes:
             process.close()
+        if isinstance(error, EngineError):
+            raise with_own_options(error, config) from error
         raise
-    return [VLLMServer(process=process, update_s=server.update_timeout_s) for process in processes]
+    own = weights.file if _starts_empty(config) else None
+    return [
+        VLLMServer(
+            process=process,
+            api_key=os.environ.get(API_KEY),
+            update_s=server.update_timeout_s,
+            weights=own,
+        )
+        for process in processes
+    ]
+
+
+def _starts_empty(config: Config) -> bool:
+    """Whether the servers begin with random weights."""
+    return config.actor_rollout_ref.rollout.load_format == "dummy"
 
 
 def vllm_settings(config: Config, model: ModelConfig) -> dict[str, Any]:
@@ -187,19 +241,23 @@ def vllm_settings(config: Config, model: ModelConfig) -> dict[str, Any]:
         "max_model_len": length,
         "dtype": str(rollout_dtype(config)).removeprefix("torch."),
         "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, length),
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
         # On a CPU, compiling the model at the start takes longer than it saves.
         "enforce_eager": rollout.enforce_eager or cpu,
         "seed": config.trainer.seed,
         "generation_config": "vllm",
         "enable_log_requests": False,
     }
-    if rollout.enable_prefix_caching is not None:
-        settings["enable_prefix_caching"] = rollout.enable_prefix_caching
+    size = rollout.tensor_model_parallel_size or 1
+    if size > 1:
+        settings["tensor_parallel_size"] = size
+    for name in ("load_format", "enable_chunked_prefill", "enable_prefix_caching"):
+        if (value := getattr(rollout, name)) is not None:
+            settings[name] = value
     if rollout.kv_cache_bytes is not None:
         settings["kv_cache_memory_bytes"] = rollout.kv_cache_bytes
     elif cpu:
-        width = model.num_layers * model.num_kv_heads * model.head_dim
+        width = model.num_layers * max(1, model.num_kv_heads // size) * model.head_dim
         token = 2 * width * rollout_dtype(config).itemsize
         wanted = rollout.max_num_seqs * (length + 128) * token
         settings["kv_cache_memory_bytes"] = min(CPU_KV_BYTES, max(64 << 20, wanted))
@@ -215,17 +273,20 @@ def vllm_settings(config: Config, model: ModelConfig) -> dict[str, Any]:
 
 
 def placement(config: Config, number: int) -> dict[str, str]:
-    """Environment variables that give a server its own cores, or its own GPU."""
-    replicas = config.actor_rollout_ref.rollout.server.replicas
+    """Environment variables that give a server its own cores, or its own GPUs."""
+    rollout = config.actor_rollout_ref.rollout
+    replicas, size = rollout.server.replicas, rollout.tensor_model_parallel_size or 1
     if device_of(config).type == "cuda":
         given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = [name for name in given.split(",") if name]
         names = names or [str(index) for index in range(max(1, torch.cuda.device_count()))]
-        return {"CUDA_VISIBLE_DEVICES": names[number % len(names)]}
-    if replicas == 1:
+        own = [names[(number * size + rank) % len(names)] for rank in range(size)]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
+    if replicas * size == 1:
         return {}
-    cores = _share(sorted(os.sched_getaffinity(0))[: usable_cores()], replicas, number)
-    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
+    cores = sorted(os.sched_getaffinity(0))[: usable_cores()]
+    parts = [_share(cores, replicas * size, number * size + rank) for rank in range(size)]
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, part)) for part in parts)}
 
 
 def _share(cores: Sequence[int], parts: int, number: int) -> Sequence[int]:

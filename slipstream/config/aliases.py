@@ -109,6 +109,13 @@ RENAMED_VALUES: dict[str, dict[Any, Any]] = {
     # The first DAPO recipe has use_token_level_loss, true or false.
     f"{_ACTOR}.loss_agg_mode": {True: "token-mean", False: "seq-mean-token-mean"},
     f"{_ACTOR}.policy_loss.loss_mode": {"ppo": "vanilla", "grpo": "vanilla"},
+    # Older versions of VERL say which trainer sends the weights.
+    f"{_ROLLOUT}.load_format": {
+        "dummy_dtensor": "dummy",
+        "dummy_megatron": "dummy",
+        "dummy_hf": "dummy",
+        "hf": "auto",
+    },
     "algorithm.adv_estimator": {
         "reinforce++": "reinforce_plus_plus",
         "reinforce++-baseline": "reinforce_plus_plus_baseline",

@@ -138,6 +138,12 @@ def selected_engine(config: Config) -> EngineEntry | None:
     return _ENGINES.get(config.actor_rollout_ref.rollout.name)
 
 
+def has_servers(name: object) -> bool:
+    """Return whether the engine `name` has servers, or is not registered yet."""
+    entry = _ENGINES.get(name) if isinstance(name, str) else None
+    return entry is None or entry.capabilities.servers
+
+
 def engine_lacks(config: Config, has: Has) -> bool:
     """Return whether the selected engine lacks a capability; False if it is not registered yet."""
     entry = selected_engine(config)

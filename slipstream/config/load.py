@@ -17,7 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import aliases
+from slipstream.config import aliases, servers
+from slipstream.config.engines import ENGINE_KEY, has_servers
 from slipstream.config.hardware import Hardware, detect_hardware
 from slipstream.config.interpolate import escaped, resolve_in_sources
 from slipstream.config.notices import Notices
@@ -58,12 +59,14 @@ _MISSING = "???"
 
 RESUMABLE_KEYS = frozenset(
     {
+        "actor_rollout_ref.rollout.enable_chunked_prefill",
         "actor_rollout_ref.rollout.enable_prefix_caching",
         "actor_rollout_ref.rollout.enforce_eager",
         "actor_rollout_ref.rollout.engine_kwargs",
         "actor_rollout_ref.rollout.free_cache_engine",
         "actor_rollout_ref.rollout.gpu_memory_utilization",
         "actor_rollout_ref.rollout.kv_cache_bytes",
+        "actor_rollout_ref.rollout.load_format",
         "actor_rollout_ref.rollout.max_num_batched_tokens",
         "actor_rollout_ref.rollout.max_num_seqs",
         "actor_rollout_ref.rollout.one_thread_below",
@@ -74,6 +77,7 @@ RESUMABLE_KEYS = frozenset(
         "actor_rollout_ref.rollout.server.transport",
         "actor_rollout_ref.rollout.server.update_timeout_s",
         "actor_rollout_ref.rollout.server.urls",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size",
         "actor_rollout_ref.rollout.timeout_s",
         "data.chat_template_date",
         "reward_model.num_workers",
@@ -383,6 +387,27 @@ class _Tree:
         if not rewards["enable"] and rewards["model"]["path"] is not None:
             self._unused("reward_model.model.path", "reward_model.enable=false")
 
+    def without_servers(self, values: dict[str, Any]) -> None:
+        """Take the options of servers out of the typed tree `values` if the engine has none."""
+        if has_servers(_at(values, ENGINE_KEY)):
+            return
+        for key, reason in servers.SERVER_OPTIONS.items():
+            section, _, name = key.rpartition(".")
+            value = _at(values, key)
+            if value is not None and not is_default(key, value) and key not in self.derived:
+                self.notices.inert(key, reason, in_file=key in self.in_files)
+            _at(values, section)[name] = None
+
+    def server_notices(self, config: Config, hardware: Hardware) -> None:
+        """Add notices about options that have no effect with the servers of the run."""
+        for key, reason in servers.without_effect(config, hardware):
+            value, in_file = _at(to_dict(config), key), key in self.in_files
+            unset = value is None or (in_file and value == _plain_default(key))
+            if key in self.assigned and not unset and not is_default(key, value):
+                self.notices.inert(key, reason, in_file=in_file)
+        for key, reason in servers.kwargs_without_effect(config):
+            self.notices.inert(key, reason)
+
     def _unused(self, key: str, reason: str) -> None:
         """Add a notice that our key has no effect, unless it has VERL's default."""
         value = _at(self.values, key)
@@ -513,6 +538,7 @@ def load_config(
     try:
         values, problems = _checked(tree)
         problems += _read_chat_template(values)
+        tree.without_servers(values)
         machine = hardware or detect_hardware()
         config, broken = _validated(tree, values, tuple(sections), machine, complete)
         problems += broken
@@ -520,6 +546,7 @@ def load_config(
         if defaults is not None:
             tree.notices.add(_other_defaults(tree, *defaults))
         tree.notices.add(schedule_notices(config, tree.assigned))
+        tree.server_notices(config, machine)
     finally:
         _send_notices(tree.notices.lines(tuple(sections)), notify)
     raise_problems([places.added(problem) for problem in problems])

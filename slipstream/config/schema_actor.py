@@ -384,7 +384,7 @@ class ServerSection:
     urls: tuple[str, ...] = ()
     """Addresses of running servers, such as `http://host:8000`; empty: the run starts its own."""
     replicas: PositiveInt = 1
-    """Number of servers to start. Each holds all weights and uses at most one GPU."""
+    """Number of servers to start. Each holds all weights, on `tensor_model_parallel_size` GPUs."""
     python: str | None = None
     """Python interpreter of the environment with vLLM; null: the environment variable
     SLIPSTREAM_VLLM_PYTHON, or the interpreter of the run."""
@@ -392,6 +392,8 @@ class ServerSection:
     """Deadline in seconds for the start of a server."""
     update_timeout_s: PositiveFloat = 300.0
     """Deadline in seconds for a weight update of a server, and for each request of its check."""
+    stall_timeout_s: PositiveFloat = 600.0
+    """Seconds without a computed token after which a server that has requests is started again."""
     transport: Literal["file", "shared_memory", "collective"] = "file"
     """How servers get new weights: `file` (safetensors in `transfer_dir`), `shared_memory` (servers
     on this machine map the run's memory), or `collective` (broadcasts of NCCL, or gloo if the
@@ -432,6 +434,13 @@ class RolloutSection:
     """Tokens that end a response, in addition to end-of-sequence."""
     ignore_eos: bool = False
     """Generate past end-of-sequence, up to the length limit."""
+    tensor_model_parallel_size: PositiveInt | None = None
+    """Number of GPUs over which each server splits the weights; null: 1. On a CPU, number of
+    processes that divide the cores of a server. For engines with servers (`rollout.server`)."""
+    load_format: str | None = None
+    """How a server gets its first weights: `auto` or `safetensors` from the run's files; `dummy`:
+    it begins with random ones, and the run sends the policy's before the first request; null:
+    `auto`. For engines with servers."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute dtype of generation; `auto`: the actor's."""
     max_num_seqs: PositiveInt = 256
@@ -445,6 +454,9 @@ class RolloutSection:
     max_num_batched_tokens: Annotated[int, Range(low=4)] = 8192
     """Maximum number of tokens in one prefill of the embedded engine. A longer context is prefilled
     in pieces, with decode steps of running responses in between."""
+    enable_chunked_prefill: bool | None = None
+    """Let servers prefill long contexts in pieces of `max_num_batched_tokens`; null: the server's
+    default. The embedded engine always does."""
     enable_prefix_caching: bool | None = None
     """Keep the KV cache of finished responses for prompts with the same beginning, such as
     conversations of several turns; null: with tools, for the next turn of an episode. An entry

@@ -29,6 +29,7 @@ from slipstream.config.schema_actor import (
     ServerSection,
 )
 from slipstream.config.schema_speculative import MOST_BRANCHES, EagleSection
+from slipstream.config.servers import server_rules
 from slipstream.config.tree import show
 from slipstream.config.val_settings import check_val_settings
 from slipstream.config.validate_algorithm import NEEDS_CRITIC, algorithm_rules
@@ -71,6 +72,7 @@ def validate(config: Config, hardware: Hardware, *, complete: bool = True) -> li
         problems.extend(rule(config))
     problems.extend(_model(config, complete))
     problems.extend(_place(config, hardware))
+    problems.extend(server_rules(config, hardware))
     return problems
 
 

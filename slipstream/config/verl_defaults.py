@@ -448,6 +448,7 @@ _SINGLE: dict[str, _Values] = {
     f"{_ROLLOUT}.expert_parallel_size": _ONE,
     f"{_ROLLOUT}.pipeline_model_parallel_size": _ONE,
     f"{_ROLLOUT}.enable_chunked_prefill": _ON,
+    f"{_ROLLOUT}.free_cache_engine": _ON,
     f"{_ROLLOUT}.scheduling_policy": ("fcfs",),
     f"{_ROLLOUT}.load_format": ("dummy",),
     f"{_ROLLOUT}.layered_summon": _OFF,

@@ -36,7 +36,6 @@ _MULTI_TURN = "tokens of the policy are never decoded and tokenized again"
 _BY_REASON: dict[str, tuple[str, ...]] = {
     "each process computes whole sequences with all layers; processes (trainer.nnodes, "
     "trainer.n_gpus_per_node) split the batch": (
-        f"{_ROLLOUT}.tensor_model_parallel_size",
         f"{_ROLLOUT}.data_parallel_size",
         f"{_ROLLOUT}.expert_parallel_size",
         f"{_ROLLOUT}.pipeline_model_parallel_size",
@@ -74,10 +73,8 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "model_engine",
         "*@*",
     ),
-    "it tunes an external serving engine, but the run uses a built-in engine": (
-        f"{_ROLLOUT}.enable_chunked_prefill",
+    "runs do not pass it to a serving engine; rollout.engine_kwargs sets options of servers": (
         f"{_ROLLOUT}.disable_log_stats",
-        f"{_ROLLOUT}.load_format",
         f"{_ROLLOUT}.layered_summon",
         f"{_ROLLOUT}.layer_name_map.*",
         f"{_ROLLOUT}.multi_stage_wake_up",

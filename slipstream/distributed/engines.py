@@ -9,7 +9,7 @@ the objects.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import fields, replace
 from pathlib import Path
@@ -248,9 +248,14 @@ def combined(stats: Sequence[EngineStats]) -> EngineStats:
             total[f.name] = min(values)
         elif f.name == "max_batch":
             total[f.name] = max(values)
-        elif f.name == "plan_seconds":
+        elif f.name in ("server_share", "server_difference"):
+            known = [value for value in values if value is not None]
+            worst = min if f.name == "server_share" else max
+            total[f.name] = worst(known, default=None)
+        elif isinstance(values[0], Mapping):
             keys = dict.fromkeys(key for each in values for key in each)
-            total[f.name] = {k: sum(each.get(k, 0.0) for each in values) / count for k in keys}
+            parts = count if f.name.endswith("_seconds") else 1
+            total[f.name] = {k: sum(each.get(k, 0) for each in values) / parts for k in keys}
         elif f.name == "batch_seconds":
             total[f.name] = tuple(sum(column) / count for column in zip(*values, strict=True))
         elif isinstance(values[0], tuple):

@@ -47,9 +47,9 @@ def batch_class(running: int) -> int:
 class EngineStats:
     """Counters of an engine since it was made, and a few current values.
 
-    `version`, `running`, `waiting`, `kv_bytes` and `plan` are current values; all other fields are
-    counters. Seconds are those of the compute thread. A verification is one request in one decode
-    step that verifies its drafts.
+    `version`, `running`, `waiting`, `kv_bytes`, `plan`, `server_share` and `server_difference` are
+    current values; all other fields are counters. Seconds are those of the compute thread. A
+    verification is one request in one decode step that verifies its drafts.
     """
 
     version: PolicyVersion = 0
@@ -108,20 +108,39 @@ class EngineStats:
     """The draft plan of the last decode step, such as `8_4_32`."""
     plan_seconds: Mapping[tuple[int, str], float] = field(default_factory=dict)
     """`decode_seconds` by `batch_class` and draft plan."""
+    update_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of weight updates, by part (engines with servers)."""
+    server_checks: Mapping[str, int] = field(default_factory=dict)
+    """Comparisons of servers with the trainer, by verdict (`servers.check.Verdict`)."""
+    server_share: float | None = None
+    """At the last comparison: share of the weights' change that a server showed, the smallest of
+    all servers; None if nothing has changed."""
+    server_difference: float | None = None
+    """At the last comparison: root mean square difference of log-probs between a server and the
+    trainer in nats, the largest of all servers."""
 
     def since(self, before: EngineStats) -> EngineStats:
         """Return the increase of the counters since `before`.
 
         Current values and `max_batch` stay as they are in `self`.
         """
-        kept = ("version", "running", "waiting", "kv_bytes", "max_batch", "plan")
+        kept = (
+            "version",
+            "running",
+            "waiting",
+            "kv_bytes",
+            "max_batch",
+            "plan",
+            "server_share",
+            "server_difference",
+        )
         changed: dict[str, Any] = {}
         for f in fields(self):
             now, then = getattr(self, f.name), getattr(before, f.name)
             if isinstance(now, tuple):
                 changed[f.name] = tuple(a - b for a, b in zip(now, then, strict=True))
             elif isinstance(now, Mapping):
-                new = {key: value - then.get(key, 0.0) for key, value in now.items()}
+                new = {key: value - then.get(key, 0) for key, value in now.items()}
                 changed[f.name] = {key: value for key, value in new.items() if value}
             elif f.name not in kept:
                 changed[f.name] = now - then

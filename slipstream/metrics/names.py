@@ -671,6 +671,30 @@ SECTIONS: tuple[Section, ...] = (
         ),
     ),
     Section(
+        "Servers",
+        "With `rollout.name=vllm`: the [check](servers.md#the-check) of all servers after a weight "
+        "update.",
+        (
+            Metric(
+                "server/checks/{new,old,wrong,undecided}",
+                "checks",
+                "comparisons of a server with the trainer, by outcome",
+            ),
+            Metric(
+                "server/share",
+                "share",
+                "how much of the change since the last confirmed weights a server shows: 1 is the "
+                "new weights, 0 the old ones; the smallest of all servers",
+            ),
+            Metric(
+                "server/difference",
+                "nats",
+                "root mean square difference of log-probs between a server and the trainer; the "
+                "largest of all servers",
+            ),
+        ),
+    ),
+    Section(
         "Time and machine",
         "Wall time: these metrics differ between runs that compute the same.",
         (
@@ -689,6 +713,13 @@ SECTIONS: tuple[Section, ...] = (
                 "s",
                 "engine time in gen, which sums to gen: prefill, steps without drafts, "
                 "drafting, verification, waiting",
+                wall_time=True,
+            ),
+            Metric(
+                "timing_s/sync/{write,install,score,check}",
+                "s",
+                "parts of sync with servers: new weights written to memory, loaded by all servers, "
+                "scored by the trainer, and compared with the servers",
                 wall_time=True,
             ),
             Metric(

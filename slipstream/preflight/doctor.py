@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from pathlib import Path
 from slipstream import __version__
 from slipstream.metrics.tables import Page
 from slipstream.preflight import doctor_checks as checks
+from slipstream.preflight import doctor_servers
 from slipstream.preflight.doctor_checks import Finding
 
 STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
@@ -25,10 +26,11 @@ STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 Check = tuple[str, Callable[[], Iterable[Finding]]]
 
 
-def all_checks(folder: Path) -> list[Check]:
+def all_checks(folder: Path, urls: Sequence[str] = (), python: str | None = None) -> list[Check]:
     """Return all checks with their sections, in the order of the output.
 
-    `folder` is where runs will be stored; the disk check looks at its disk.
+    `folder` is where runs will be stored; the disk check looks at its disk. `urls` are those of
+    running servers, and `python` is the interpreter of a serving engine, if one is named.
     """
     return [
         ("versions", checks.versions),
@@ -40,6 +42,8 @@ def all_checks(folder: Path) -> list[Check]:
         ("memory and disk", partial(checks.disk, folder)),
         ("GPUs", checks.gpus),
         ("engines", checks.engines),
+        ("engines", partial(doctor_servers.environments, python)),
+        ("servers", partial(doctor_servers.running, urls)),
         ("sandbox", checks.sandbox),
         ("sandbox", checks.sandbox_memory),
         ("sandbox", checks.scoring_workers),
@@ -63,15 +67,22 @@ def findings_of(section: str, check: Callable[[], Iterable[Finding]]) -> Iterato
         )
 
 
-def doctor(folder: Path, *, as_json: bool = False) -> int:
-    """Print all findings. Return 1 if at least one is a problem, else 0."""
+def doctor(
+    folder: Path,
+    *,
+    as_json: bool = False,
+    urls: Sequence[str] = (),
+    python: str | None = None,
+) -> int:
+    """Print all findings. Return 1 if at least one is a problem, else 0. The arguments are those of
+    `all_checks`."""
     page = Page()
     found: list[Finding] = []
     section = ""
     with warnings.catch_warnings():
         # Users cannot act on warnings that libraries print during import.
         warnings.simplefilter("ignore")
-        for name, check in all_checks(folder):
+        for name, check in all_checks(folder, urls, python):
             for finding in findings_of(name, check):
                 found.append(finding)
                 if finding.section == "kernels" and finding.status == "note":

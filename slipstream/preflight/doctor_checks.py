@@ -54,10 +54,6 @@ EXTRAS = {
 }
 """Optional packages, each with the feature that needs it."""
 
-PEERS = ("vllm", "sglang")
-PEERS_PYTHON = Path(slipstream.__file__).parents[1] / ".venv-vllm/bin/python"
-"""Python of the environment that `make peers` creates in the source tree."""
-
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -383,7 +379,7 @@ def driver_version() -> str | None:
 
 
 def engines() -> Iterator[Finding]:
-    """Yield the rollout engines, and the engines that `slipstream bench` can compare with."""
+    """Yield the rollout engines that compute in the run itself."""
     yield Finding(
         section="engines",
         name="embedded",
@@ -400,22 +396,6 @@ def engines() -> Iterator[Finding]:
         remedy="" if found else "pip install transformers",
         facts={"found": found},
     )
-    for name in PEERS:
-        location = None
-        if importlib.util.find_spec(name) is not None:
-            location = "installed"
-        elif name == "vllm" and PEERS_PYTHON.exists():
-            location = f"in {PEERS_PYTHON.parents[1]}"
-        yield Finding(
-            section="engines",
-            name=name,
-            status="ok",
-            value=f"{location}, used only by `slipstream bench`"
-            if location
-            else "not installed; only `slipstream bench` uses it",
-            remedy="" if location or name != "vllm" else "to compare with vLLM: make peers",
-            facts={"found": location is not None},
-        )
 
 
 def sandbox() -> Iterator[Finding]:

@@ -33,7 +33,8 @@ class EngineWatch:
         """Metrics since the last call, with the names of docs/metrics.md."""
         before, now = self._before, self._engine.stats()
         self._before = now
-        return time_metrics(before, now) | speculation_metrics(before, now)
+        times = time_metrics(before, now)
+        return times | speculation_metrics(before, now) | server_metrics(before, now)
 
 
 def time_metrics(before: EngineStats, now: EngineStats) -> dict[str, float]:
@@ -46,6 +47,18 @@ def time_metrics(before: EngineStats, now: EngineStats) -> dict[str, float]:
         parts["draft"] = new.propose_seconds
         parts["verify"] = new.draft_seconds - new.propose_seconds
     return {f"timing_s/gen/{name}": seconds for name, seconds in parts.items()}
+
+
+def server_metrics(before: EngineStats, now: EngineStats) -> dict[str, float]:
+    """`timing_s/sync/*` and `server/*` between two readings, if the engine has servers that were
+    updated or compared with the trainer."""
+    new = now.since(before)
+    metrics = {f"timing_s/sync/{name}": seconds for name, seconds in new.update_seconds.items()}
+    if new.server_checks:
+        metrics |= {f"server/checks/{v}": float(count) for v, count in new.server_checks.items()}
+        shown = {"share": new.server_share, "difference": new.server_difference}
+        metrics |= {f"server/{name}": v for name, v in shown.items() if v is not None}
+    return metrics
 
 
 def speculation_metrics(before: EngineStats, now: EngineStats) -> dict[str, float]:

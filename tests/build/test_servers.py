@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +17,20 @@ import torch
 
 from slipstream.build.engine import EngineSetup
 from slipstream.build.servers import check_vllm, make_vllm, placement, vllm_python, vllm_settings
+from slipstream.build.vllm import check_vllm_settings
 from slipstream.config import Config, Hardware, load_config
 from slipstream.errors import ConfigError, EngineError
+from slipstream.inference.servers.process import ServerProcess
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.types import VersionSpan
 from tests.docs.pages import ROOT
 from tests.inference.contract import endless
 from tests.inference.helpers import EOS, decode, make_decoder, make_engine, update_from
-from tests.inference.servers.local import PROGRAM
+from tests.inference.servers.local import PROGRAM, launch
+from tests.inference.servers.real import decoder
 
-SERVER = "actor_rollout_ref.rollout.server"
+ROLLOUT = "actor_rollout_ref.rollout"
+SERVER = f"{ROLLOUT}.server"
 
 
 def load(folder: Path, *overrides: str) -> Config:
@@ -113,8 +121,9 @@ def test_a_server_that_does_not_start_leaves_nothing(
         "actor_rollout_ref.rollout.engine_kwargs.vllm.no_such_option=3",
     )
     compute = ComputeThread()
-    with pytest.raises(EngineError, match="unrecognized arguments: --no-such-option 3"):
+    with pytest.raises(EngineError, match="unrecognized arguments: --no-such-option 3") as error:
         make_vllm(setup(config, compute))
+    assert str(error.value).endswith("engine_kwargs.vllm.no_such_option=3")
     compute.close()
     assert list(transfer.iterdir()) == []
     assert set(psutil.Process().children(recursive=True)) <= older
@@ -143,6 +152,144 @@ def test_options_of_the_run_become_options_of_vllm(tmp_path: Path) -> None:
     assert settings["generation_config"] == "vllm"
     # 7 sequences of 96 + 128 tokens, 2 layers of 2 heads of 16, keys and values, 4 bytes each.
     assert settings["kv_cache_memory_bytes"] == max(64 << 20, 7 * 224 * 2 * 2 * 2 * 16 * 4)
+
+
+def test_nothing_that_a_run_asks_for_is_changed(tmp_path: Path) -> None:
+    settings = vllm_settings(load(tmp_path), make_decoder(0).config)
+    assert not settings.keys() & {"tensor_parallel_size", "load_format", "enable_chunked_prefill"}
+    config = load(
+        tmp_path,
+        f"{ROLLOUT}.tensor_model_parallel_size=2",
+        f"{ROLLOUT}.load_format=dummy",
+        f"{ROLLOUT}.enable_chunked_prefill=true",
+        f"{ROLLOUT}.enable_prefix_caching=false",
+        f"{ROLLOUT}.max_num_batched_tokens=32",
+        f"{ROLLOUT}.max_num_seqs=8",
+        f"{ROLLOUT}.kv_cache_bytes=12345678",
+    )
+    settings = vllm_settings(config, make_decoder(0).config)
+    assert settings["tensor_parallel_size"] == 2
+    assert settings["load_format"] == "dummy"
+    assert settings["enable_chunked_prefill"] is True
+    assert settings["enable_prefix_caching"] is False
+    # Below max_model_len, because vLLM prefills in pieces.
+    assert settings["max_num_batched_tokens"] == 32
+    assert settings["kv_cache_memory_bytes"] == 12345678
+    check_vllm_settings(config, settings, make_decoder(0).config)
+
+
+def test_a_server_on_gpus_has_as_many_as_its_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.build.servers.device_of", lambda _: torch.device("cuda"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    config = load(tmp_path, f"{SERVER}.replicas=2")
+    found = [placement(config, number)["CUDA_VISIBLE_DEVICES"] for number in range(2)]
+    assert found == ["4", "5"]
+    config = load(tmp_path, f"{SERVER}.replicas=2", f"{ROLLOUT}.tensor_model_parallel_size=2")
+    found = [placement(config, number)["CUDA_VISIBLE_DEVICES"] for number in range(2)]
+    assert found == ["4,5", "6,7"]
+
+
+def test_parts_of_a_server_on_a_cpu_divide_its_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3, 4, 5, 6})
+    monkeypatch.setattr("slipstream.build.servers.usable_cores", lambda: 4)
+    size = f"{ROLLOUT}.tensor_model_parallel_size=2"
+    assert placement(load(tmp_path, size), 0)["VLLM_CPU_OMP_THREADS_BIND"] == "3,4|5,6"
+    config = load(tmp_path, size, f"{SERVER}.replicas=2")
+    found = [placement(config, number)["VLLM_CPU_OMP_THREADS_BIND"] for number in range(2)]
+    assert found == ["3|4", "5|6"]
+
+
+def test_servers_that_begin_with_random_weights_get_those_of_the_policy(
+    tmp_path: Path, python: Path
+) -> None:
+    config = load(tmp_path, f"{SERVER}.python={python}", f"{ROLLOUT}.load_format=dummy")
+    compute = ComputeThread()
+    made = setup(config, compute)
+    request = endless("a", 9, temperature=0.0)
+    expected = make_engine(make_decoder(0, eos=EOS)).run([request])[0]
+    older = set(psutil.Process().children(recursive=True))
+    engine = make_vllm(made)
+    try:
+        results = [anyio.run(engine.generate, request)]
+        for process in set(psutil.Process().children(recursive=True)) - older:
+            if process.is_running() and not process.children():
+                process.kill()
+        results.append(anyio.run(engine.generate, request))
+    finally:
+        engine.close()
+        compute.close()
+    log = (tmp_path / "servers" / "vllm-0.log").read_text()
+    assert log.count("random weights") == 2  # It was started again.
+    for result in results:
+        assert result.error is None
+        assert result.token_ids == expected.token_ids
+        assert result.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A contract server for `decoder(0)`, up to 96 tokens in float32."""
+    process = launch(tmp_path_factory.mktemp("running"))
+    yield process
+    process.close()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "model", "parts"),
+    [
+        ([], {}, ()),
+        ([], {"vocab_size": 48}, ("its vocab_size is 64, the policy's 48", "--model FOLDER")),
+        ([], {"num_layers": 3}, ("its num_hidden_layers is 2, the policy's 3",)),
+        (["max_model_len=97"], {}, ("up to 96 tokens", "--max-model-len 97")),
+        (["dtype=bfloat16"], {}, ("computes in float32", "--dtype bfloat16")),
+    ],
+)
+def test_a_server_of_another_model_is_refused(
+    tmp_path: Path,
+    running: ServerProcess,
+    overrides: list[str],
+    model: dict[str, int],
+    parts: tuple[str, ...],
+) -> None:
+    config = load(
+        tmp_path, f"{SERVER}.urls=[{running.url}]", *(f"{ROLLOUT}.{one}" for one in overrides)
+    )
+    compute = ComputeThread()
+    made = replace(setup(config, compute), policy=decoder(0, eos=EOS, **model))
+    try:
+        if not parts:
+            make_vllm(made).close()
+            return
+        with pytest.raises(EngineError) as error:
+            make_vllm(made)
+    finally:
+        compute.close()
+    assert str(error.value).startswith(f"{SERVER}.urls: ")
+    assert [part for part in (running.url, *parts) if part not in str(error.value)] == []
+
+
+def test_an_address_without_a_vllm_server_is_refused(tmp_path: Path) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    compute = ComputeThread()
+    with HTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{other.server_port}"
+        config = load(tmp_path, f"{SERVER}.urls=[{url}]")
+        with pytest.raises(EngineError, match=f"{SERVER}.urls: .*{url} is no vLLM server"):
+            make_vllm(setup(config, compute))
+        other.shutdown()
+    with pytest.raises(EngineError, match=f"{SERVER}.urls: {url}/version does not answer"):
+        make_vllm(setup(config, compute))
+    compute.close()
 
 
 def test_replicas_on_a_cpu_have_their_own_cores(

@@ -223,6 +223,8 @@ def test_settings_of_an_untrained_critic_give_notices() -> None:
 @pytest.mark.parametrize("size", ["true", "0", "-2", "1.5"])
 def test_a_parallel_size_is_a_count(size: str) -> None:
     with pytest.raises(ConfigError, match=r"_parallel_size=.*set it to a count"):
+        load(f"{ROLLOUT}.data_parallel_size={size}")
+    with pytest.raises(ConfigError, match=r"tensor_model_parallel_size: expected an integer"):
         load(f"{ROLLOUT}.tensor_model_parallel_size={size}")
 
 

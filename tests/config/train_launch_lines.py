@@ -2,7 +2,8 @@
 
 `python -m tests.config.train_launch_lines [NAME ...]` makes the dry run of the named lines
 (default: all accepted lines of `launch_lines`, and those of VERL's SFT below). With `--steps 2`,
-each line trains two steps; overrides at its end shrink batches and lengths.
+each line trains two steps; overrides at its end shrink batches and lengths. Lines for vLLM use it
+if SLIPSTREAM_VLLM_PYTHON names a Python that has it; the table shows the engine of each run.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import torch
+import yaml
 
 from slipstream.build.policy import make_decoder
 from slipstream.config import Config, Hardware, load_config
@@ -106,6 +108,7 @@ SHRUNK = {
     "reward_kwargs.max_resp_len": 16,
     "ppo_micro_batch_size_per_gpu": 2,
     "rollout.n": 4,
+    "rollout.tensor_model_parallel_size": 1,
     "rollout.val_kwargs.n": 2,
     "speculative.train.training_interval_steps": 1,
 }
@@ -149,9 +152,12 @@ def write_files(root: Path) -> None:
     for name, code in (("reward", REWARD), ("mine", DATASET), ("sampler", SAMPLER)):
         (data / f"{name}.py").write_text(code, encoding="utf-8")
 
-    size = f"actor_rollout_ref.model.init.max_position_embeddings={POSITIONS}"
+    # vLLM's kernels for CPUs need heads of this size.
+    sizes = {"max_position_embeddings": POSITIONS, "hidden_size": 64, "head_dim": 32}
+    sizes |= {"num_heads": 4, "num_kv_heads": 2, "intermediate_size": 64}
+    line = [f"actor_rollout_ref.model.init.{name}={value}" for name, value in sizes.items()]
     quiet: dict[str, Any] = {"hardware": Hardware(gpus=0), "notify": lambda _: None}
-    config: Config = load_config([size], recipe="tiny", **quiet)
+    config: Config = load_config(line, recipe="tiny", **quiet)
     decoder = make_decoder(config, tokenizer, None)
     assert isinstance(decoder.config, ModelConfig)
     save_checkpoint(decoder, root / "model", save_tokenizer=tokenizer.save_pretrained)
@@ -238,7 +244,14 @@ def trained(run: Path, *, sft: bool) -> str:
             "drafter/accept_length/after",
         )
     shown = [f"{n}={found[last][n]:.4g}" for n in names if n in found[last]]
-    return " ".join([f"steps={last}", *shown])
+    return " ".join([f"engine={engine_of(run)}", f"steps={last}", *shown])
+
+
+def engine_of(run: Path) -> str:
+    """Return the name of the engine that generated a run's responses."""
+    config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    name: str = config["actor_rollout_ref"]["rollout"]["name"]
+    return name
 
 
 def main() -> None:

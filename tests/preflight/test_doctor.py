@@ -28,7 +28,7 @@ def finding(status: str = "ok", **more: Any) -> Finding:
 
 def only(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
     """Replace all checks of the doctor by one check with these findings."""
-    monkeypatch.setattr(doctor, "all_checks", lambda folder: [("versions", lambda: findings)])
+    monkeypatch.setattr(doctor, "all_checks", lambda *_: [("versions", lambda: findings)])
 
 
 def test_json_output_contains_the_facts_of_all_checks(
@@ -68,7 +68,7 @@ def test_a_check_that_raises_is_a_problem_and_later_checks_still_run(
         raise OSError("no such device")
 
     checks = [("GPUs", broken), ("engines", lambda: [finding(section="engines", name="hf")])]
-    monkeypatch.setattr(doctor, "all_checks", lambda folder: checks)
+    monkeypatch.setattr(doctor, "all_checks", lambda *_: checks)
     assert cli.main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert "failed: OSError: no such device; " in printed

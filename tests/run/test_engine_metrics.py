@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.inference.protocol import EngineStats
 from slipstream.metrics.names import check_names
-from slipstream.run.engine_metrics import speculation_metrics, time_metrics
+from slipstream.run.engine_metrics import server_metrics, speculation_metrics, time_metrics
 
 
 def test_speculation_metrics_are_differences_of_counters() -> None:
@@ -88,3 +88,38 @@ def test_generation_time_is_split_by_activity() -> None:
 def test_engine_without_drafts_has_no_speculation_metrics() -> None:
     now = EngineStats(decode_seconds=1.0, decode_steps=4, batch_tokens=(4, 0, 0, 0, 0))
     assert speculation_metrics(EngineStats(), now) == {}
+
+
+def test_server_metrics_are_those_of_the_checks_since_the_last_step() -> None:
+    before = EngineStats(
+        update_seconds={"write": 1.0, "install": 2.0},
+        server_checks={"new": 3, "old": 1},
+        server_share=0.5,
+        server_difference=0.1,
+    )
+    now = EngineStats(
+        update_seconds={"write": 1.5, "install": 4.0, "check": 0.25},
+        server_checks={"new": 4, "old": 1, "undecided": 2},
+        server_share=0.9,
+        server_difference=0.01,
+    )
+    metrics = server_metrics(before, now)
+    assert metrics == pytest.approx(
+        {
+            "timing_s/sync/write": 0.5,
+            "timing_s/sync/install": 2.0,
+            "timing_s/sync/check": 0.25,
+            "server/checks/new": 1,
+            "server/checks/undecided": 2,
+            "server/share": 0.9,
+            "server/difference": 0.01,
+        }
+    )
+    check_names(metrics)
+    # Nothing was checked since then, so the values are not those of this step.
+    assert server_metrics(now, now) == {}
+    first = EngineStats(server_checks={"new": 1}, server_difference=0.02)
+    assert server_metrics(EngineStats(), first) == {
+        "server/checks/new": 1,
+        "server/difference": 0.02,
+    }

@@ -1,12 +1,18 @@
 """Tells from log-probs whether a server computes with the newest weights.
 
-The trainer computes log-probs of one fixed sequence under the new policy. The server computes them
-at the contexts and tokens where the new policy differs most from the last one that was confirmed:
+This process computes log-probs of one fixed sequence under the weights that it sends. The server
+computes them at the contexts and tokens where they differ most from those of the last weights that
+were confirmed:
 
     d = new - old          what the update changes
     r = server - old       what the server shows
     share = r.d / d.d      1: the new weights, 0: the old ones
-    error = |r - share d| / |d|     (over the values: standard error of `share`)
+    error                  the standard error of `share`
+
+Rounding errors in one context are not independent: a context has one hidden state. So `error` is
+clustered by context. With u_c = sum of (r - share d) d over the values of context c:
+
+    error = sqrt(C / (C - 1) sum of u_c^2) / d.d
 
 A small update may change less than the rounding of the server. Then nothing can be told, and the
 old policy stays the reference: the next update is compared with it, so changes add up.
@@ -15,35 +21,41 @@ old policy stays the reference: the next update is compared with it, so changes 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
 from torch import Tensor
 
-CONTEXTS = 8
-"""Number of contexts, which are the beginnings of the sequence."""
+CONTEXTS = 16
+"""Number of contexts, which are beginnings of the sequence, of evenly spaced lengths."""
 
-TOKENS = 16
+TOKENS = 8
 """Number of tokens whose log-probs are compared in each context."""
 
 LENGTH = 320
 """Tokens of the sequence, if the model's context allows. It is longer than two blocks of 128, so
 that the server can take its beginning from a cache."""
 
-SIGMAS = 5.0
-"""Standard errors between `share` and 1/2 for a decision."""
+SIGMAS = 6.0
+"""Standard errors between `share` and 1/2 for a decision. With 16 contexts, a server with the new
+weights is taken for an old one in less than 1 of 10,000 updates."""
 
 ROUNDING = 4.0
-"""How much larger than before the difference between server and trainer may become."""
+"""How much larger than its median before the difference between server and trainer may be."""
+
+REMEMBERED = 64
+"""Number of confirmed differences whose median is taken."""
 
 LARGEST = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest root mean square difference between server and trainer in nats, by dtype."""
 
-Score = Callable[[Sequence[int]], Tensor]
-"""Takes T token ids, and returns the log-probs (T, V) of the next token under the trainer's policy,
-float32 on the CPU."""
+Score = Callable[[Mapping[str, Tensor], Sequence[int]], Tensor]
+"""Takes the tensors of a policy by name, and T token ids. Returns the log-probs (T, V) of the next
+token, float32 on the CPU."""
 
 
 class Verdict(StrEnum):
@@ -66,15 +78,20 @@ class Finding:
 
 
 def judge(server: Tensor, new: Tensor, old: Tensor, *, rounding: float) -> Finding:
-    """Compare log-probs (n,) of a server with those of the new and the old policy. `rounding` is
-    the largest difference between server and trainer that counts as rounding."""
+    """Compare log-probs (C, n) of a server, at n tokens in each of C contexts, with those of the
+    new and the old policy. `rounding` is the largest difference between server and trainer that
+    counts as rounding."""
     d, r = (new - old).double(), (server - old).double()
     change = float(d.square().mean().sqrt())
     difference = float((server - new).double().square().mean().sqrt())
     share, error = math.nan, math.inf
     if change > 0:
         share = float((r * d).sum() / (d * d).sum())
-        error = float((r - share * d).norm() / d.norm() / math.sqrt(max(1, len(d) - 1)))
+        sums = ((r - share * d) * d).sum(1)
+        contexts = len(sums)
+        if contexts > 1:
+            spread = contexts / (contexts - 1) * float(sums.square().sum())
+            error = math.sqrt(spread) / float((d * d).sum())
     if share + SIGMAS * error < 0.5:
         verdict = Verdict.OLD
     elif not difference <= rounding:  # not a number, too
@@ -97,28 +114,35 @@ class Question:
 class WeightCheck:
     """The references of one run, and the decision about each server.
 
-    The trainer's policy is scored once per update. Each server has its own reference, because one
-    of them may be confirmed and another one not.
+    The weights are scored once per update. Each server has its own reference, because one of them
+    may be confirmed and another one not.
     """
 
-    def __init__(self, score: Score, *, vocab_size: int, max_model_len: int, dtype: torch.dtype):
+    def __init__(
+        self,
+        score: Score,
+        weights: Mapping[str, Tensor],
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """`weights` are those that the servers have at the start."""
         generator = torch.Generator().manual_seed(0)
         length = max(2, min(LENGTH, max_model_len - 1))
         self._ids = torch.randint(vocab_size, (length,), generator=generator).tolist()
+        count = min(CONTEXTS, length)
+        self._lengths = [length * (row + 1) // count for row in range(count)]
         self._score = score
         self._largest = LARGEST[dtype]
-        self._new = self._rows()
         self._old: dict[str, Tensor] = {}
-        self._rounding: dict[str, float] = {}
+        self._differences: dict[str, deque[float]] = {}
+        self.renew(weights)
 
-    def _rows(self) -> Tensor:
-        """(C, V): the trainer's log-probs at the contexts, from the shortest to the longest."""
-        count = min(CONTEXTS, len(self._ids))
-        return self._score(self._ids)[-count:].clone()
-
-    def renew(self) -> None:
-        """Score the sequence with the trainer's new weights."""
-        self._new = self._rows()
+    def renew(self, weights: Mapping[str, Tensor]) -> None:
+        """Score the sequence with new weights."""
+        rows = [length - 1 for length in self._lengths]
+        self._new = self._score(weights, self._ids)[rows].clone()
 
     def question(self, server: str) -> Question:
         """What to ask the server with this name: the tokens whose log-probs have changed most, or
@@ -127,21 +151,19 @@ class WeightCheck:
         old = self._old.get(server)
         values = self._new if old is None else (self._new - old).abs()
         tokens = values.topk(size, dim=1).indices
-        first = len(self._ids) - len(self._new) + 1
-        contexts = [self._ids[: first + row] for row in range(len(self._new))]
-        return Question(contexts, tokens.tolist())
+        return Question([self._ids[:length] for length in self._lengths], tokens.tolist())
 
     def decide(
         self, server: str, question: Question, answers: Sequence[Sequence[float]]
     ) -> Finding:
         """Decide from the log-probs that the server gave for each context and token."""
         ids = torch.tensor(question.token_ids)
-        given = torch.tensor(answers, dtype=torch.float32).flatten()
-        new = self._new.gather(1, ids).flatten()
+        given = torch.tensor(answers, dtype=torch.float32)
+        new = self._new.gather(1, ids)
         old = self._old.get(server)
         if old is None:
             difference = float((given - new).double().square().mean().sqrt())
-            fits = difference <= self._largest
+            fits = difference <= self._limit(server)
             finding = Finding(
                 verdict=Verdict.NEW if fits else Verdict.WRONG,
                 share=math.nan,
@@ -150,13 +172,20 @@ class WeightCheck:
                 change=math.nan,
             )
         else:
-            rounding = min(self._largest, max(ROUNDING * self._rounding[server], 1e-6))
-            finding = judge(given, new, old.gather(1, ids).flatten(), rounding=rounding)
+            finding = judge(given, new, old.gather(1, ids), rounding=self._limit(server))
         if finding.verdict is Verdict.NEW:
             self._old[server] = self._new
-            seen = max(finding.difference, self._rounding.get(server, 0.0))
-            self._rounding[server] = seen
+            seen = self._differences.setdefault(server, deque(maxlen=REMEMBERED))
+            seen.append(finding.difference)
         return finding
+
+    def _limit(self, server: str) -> float:
+        """The largest difference that counts as rounding, in nats. It is a median of those before:
+        a single large one does not raise it."""
+        seen = self._differences.get(server)
+        if not seen:
+            return self._largest
+        return min(self._largest, max(ROUNDING * statistics.median(seen), 1e-6))
 
     def forget(self, server: str) -> None:
         """The server was started again: its first answer is compared with the trainer's only."""

@@ -21,6 +21,10 @@ class ServerGoneError(EngineError):
     """The server does not answer: it has ended, or the connection broke."""
 
 
+class ServerStallsError(ServerGoneError):
+    """The server is there, but it generates nothing."""
+
+
 class ServerRefusedError(EngineError):
     """The server answered with an error. `status` is the HTTP status."""
 
@@ -42,6 +46,10 @@ class JsonClient:
 
     async def get(self, route: str, *, timeout_s: float | None = None) -> Any:
         return await self._request("GET", route, None, timeout_s)
+
+    async def text(self, route: str, *, timeout_s: float | None = None) -> str:
+        """Return the text of the answer. Errors are those of `post`."""
+        return (await self._answer("GET", route, None, timeout_s)).text
 
     async def post(self, route: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
         """Return the JSON value of the answer; None if the answer is empty.
@@ -77,6 +85,12 @@ class JsonClient:
             raise self._gone(route, error) from error
 
     async def _request(self, method: str, route: str, body: Any, timeout_s: float | None) -> Any:
+        answer = await self._answer(method, route, body, timeout_s)
+        return self._parsed(route, answer.text) if answer.content.strip() else None
+
+    async def _answer(
+        self, method: str, route: str, body: Any, timeout_s: float | None
+    ) -> httpx2.Response:
         limits = httpx2.Timeout(timeout_s, connect=CONNECT_S)
         try:
             answer = await self._client().request(
@@ -86,7 +100,7 @@ class JsonClient:
             raise self._gone(route, error) from error
         if answer.status_code >= 400:
             raise self._refused(route, answer)
-        return self._parsed(route, answer.text) if answer.content.strip() else None
+        return answer
 
     def _parsed(self, route: str, text: str) -> Any:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,10 +15,17 @@ from pathlib import Path
 
 import httpx2
 
-from slipstream.errors import EngineError
+from slipstream.errors import EngineError, shortened
 from slipstream.inference.servers import guard
+from slipstream.reading import reason
 
 POLL_S = 0.2
+COMPLAINT = re.compile(r"(?:^|\] |^\S+: )((?:(?:\w+\.)*\w*(?:Error|Exception)|error): .+)$")
+"""An error in a log: on a line of its own, or behind the prefix of a log line or a program."""
+
+OF_THE_ENGINE = "See root cause above"
+"""Part of the error that vLLM's API server raises when its engine has failed with another one."""
+
 LOG_LINES = 12
 """Lines of the log in the message about a server that did not start."""
 
@@ -45,6 +53,7 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self._closed = False
+        self._begin = 0
         self.port = 0
 
     @property
@@ -68,20 +77,26 @@ class ServerProcess:
             self.port = _free_port(launch.host)
             launch.log.parent.mkdir(parents=True, exist_ok=True)
             with launch.log.open("ab") as log:
-                self._process = subprocess.Popen(
-                    [
-                        sys.executable,
-                        guard.__file__,
-                        "-" if launch.folder is None else str(launch.folder),
-                        *launch.command(self.port),
-                    ],
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **launch.environment},
-                    start_new_session=True,
-                )
-        self._wait(stopped)
+                self._begin = log.tell()
+                try:
+                    process = self._process = subprocess.Popen(
+                        [
+                            sys.executable,
+                            guard.__file__,
+                            "-" if launch.folder is None else str(launch.folder),
+                            *launch.command(self.port),
+                        ],
+                        stdin=subprocess.PIPE,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env={**os.environ, **launch.environment},
+                        start_new_session=True,
+                    )
+                except OSError as error:
+                    raise EngineError(
+                        f"{launch.what} cannot be started ({reason(error)})"
+                    ) from error
+        self._wait(process, stopped)
 
     def close(self) -> None:
         """End the server and all its processes."""
@@ -89,12 +104,17 @@ class ServerProcess:
             self._closed = True
             self._end()
 
-    def _wait(self, stopped: threading.Event | None) -> None:
+    def _wait(self, process: subprocess.Popen[bytes], stopped: threading.Event | None) -> None:
         launch, end = self._launch, time.monotonic() + self._launch.timeout_s
         with httpx2.Client(timeout=5.0, trust_env=False, verify=False) as client:
             while time.monotonic() < end:
-                if not self.alive:
-                    raise EngineError(f"{launch.what} ended while it started; {self._log_end()}")
+                if self._process is not process:
+                    raise EngineError(f"{launch.what} was ended while it started")
+                if process.poll() is not None:
+                    raise EngineError(
+                        f"{launch.what} ended while it started{self._complaint()}; "
+                        f"{self._log_end()}"
+                    )
                 try:
                     if client.get(self.url + launch.health).status_code == 200:
                         return
@@ -104,14 +124,33 @@ class ServerProcess:
                     break
                 time.sleep(POLL_S)
         with self._lock:
-            self._end()
+            if self._process is process:
+                self._end()
         raise EngineError(
             f"{launch.what} was not ready within {launch.timeout_s:g} s; raise "
             f"actor_rollout_ref.rollout.server.startup_timeout_s, or see why: {self._log_end()}"
         )
 
+    def _lines(self) -> list[str]:
+        """The log of this start."""
+        with self._launch.log.open("rb") as log:
+            log.seek(self._begin)
+            return log.read().decode("utf-8", "replace").splitlines()
+
+    def _complaint(self) -> str:
+        """The last error in the log that is a cause, behind a colon; "" if there is none."""
+        lines = self._lines()
+        for number in range(len(lines) - 1, -1, -1):
+            found = COMPLAINT.search(lines[number])
+            if found is not None and OF_THE_ENGINE not in found[1]:
+                # pydantic says on the next line what is wrong.
+                explained = "validation error" in found[1]
+                text = " ".join([found[1], *lines[number + 1 : number + 1 + explained]])
+                return f": {shortened(' '.join(text.split()), 500)}"
+        return ""
+
     def _log_end(self) -> str:
-        lines = self._launch.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = self._lines()
         return f"the end of {self._launch.log}:\n  " + "\n  ".join(lines[-LOG_LINES:])
 
     def _end(self) -> None:

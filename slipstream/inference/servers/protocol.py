@@ -34,6 +34,15 @@ class Server(Protocol):
         """The server in messages, such as its URL."""
         ...
 
+    async def alive(self) -> bool:
+        """Return whether the server is there and can compute."""
+        ...
+
+    async def progress(self) -> float:
+        """Return the number of tokens that the server has computed since its start, in prompts and
+        responses."""
+        ...
+
     async def generate(
         self,
         request: GenerateRequest,

@@ -84,7 +84,7 @@ class StagedWeights(WeightFolder):
         """Servers that were told to read the buckets, and have not answered."""
         self._writing = threading.Lock()
 
-    def prepare(self, update: WeightUpdate) -> None:
+    def prepare(self, update: WeightUpdate) -> Mapping[str, Tensor]:
         tensors = checked_tensors(self._module, update, self._dtype, what="weight update")
         with self._writing:
             try:
@@ -99,6 +99,7 @@ class StagedWeights(WeightFolder):
             for name, target in self._views():
                 target.copy_(tensors[name].detach())
                 self._checksums[name] = checksum(target)
+            return dict(self._views())
 
     async def deliver(self, server: Server) -> None:
         self._readers.add(server.name)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from slipstream.errors import EngineError
 from slipstream.inference.servers.protocol import Server
@@ -35,11 +35,17 @@ class WeightTransfer(Protocol):
         """The model folder from which servers start."""
         ...
 
-    def prepare(self, update: WeightUpdate) -> None:
+    @property
+    def file(self) -> Path:
+        """The weights in the model folder."""
+        ...
+
+    def prepare(self, update: WeightUpdate) -> Mapping[str, Tensor]:
         """Check the tensors of an update, and make them ready for `deliver`.
 
-        The trainer may change its weights afterwards. Raises EngineError if they do not fit the
-        policy, or if there is no room for them; the update before it stays the prepared one then.
+        Returns them as the servers get them, on the CPU. The next call may overwrite them. Raises
+        EngineError if they do not fit the policy, or if there is no room for them; the update
+        before it stays the prepared one then.
         """
         ...
 

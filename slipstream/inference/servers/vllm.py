@@ -18,10 +18,11 @@ import anyio
 import httpx2
 
 from slipstream.errors import EngineError
+from slipstream.inference.servers.environment import numbers
 from slipstream.inference.servers.http import JsonClient, ServerGoneError, ServerRefusedError
 from slipstream.inference.servers.process import ServerProcess
 from slipstream.inference.servers.protocol import Answer, Ends
-from slipstream.inference.servers.vllm_worker import Process, SlipstreamWorker
+from slipstream.inference.servers.vllm_worker import SHAPES, Process, SlipstreamWorker
 from slipstream.types import GenerateRequest, PolicyVersion, VersionSpan
 
 EXTENSION = "slipstream_vllm_worker"
@@ -32,15 +33,20 @@ OLDEST = (0, 28)
 
 _GENERATE = "/inference/v1/generate"
 
+SCALE_OUT = (_GENERATE, "/inference/v1/abort_requests")
+"""Routes that `--enable-scale-out` opens. VLLM_SERVER_DEV_MODE=1 opens the other ones."""
+
 ROUTES = (
-    _GENERATE,
-    "/inference/v1/abort_requests",
+    *SCALE_OUT,
     "/collective_rpc",
     "/pause",
     "/resume",
     "/reset_prefix_cache",
     "/update_weight_version",
 )
+
+_COMPUTED = ("vllm:prompt_tokens_total{", "vllm:generation_tokens_total{")
+"""Counters of tokens in `/metrics`."""
 
 _PREFIX = "generate-tokens-"
 """What vLLM puts before the ids of requests to its generate route."""
@@ -110,13 +116,16 @@ class VLLMServer:
         process: ServerProcess | None = None,
         api_key: str | None = None,
         update_s: float = 300.0,
+        weights: Path | None = None,
     ) -> None:
         """Either attach to `url`, or use a `process`, which is running. `update_s` limits the time
-        of a weight update in seconds."""
+        of a weight update in seconds. `weights` is a file that the server gets after each restart;
+        None: it finds them in its model folder."""
         self._process = process
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._update_s = update_s
         self._owner = {**Process.here(), "host": socket.gethostname()}
+        self._weights = weights
         self._stopped = threading.Event()
         self._http = JsonClient(url or _url(process), headers=self._headers)
 
@@ -124,37 +133,18 @@ class VLLMServer:
     def name(self) -> str:
         return f"the vLLM server at {self._http.url}"
 
+    async def version(self) -> str:
+        """The server's version; "" if it tells none. Raises EngineError if there is no server."""
+        try:
+            answer = await self._http.get("/version", timeout_s=CONTROL_S)
+        except ServerRefusedError as error:
+            raise EngineError(f"{self.name} is no vLLM server ({error}); check the URL") from error
+        return str(answer.get("version", "")) if isinstance(answer, Mapping) else ""
+
     async def check(self) -> None:
         """Raise EngineError if the server is too old, or was started without what is needed."""
-        answer = await self._http.get("/version", timeout_s=CONTROL_S)
-        version = str(answer.get("version", "")) if isinstance(answer, Mapping) else ""
-        if _numbers(version) < OLDEST:
-            raise EngineError(
-                f"{self.name} has version {version or 'unknown'}; vLLM "
-                f"{'.'.join(map(str, OLDEST))} or newer is needed"
-            )
-        with self._understood("/openapi.json"):
-            known = (await self._http.get("/openapi.json", timeout_s=CONTROL_S))["paths"]
-        if missing := [route for route in ROUTES if route not in known]:
-            raise EngineError(
-                f"{self.name} lacks the route {missing[0]}; start it with VLLM_SERVER_DEV_MODE=1 "
-                "and --enable-scale-out"
-            )
-        remedy = (
-            f"start it with --worker-extension-cls {EXTENSION}.SlipstreamWorker, from a copy of "
-            "slipstream/inference/servers/vllm_worker.py with this name on its PYTHONPATH"
-        )
-        try:
-            found = (await self._rpc("slipstream_probe"))[0].get("methods", ())
-        except ServerRefusedError as error:
-            raise EngineError(
-                f"{self.name} has no Slipstream worker extension ({error}); {remedy}"
-            ) from error
-        if lacking := METHODS.difference(found):
-            raise EngineError(
-                f"{self.name} has the worker extension of another Slipstream, without "
-                f"{min(lacking)}; {remedy}"
-            )
+        if problems := await self.problems():
+            raise EngineError("; ".join(problems))
         await self._claim()
 
     async def _claim(self) -> None:
@@ -167,6 +157,91 @@ class VLLMServer:
                     "the server from actor_rollout_ref.rollout.server.urls. If that run was killed "
                     "on another machine, start the server again"
                 )
+
+    async def problems(self) -> list[str]:
+        """Why the server cannot be used, with remedies; empty if it can. Raises EngineError if
+        there is no vLLM server."""
+        version = await self.version()
+        if numbers(version) < OLDEST:
+            return [
+                f"{self.name} has version {version or 'unknown'}; vLLM "
+                f"{'.'.join(map(str, OLDEST))} or newer is needed"
+            ]
+        with self._understood("/openapi.json"):
+            known = (await self._http.get("/openapi.json", timeout_s=CONTROL_S))["paths"]
+        found = []
+        missing = [route for route in ROUTES if route not in known]
+        for hidden, remedy in (
+            ([r for r in missing if r in SCALE_OUT], "--enable-scale-out"),
+            ([r for r in missing if r not in SCALE_OUT], "VLLM_SERVER_DEV_MODE=1"),
+        ):
+            if hidden:
+                found.append(f"{self.name} lacks the route {hidden[0]}; start it with {remedy}")
+        if "/collective_rpc" in known:
+            remedy = (
+                f"start it with --worker-extension-cls {EXTENSION}.SlipstreamWorker, from a copy "
+                "of slipstream/inference/servers/vllm_worker.py with this name on its PYTHONPATH"
+            )
+            try:
+                methods = (await self._rpc("slipstream_probe"))[0].get("methods", ())
+            except ServerRefusedError as error:
+                found.append(f"{self.name} has no Slipstream worker extension ({error}); {remedy}")
+            else:
+                if lacking := METHODS.difference(methods):
+                    found.append(
+                        f"{self.name} has the worker extension of another version of Slipstream, "
+                        f"without {min(lacking)}; {remedy}"
+                    )
+        return found
+
+    async def check_model(self, config: Mapping[str, Any], max_model_len: int, dtype: str) -> None:
+        """Raise EngineError if the server has another model than that of `config`, the contents of
+        a `config.json`, a shorter longest sequence than `max_model_len`, or another dtype."""
+        model = await self.check_shapes(config)
+        with self._understood("/collective_rpc"):
+            length, own_dtype = int(model["max_model_len"]), str(model["dtype"])
+        if length < max_model_len:
+            raise EngineError(
+                f"{self.name} serves up to {length} tokens, the run needs {max_model_len}; start "
+                f"it with --max-model-len {max_model_len}"
+            )
+        if own_dtype != dtype:
+            raise EngineError(
+                f"{self.name} computes in {own_dtype}, the run in {dtype}; start it with "
+                f"--dtype {dtype}, or set actor_rollout_ref.rollout.dtype={own_dtype}"
+            )
+
+    async def check_shapes(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what the server says of its model. Raises EngineError if that is not the model of
+        `config`, the contents of a `config.json`."""
+        with self._understood("/collective_rpc"):
+            model: Mapping[str, Any] = (await self._rpc("slipstream_probe"))[0]["model"]
+        for name, value in model.items():
+            own = config.get(name)
+            if name in SHAPES and None not in (value, own) and value != own:
+                raise EngineError(
+                    f"{self.name} has another model: its {name} is {value}, the policy's {own}; "
+                    "start it with --model FOLDER, a checkpoint with the policy's config.json"
+                )
+        return model
+
+    async def alive(self) -> bool:
+        if self._process is not None and not self._process.alive:
+            return False
+        try:
+            await self._http.get("/health", timeout_s=CONTROL_S)
+        except EngineError:
+            return False
+        return True
+
+    async def progress(self) -> float:
+        text = await self._http.text("/metrics", timeout_s=CONTROL_S)
+        with self._understood("/metrics"):
+            return sum(
+                float(line.rpartition(" ")[2])
+                for line in text.splitlines()
+                if line.startswith(_COMPUTED)
+            )
 
     async def generate(
         self,
@@ -294,7 +369,8 @@ class VLLMServer:
         await self._post("/inference/v1/abort_requests", body, timeout_s=CONTROL_S)
 
     async def pause(self) -> None:
-        await self._post("/pause?mode=keep", timeout_s=CONTROL_S)
+        # By default the pause drops the keys and values of running requests.
+        await self._post("/pause?mode=keep&clear_cache=false", timeout_s=CONTROL_S)
 
     async def resume(self) -> None:
         await self._post("/resume", timeout_s=CONTROL_S)
@@ -348,6 +424,8 @@ class VLLMServer:
             )
         await anyio.to_thread.run_sync(process.start, self._stopped, abandon_on_cancel=True)
         self._http = JsonClient(process.url, headers=self._headers)
+        if self._weights is not None:
+            await self.load(self._weights)
 
     def close(self) -> None:
         self._stopped.set()
@@ -407,11 +485,6 @@ class VLLMServer:
 def _url(process: ServerProcess | None) -> str:
     assert process is not None, "give a URL or a process"
     return process.url
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    parts = version.split("+")[0].split(".")[:2]
-    return tuple(int(part) for part in parts if part.isdigit())
 
 
 def _read(choice: Mapping[str, Any]) -> Answer:

@@ -21,6 +21,19 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+SHAPES = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+)
+"""Keys of `config.json` in which the models of server and run must not differ."""
+
 ROWS = 4096
 """Words per row of `checksum`."""
 
@@ -229,10 +242,20 @@ class SlipstreamWorker:
     _slipstream_group: Group | None
 
     def slipstream_probe(self) -> dict[str, Any]:
-        """Return what this process is: its id, whether the LM head is tied, and the methods."""
+        """Return what this process is: its id, whether the LM head is tied, what the model's
+        configuration says of its shapes (`SHAPES`), longest sequence and dtype, and the `methods`
+        that can be called."""
         model = self.model_runner.get_model()
-        methods = sorted(name for name in dir(self) if name.startswith("slipstream_"))
-        return {"pid": os.getpid(), "tied": _tied_head(model) is not None, "methods": methods}
+        settings = self.vllm_config.model_config
+        found = {name: getattr(settings.hf_text_config, name, None) for name in SHAPES}
+        found["max_model_len"] = settings.max_model_len
+        found["dtype"] = str(settings.dtype).removeprefix("torch.")
+        return {
+            "pid": os.getpid(),
+            "tied": _tied_head(model) is not None,
+            "model": found,
+            "methods": sorted(name for name in dir(self) if name.startswith("slipstream_")),
+        }
 
     def slipstream_claim(self, owner: Mapping[str, Any]) -> dict[str, Any]:
         """Make a run the owner of this server's weights, unless another one is and has not ended.

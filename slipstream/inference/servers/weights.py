@@ -35,10 +35,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """Weights in a safetensors file, with the checksum of each tensor."""
+    """Weights in a safetensors file, with the checksum of each tensor. `tensors` are the same
+    values on the CPU."""
 
     path: Path
     checksums: Mapping[str, int]
+    tensors: Mapping[str, Tensor]
 
 
 class WeightFolder:
@@ -93,11 +95,13 @@ class WeightFolder:
                 f"cannot be written to {self.path} ({reason(error)}); set {KEY} to a folder with "
                 "room for two copies of the model"
             ) from error
-        return StoredWeights(self.file, {name: checksum(t) for name, t in stored.items()})
+        return StoredWeights(self.file, {name: checksum(t) for name, t in stored.items()}, stored)
 
-    def prepare(self, update: WeightUpdate) -> None:
-        """Make an update ready for `deliver`. Raises EngineError as `write` does."""
+    def prepare(self, update: WeightUpdate) -> Mapping[str, Tensor]:
+        """Make an update ready for `deliver`, and return its tensors. Raises EngineError as `write`
+        does."""
         self._stored = self.write(update)
+        return self._stored.tensors
 
     async def deliver(self, server: Server) -> None:
         """Bring the prepared weights into a server, which is paused. Raises EngineError if it did

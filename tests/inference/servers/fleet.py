@@ -75,6 +75,7 @@ class Fleet:
         *numbers: int,
         attached: bool = False,
         checked: bool = False,
+        **more: Any,
     ) -> Iterator[ServedEngine]:
         """An engine over the servers with these numbers. It does not end them."""
         processes = [self.processes[number] for number in numbers]
@@ -89,6 +90,7 @@ class Fleet:
             decode=decode,
             check=make_check(self.policy) if checked else None,
             on_compute=self._executor,
+            **more,
         )
 
     def move(self, relative: float, seed: int = 1) -> None:

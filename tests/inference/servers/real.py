@@ -90,7 +90,8 @@ def copy_extension(folder: Path) -> Path:
 def make_check(policy: Decoder, *, max_model_len: int = 96) -> WeightCheck:
     """A check of servers against `policy`."""
     return WeightCheck(
-        partial(next_log_probs, policy, torch.float32),
+        partial(next_log_probs, policy.config, policy.device, torch.float32),
+        dict(policy.named_parameters()),
         vocab_size=VOCAB,
         max_model_len=max_model_len,
         dtype=torch.float32,
@@ -132,6 +133,12 @@ def rpc(process: ServerProcess, method: str, *args: Any) -> Any:
     answer = CLIENT.post(process.url + "/collective_rpc", json=body)
     answer.raise_for_status()
     return answer.json()["results"]
+
+
+def metric(process: ServerProcess, name: str) -> float:
+    """A value of `/metrics`."""
+    text = CLIENT.get(process.url + "/metrics").raise_for_status().text
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name + "{"))
 
 
 def gate(process: ServerProcess, seconds: float) -> None:

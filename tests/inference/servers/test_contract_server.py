@@ -152,7 +152,7 @@ def test_routes_are_hidden_unless_they_are_switched_on(process: ServerProcess) -
     plant(process, "dev_mode", False)
     plant(process, "scale_out", False)
     known = CLIENT.get(process.url + "/openapi.json").json()["paths"]
-    assert sorted(known) == ["/health", "/openapi.json", "/version"]
+    assert sorted(known) == ["/health", "/metrics", "/openapi.json", "/version"]
     assert post(process, "/pause?mode=keep").status_code == 404
     assert generate(process).status_code == 403
     plant(process, "dev_mode")

@@ -14,14 +14,16 @@ import torch
 
 from slipstream.errors import EngineError
 from slipstream.inference.servers import vllm
+from slipstream.inference.servers.check import CONTEXTS
 from slipstream.inference.servers.engine import ServedEngine
+from slipstream.inference.servers.process import ServerProcess
 from slipstream.inference.servers.vllm import VLLMServer
 from slipstream.types import Generation, KVPolicy, StopReason, VersionSpan
 from tests.inference.contract import endless, gather, until
 from tests.inference.helpers import make_engine, trainer_log_probs
 from tests.inference.servers.fleet import Fleet
 from tests.inference.servers.local import plant
-from tests.inference.servers.real import rpc
+from tests.inference.servers.real import CLIENT, metric, rpc
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def fleet(servers: Fleet) -> Fleet:
 
 def run(work: Callable[[], Awaitable[Any]]) -> Any:
     async def bounded() -> Any:
-        with anyio.fail_after(60):
+        with anyio.fail_after(120):
             return await work()
 
     return anyio.run(bounded)
@@ -48,6 +50,11 @@ def run(work: Callable[[], Awaitable[Any]]) -> Any:
 def greedy_tokens(fleet: Fleet, count: int) -> list[int]:
     """The greedy response of the trainer's policy, from the embedded engine."""
     return make_engine(fleet.policy).run([endless("a", count, temperature=0.0)])[0].token_ids
+
+
+def tokens(process: ServerProcess) -> float:
+    """The number of tokens that a server has generated since the test began."""
+    return metric(process, "vllm:generation_tokens_total")
 
 
 def placed(engine: ServedEngine) -> dict[str, str]:
@@ -138,7 +145,8 @@ def test_a_server_that_dies_in_an_update_is_started_again_with_the_new_weights(
                 for name in ("a", "b"):
                     tasks.start_soon(one, name)
                 await until(lambda: len(placed(engine)) == 2)
-                await anyio.sleep(0.1)
+                # The check of the first use takes a token for each context.
+                await until(lambda: all(tokens(p) > CONTEXTS + 2 for p in fleet.processes))
                 fleet.move(0.3)
                 await engine.update_weights(fleet.update(1))
             after = [await engine.generate(endless(f"c{i}", 9, temperature=0.0)) for i in range(2)]
@@ -391,6 +399,258 @@ def test_a_server_that_misses_an_update_is_started_again(fleet: Fleet) -> None:
     assert fleet.processes[0].url != url
     assert result.token_ids == greedy_tokens(fleet, 9)
     assert result.spans == [VersionSpan(1, 0, 9)]
+
+
+@pytest.mark.parametrize("policy", KVPolicy)
+def test_running_requests_keep_or_recompute_their_keys_and_values(
+    fleet: Fleet, policy: KVPolicy
+) -> None:
+    """After an update with `recompute`, log-probs are those of the new policy in the whole context.
+    With `keep`, they depend on keys and values of the old policy."""
+    plant(fleet.processes[0], "delay", 0.02)
+    request = endless("a", 60, prompt=tuple(range(3, 33)))
+
+    async def work() -> Generation:
+        results: list[Generation] = []
+        with fleet.engine(0) as engine:
+            async with anyio.create_task_group() as tasks:
+
+                async def one() -> None:
+                    results.append(await engine.generate(request))
+
+                tasks.start_soon(one)
+                await until(lambda: tokens(fleet.processes[0]) > 2)
+                fleet.move(0.1)
+                await engine.update_weights(fleet.update(1, kv_policy=policy))
+        return results[0]
+
+    result = run(work)
+    assert [span.version for span in result.spans] == [0, 1]
+    new = result.spans[1].start
+    expected = trainer_log_probs(fleet.policy, torch.float32, request, result)[new:]
+    largest = max(abs(a - b) for a, b in zip(result.log_probs[new:], expected, strict=True))
+    assert (largest < 1e-4) == (policy is KVPolicy.RECOMPUTE)
+
+
+def test_weights_of_the_same_version_do_not_share_prefixes(fleet: Fleet) -> None:
+    prompt = tuple(range(3, 63))
+    request = endless("a", 9, prompt=prompt)
+
+    async def work() -> Generation:
+        with fleet.engine(0) as engine:
+            await engine.update_weights(fleet.update(1))
+            await engine.generate(request)
+            fleet.move(0.1)
+            await engine.update_weights(fleet.update(1))
+            return await engine.generate(request)
+
+    result = run(work)
+    expected = trainer_log_probs(fleet.policy, torch.float32, request, result)
+    assert result.log_probs == pytest.approx(expected, abs=1e-4)
+
+
+def test_two_engines_on_one_server_do_not_share_prefixes(fleet: Fleet) -> None:
+    request = endless("a", 9, prompt=tuple(range(3, 63)))
+
+    async def work() -> Generation:
+        with fleet.engine(0, attached=True) as engine:
+            await engine.generate(request)
+        fleet.move(0.1)
+        rpc(fleet.processes[0], "slipstream_load", str(fleet.weights.write(fleet.update(0)).path))
+        with fleet.engine(0, attached=True) as engine:
+            return await engine.generate(request)
+
+    result = run(work)
+    expected = trainer_log_probs(fleet.policy, torch.float32, request, result)
+    assert result.log_probs == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_check_compares_with_the_weights_of_the_update(fleet: Fleet) -> None:
+    """The trainer may have gone on: `trainer.sync_every`, or an update from a checkpoint."""
+
+    async def work() -> None:
+        with fleet.engine(0, attached=True, checked=True) as engine:
+            await engine.generate(endless("a", 3))
+            fleet.move(1e-3)
+            update = fleet.update(1)
+            fleet.move(0.1, seed=2)
+            await engine.update_weights(update)
+
+    run(work)
+
+
+def test_requests_that_wait_for_a_server_to_start_can_be_aborted_and_cancelled(
+    fleet: Fleet,
+) -> None:
+    """Neither ends the start: other requests wait for it."""
+    process = fleet.processes[0]
+    plant(process, "delay", 0.02)
+    plant(process, "die_after", 3)
+    url = process.url
+
+    async def work() -> tuple[list[Generation], Generation]:
+        results: dict[str, Generation] = {}
+        with fleet.engine(0) as engine:
+
+            async def one(name: str) -> None:
+                results[name] = await engine.generate(endless(name, 9, temperature=0.0))
+
+            async with anyio.create_task_group() as tasks:
+                for name in ("a", "b"):
+                    tasks.start_soon(one, name)
+                with anyio.CancelScope() as scope:
+                    async with anyio.create_task_group() as cancelled:
+                        cancelled.start_soon(one, "c")
+                        await until(lambda: engine._replicas[0].starting)
+                        scope.cancel()
+                aborted = await engine.abort(["a"])
+                assert engine._replicas[0].starting
+        return aborted, results["b"]
+
+    aborted, other = run(work)
+    assert [(r.request_id, r.token_ids) for r in aborted] == [("a", [])]
+    assert process.url != url
+    assert other.token_ids == greedy_tokens(fleet, 9)
+
+
+def test_a_broken_connection_to_a_healthy_server_does_not_start_it_again(fleet: Fleet) -> None:
+    process = fleet.processes[0]
+    url = process.url
+    plant(process, "drop", 2)
+
+    async def work() -> Generation:
+        with fleet.engine(0) as engine:
+            return await engine.generate(endless("a", 9, temperature=0.0))
+
+    result = run(work)
+    assert process.url == url
+    assert result.token_ids == greedy_tokens(fleet, 9)
+
+
+def test_a_server_that_generates_nothing_is_started_again(fleet: Fleet) -> None:
+    process = fleet.processes[0]
+    url = process.url
+    plant(process, "hang", "/inference/v1/generate")
+
+    async def work() -> Generation:
+        with fleet.engine(0, stall_s=1.0) as engine:
+            return await engine.generate(endless("a", 9, temperature=0.0))
+
+    result = run(work)
+    assert process.url != url
+    assert result.token_ids == greedy_tokens(fleet, 9)
+
+
+def test_a_server_is_not_taken_for_stalled_while_it_works_or_is_paused(fleet: Fleet) -> None:
+    process = fleet.processes[0]
+    url = process.url
+    plant(process, "delay", 0.1)
+
+    async def work() -> Generation:
+        results: list[Generation] = []
+        with fleet.engine(0, stall_s=0.7) as engine:
+            async with anyio.create_task_group() as tasks:
+
+                async def one() -> None:
+                    results.append(await engine.generate(endless("a", 30)))
+
+                tasks.start_soon(one)
+                await until(lambda: tokens(process) > 2)
+                await engine.pause()
+                await anyio.sleep(2.5)
+                await engine.resume()
+        return results[0]
+
+    result = run(work)
+    assert process.url == url
+    assert len(result.token_ids) == 30
+
+
+def test_a_request_that_another_client_aborts_is_begun_again(fleet: Fleet) -> None:
+    process = fleet.processes[0]
+    plant(process, "delay", 0.02)
+
+    async def work() -> Generation:
+        results: list[Generation] = []
+        with fleet.engine(0) as engine:
+            async with anyio.create_task_group() as tasks:
+
+                async def one() -> None:
+                    results.append(await engine.generate(endless("a", 20, temperature=0.0)))
+
+                tasks.start_soon(one)
+                await until(lambda: tokens(process) > 2)
+                ids = [f"generate-tokens-{call.wire_id}" for call in engine._calls.values()]
+                route = process.url + "/inference/v1/abort_requests"
+                CLIENT.post(route, json={"request_ids": ids}).raise_for_status()
+        return results[0]
+
+    result = run(work)
+    assert result.stop_reason is StopReason.LENGTH
+    assert result.token_ids == greedy_tokens(fleet, 20)
+
+
+def paused(fleet: Fleet) -> bool:
+    found: bool = CLIENT.get(fleet.processes[0].url + "/is_paused").json()["is_paused"]
+    return found
+
+
+def test_a_cancelled_update_leaves_no_server_paused(fleet: Fleet) -> None:
+    plant(fleet.processes[0], "hang", "/update_weight_version")
+
+    async def work() -> Generation:
+        with fleet.engine(0) as engine:
+            engine._prepared = True
+            fleet.move(0.3)
+            with anyio.move_on_after(1.0) as scope:
+                await engine.update_weights(fleet.update(1))
+            assert scope.cancelled_caught
+            assert not paused(fleet)
+            plant(fleet.processes[0], "hang", None)
+            # The weights of the server are not known: it is started again, with the new ones.
+            return await engine.generate(endless("a", 9, temperature=0.0))
+
+    url = fleet.processes[0].url
+    result = run(work)
+    assert fleet.processes[0].url != url
+    assert result.token_ids == greedy_tokens(fleet, 9)
+    assert result.spans == [VersionSpan(1, 0, 9)]
+
+
+def test_an_update_that_an_attached_server_refuses_leaves_it_running(fleet: Fleet) -> None:
+    plant(fleet.processes[0], "garbage", "/update_weight_version")
+
+    async def work() -> None:
+        with fleet.engine(0, attached=True) as engine:
+            engine._prepared = True
+            await engine.update_weights(fleet.update(1))
+
+    with pytest.raises(EngineError, match=f"version 1 failed: .*{fleet.processes[0].url}"):
+        run(work)
+    assert not paused(fleet)
+
+
+def test_a_server_that_fails_the_check_gets_no_more_requests(fleet: Fleet) -> None:
+    plant(fleet.processes[1], "skip_load")
+    found = set[str]()
+
+    async def work() -> None:
+        with fleet.engine(0, 1, attached=True, checked=True) as engine:
+            await engine.generate(endless("a", 3))
+            fleet.move(0.3)
+            with pytest.raises(EngineError, match="still computes with the weights before"):
+                await engine.update_weights(fleet.update(1))
+            for process in fleet.processes:
+                plant(process, "delay", 0.02)
+            async with anyio.create_task_group() as tasks:
+                for name in ("b", "c", "d"):
+                    tasks.start_soon(engine.generate, endless(name, 20))
+                await until(lambda: len(placed(engine)) == 3)
+                found.update(placed(engine).values())
+                await engine.abort()
+
+    run(work)
+    assert found == {"0"}
 
 
 def test_requests_to_an_attached_server_that_dies_are_errors_that_name_it(fleet: Fleet) -> None:

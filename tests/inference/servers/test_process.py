@@ -170,3 +170,34 @@ def test_a_server_that_ends_by_itself_takes_its_processes_along(tmp_path: Path) 
     assert ended([main, child])
     assert server._process.wait() == 128 + signal.SIGKILL
     server.close()
+
+
+@pytest.mark.parametrize(
+    ("log", "complaint"),
+    [
+        ("usage: x\napi_server.py: error: unrecognized arguments: --a", "unrecognized arguments"),
+        (
+            "(EngineCore pid=1) ERROR 12-01 [core.py:1510] ValueError: No available memory\n"
+            "RuntimeError: Engine core initialization failed. See root cause above. "
+            "Failed core proc(s): {}\n  warnings.warn('leaked')",
+            "ValueError: No available memory",
+        ),
+        (
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for SchedulerConfig\n"
+            "  Value error, tokens (16) must be greater\n    For further information visit",
+            "SchedulerConfig Value error, tokens (16) must be greater",
+        ),
+    ],
+)
+def test_the_cause_of_a_failed_start_comes_first(tmp_path: Path, log: str, complaint: str) -> None:
+    def failure(text: str) -> str:
+        code = f"import sys; print({text!r}); sys.exit(1)"
+        process = ServerProcess(launch(tmp_path, code))
+        with pytest.raises(EngineError) as error:
+            process.start()
+        process.close()
+        return str(error.value).partition("; the end of ")[0]
+
+    assert complaint in failure(log)
+    # A later start in the same log does not get the errors of the earlier one.
+    assert failure("killed") == "server 3 ended while it started"

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -120,6 +121,12 @@ class Core(Engine):
         self.scheduler.salt_of = self._salt_of
         self.jobs: dict[str, Job] = {}
         self._raw, self._faults = raw, faults
+        self.described = SimpleNamespace(
+            hf_text_config=SimpleNamespace(**self._runner.config.to_hf()),
+            max_model_len=settings.max_model_len,
+            dtype=settings.dtype,
+        )
+        """What the worker knows of the model."""
         self._noise = torch.Generator().manual_seed(0)
 
     @property
@@ -128,6 +135,18 @@ class Core(Engine):
 
     def parameter_names(self) -> list[str]:
         return [name for name, _ in self._runner._decoder.named_parameters()]
+
+    def randomize(self) -> None:
+        """Replace the weights by random ones, as `--load-format dummy` does."""
+        noise = torch.Generator().manual_seed(0)
+        print("random weights", flush=True)
+        with torch.no_grad():
+            self.load(
+                {
+                    name: torch.empty_like(p).uniform_(-1e-3, 1e-3, generator=noise)
+                    for name, p in self._runner._decoder.named_parameters()
+                }
+            )
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Load weights. Versions are changed by another call."""
@@ -383,7 +402,7 @@ def make_worker(extension: type | None, thread: EngineThread, core: Core, faults
 
     class CPUWorker(extension or object):  # type: ignore[misc]
         def __init__(self) -> None:
-            self.vllm_config = None
+            self.vllm_config = SimpleNamespace(model_config=core.described)
             self.model_runner = _Runner(_Parameters(core.parameter_names()))
 
         def _load(self, model: _Parameters, tensors: Any) -> set[str]:

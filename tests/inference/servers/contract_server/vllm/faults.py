@@ -31,6 +31,8 @@ DEFAULTS: Mapping[str, Any] = {
     "core_dies_after": None,
     # A stream ends with an error after this number of tokens.
     "error_after": None,
+    # The server breaks the connections of this number of requests.
+    "drop": 0,
     # A route that answers with text that is not JSON, and one that never answers.
     "garbage": None,
     "hang": None,

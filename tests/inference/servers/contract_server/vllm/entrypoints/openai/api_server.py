@@ -43,7 +43,7 @@ DEV_MODE = (
     "/update_weight_version",
     "/weight_info",
 )
-ALWAYS = ("/health", "/version", "/openapi.json")
+ALWAYS = ("/health", "/version", "/openapi.json", "/metrics")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,6 +59,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--gpu-memory-utilization", type=float)
     for name, default in (("port", 8000), ("seed", 0), ("max-num-seqs", 256)):
         found.add_argument(f"--{name}", type=int, default=default)
+    found.add_argument("--load-format", choices=("auto", "safetensors", "dummy"), default="auto")
+    found.add_argument("--tensor-parallel-size", type=int, default=1)
+    found.add_argument("--enable-chunked-prefill", action=BooleanOptionalAction, default=True)
     for name in ("max-model-len", "max-num-batched-tokens", "kv-cache-memory-bytes"):
         found.add_argument(f"--{name}", type=int)
     for name in ("skip-tokenizer-init", "enable-scale-out", "enforce-eager"):
@@ -95,6 +98,9 @@ class Server:
         )
         raw = args.logprobs_mode != "processed_logprobs"
         self.core = Core(Path(args.model), settings, raw=raw, faults=self.faults)
+        self.since = self.core.stats()
+        if args.load_format == "dummy":
+            self.core.randomize()
         self.thread = EngineThread(self.core, self.faults)
         module, _, name = (args.worker_extension_cls or "").rpartition(".")
         extension = getattr(importlib.import_module(module), name) if module else None
@@ -107,6 +113,7 @@ class Server:
             "/health": self.health,
             "/version": self.version,
             "/openapi.json": self.openapi,
+            "/metrics": self.metrics,
             "/weight_info": self.weight_info,
             "/is_paused": self.is_paused,
         }
@@ -141,6 +148,10 @@ class Server:
                 while (await receive())["type"] != "http.disconnect":
                     pass
                 return
+            elif path == GENERATE and self.faults["drop"] > 0:
+                self.faults.plant("drop", self.faults["drop"] - 1)
+                # The connection is closed before the answer is complete.
+                answer = Response(b"{", headers={"content-length": "10"})
             with contextlib.suppress(ClientDisconnect):
                 await (answer or app)(scope, receive, send)
 
@@ -158,6 +169,16 @@ class Server:
         paths += SCALE_OUT if self.faults["scale_out"] else ()
         return JSONResponse({"openapi": "3.1.0", "paths": {path: {} for path in paths}})
 
+    async def metrics(self, request: Request) -> Response:
+        stats = self.core.stats()
+        labels = f'{{engine="0",model_name="{self.args.served_model_name}"}}'
+        values = {
+            "vllm:prompt_tokens_total": stats.prompt_tokens - self.since.prompt_tokens,
+            "vllm:generation_tokens_total": stats.generated_tokens - self.since.generated_tokens,
+        }
+        lines = [f"{name}{labels} {float(value)}" for name, value in values.items()]
+        return PlainTextResponse("\n".join(lines) + "\n")
+
     async def weight_info(self, request: Request) -> Response:
         return JSONResponse({"weight_version": self.thread.label})
 
@@ -167,6 +188,7 @@ class Server:
     async def renew(self, request: Request) -> Response:
         """Take back all faults, requests and caches, as for a new test."""
         self.faults.renew()
+        self.since = self.core.stats()
         await asyncio.wrap_future(self.thread.abort(lambda job: True))
         await asyncio.wrap_future(self.thread.forget(True))
         await asyncio.wrap_future(self.thread.set_version("default"))
@@ -185,6 +207,9 @@ class Server:
         while mode == "wait" and not await asyncio.wrap_future(self.thread.idle()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await asyncio.wrap_future(self.thread.pause(mode))
+        if request.query_params.get("clear_cache", "true") == "true":
+            # vLLM 0.32 drops keys and values of kept requests, too.
+            await asyncio.wrap_future(self.thread.forget(True))
         return JSONResponse({"status": "paused"})
 
     async def resume(self, request: Request) -> Response:

