@@ -116,6 +116,7 @@ def make_vllm(setup: EngineSetup) -> InferenceEngine:
             dtype=dtype,
         )
         if server.urls:
+            weights.guard()
             servers = [
                 VLLMServer(url, api_key=os.environ.get(API_KEY), update_s=server.update_timeout_s)
                 for url in server.urls

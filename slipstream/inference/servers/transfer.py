@@ -63,15 +63,22 @@ class WeightTransfer(Protocol):
         """
         ...
 
+    def guard(self) -> None:
+        """Have the model folder, with all that is in it, removed if this process is killed."""
+        ...
+
     def close(self) -> None:
         """Remove the model folder, and whatever else was made."""
         ...
 
 
 @runtime_checkable
-class DirectServer(Server, Protocol):
-    """A server that takes weights in other ways than from a file. `source` says where the tensors
-    lie. Both methods return the checksum of each tensor that it received, as `Server.load` does."""
+class DirectServer(Protocol):
+    """A `Server` that takes weights in other ways than from a file. `source` says where the tensors
+    lie. `load_...` return the checksum of each tensor that it received, as `Server.load` does."""
+
+    @property
+    def name(self) -> str: ...
 
     async def load_shared(self, source: Mapping[str, Any]) -> Mapping[str, int]:
         """Load weights from shared memory."""

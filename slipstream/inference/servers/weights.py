@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from slipstream.errors import ConfigError, EngineError
+from slipstream.inference.servers import guard
 from slipstream.inference.servers.protocol import Server
 from slipstream.inference.servers.vllm_worker import checksum
 from slipstream.inference.weights import checked_tensors
@@ -54,6 +57,7 @@ class WeightFolder:
         """
         self._module, self._dtype = module, dtype
         self._stored: StoredWeights | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
         if parent is None:
             parent = MEMORY
             if not os.access(MEMORY, os.W_OK):
@@ -114,8 +118,23 @@ class WeightFolder:
         """Bring the prepared weights into the model folder, for a server that is started again.
         Raises EngineError if there is no room for them."""
 
+    def guard(self) -> None:
+        """Have the folder removed if this process is killed. Servers that a run starts do that, too
+        (`process.Launch.folder`)."""
+        if self._guard is None:
+            self._guard = subprocess.Popen(
+                [sys.executable, guard.__file__, str(self.path)],
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+            )
+
     def close(self) -> None:
         """Remove the folder."""
+        process, self._guard = self._guard, None
+        if process is not None:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait()
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _ready(self, tensor: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ import torch
 from slipstream.config.engines import VLLM
 from slipstream.inference.servers.engine import ServedEngine
 from slipstream.inference.servers.process import Launch, ServerProcess
+from slipstream.inference.servers.transfer import make_transfer
 from slipstream.inference.servers.vllm import VLLMServer, vllm_command, vllm_environment
-from slipstream.inference.servers.weights import WeightFolder
 from slipstream.models import save_checkpoint
 from slipstream.types import WeightUpdate
 from tests.inference.helpers import EOS, VOCAB, decode
@@ -30,10 +30,12 @@ SETTINGS: dict[str, Any] = {"max_model_len": 96, "dtype": "float32"}
 class Fleet:
     """`count` servers that load their weights from one folder, as a run starts them."""
 
-    def __init__(self, folder: Path, count: int) -> None:
+    def __init__(self, folder: Path, count: int, transport: str = "file") -> None:
         self.policy = decoder(0, eos=EOS)
         """The trainer's policy."""
-        self.weights = WeightFolder(self.policy, torch.float32, folder)
+        self.weights: Any = make_transfer(
+            transport, self.policy, torch.float32, folder, bucket_bytes=1 << 15, timeout_s=60
+        )
         save_checkpoint(self.policy, self.weights.path)
         extension = copy_extension(folder)
         self.processes = [

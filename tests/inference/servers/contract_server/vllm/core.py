@@ -409,7 +409,13 @@ def make_worker(extension: type | None, thread: EngineThread, core: Core, faults
             names, loaded = {name for name, _ in model.named_parameters()}, set[str]()
 
             def read() -> dict[str, Tensor]:
-                found = {name: tensor.clone() for name, tensor in tensors}
+                found = {}
+                for name, tensor in tensors:
+                    found[name] = tensor.clone()
+                    if faults["broken_read"] == "die":
+                        os._exit(1)
+                    if faults["broken_read"] == "raise":
+                        raise RuntimeError("the planted failure")
                 loaded.update(found)
                 return found
 
