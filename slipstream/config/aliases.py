@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.config.engines import ENGINE_KEY, VLLM_PYTHON, vllm_is_here
+from slipstream.config.engines import ENGINE_KEY, SERVED, is_here
 from slipstream.config.tree import is_count, show
 from slipstream.config.verl_defaults import is_default, same_value
 from slipstream.config.verl_keys import (
@@ -235,11 +235,14 @@ def rewrite(key: str, value: Any, *, known: bool, verl: bool = False) -> Rewritt
             return _not_ours(key, value)
     value, notices = _new_value(key, value)
     warnings: list[str] = []
-    missing = key == ENGINE_KEY and same_value(value, "vllm") and not vllm_is_here()
+    served = next((name for name in SERVED if key == ENGINE_KEY and same_value(value, name)), None)
+    missing = served is not None and not is_here(served)
     if verl and key in TAKEN_VALUES and (missing or refused_value(key, value) is not None):
         taken, why = TAKEN_VALUES[key]
-        if missing:
-            why += f"; to use vLLM, set {VLLM_PYTHON} to the Python of an environment that has it"
+        if served is not None:
+            why += (
+                f"; to use {served}, set {SERVED[served]} to the Python of an environment with it"
+            )
         warnings.append(f"{key}={show(value)} {why}")
         value = taken
     return Rewritten(key, value, tuple(notices), tuple(warnings), alias)

@@ -32,6 +32,10 @@ ENGINE_KEY = "actor_rollout_ref.rollout.name"
 VLLM_PYTHON = "SLIPSTREAM_VLLM_PYTHON"
 """The environment variable with the Python interpreter of an environment that has vLLM."""
 
+SERVED = {"vllm": VLLM_PYTHON, "sglang": "SLIPSTREAM_SGLANG_PYTHON"}
+"""Engine whose servers a run can start -> the environment variable with the Python interpreter of
+an environment that has them."""
+
 Factory = str | Callable[..., Any]
 """A function, or its dotted path `package.module:function`."""
 
@@ -100,9 +104,10 @@ def register_engine(
         )
 
 
-def vllm_is_here() -> bool:
-    """Whether the run's Python has vLLM, or the environment variable names one that has."""
-    return VLLM_PYTHON in os.environ or importlib.util.find_spec("vllm") is not None
+def is_here(name: str) -> bool:
+    """Whether the run's Python has the servers of this engine, or the environment variable names
+    one that has."""
+    return SERVED[name] in os.environ or importlib.util.find_spec(name) is not None
 
 
 def engine_names() -> tuple[str, ...]:
@@ -182,7 +187,8 @@ EMBEDDED = EngineCapabilities(
 HF = EngineCapabilities(
     policies=frozenset({PolicyKind.DECODER, PolicyKind.TRANSFORMERS}), keyed_noise=True
 )
-VLLM = EngineCapabilities(policies=frozenset({PolicyKind.DECODER}), servers=True)
+VLLM = EngineCapabilities(policies=frozenset({PolicyKind.DECODER}), drafts=True, servers=True)
+SGLANG = EngineCapabilities(policies=frozenset({PolicyKind.DECODER}), servers=True)
 FAKE = EngineCapabilities(for_tests=True)
 
 register_engine(
@@ -192,10 +198,11 @@ register_engine(
     check="slipstream.build.engine:check_embedded",
 )
 register_engine("hf", HF, "slipstream.build.engine:make_hf")
-register_engine(
-    "vllm",
-    VLLM,
-    "slipstream.build.servers:make_vllm",
-    check="slipstream.build.servers:check_vllm",
-)
+for _name, _capabilities in (("vllm", VLLM), ("sglang", SGLANG)):
+    register_engine(
+        _name,
+        _capabilities,
+        f"slipstream.build.servers:make_{_name}",
+        check=f"slipstream.build.servers:check_{_name}",
+    )
 register_engine("fake", FAKE, None)

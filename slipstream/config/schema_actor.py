@@ -379,15 +379,15 @@ class AgentSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSection:
-    """Servers of the engine `vllm`. The run starts them, or uses running ones."""
+    """Servers of the engines `vllm` and `sglang`. The run starts them, or uses running ones."""
 
     urls: tuple[str, ...] = ()
     """Addresses of running servers, such as `http://host:8000`; empty: the run starts its own."""
     replicas: PositiveInt = 1
     """Number of servers to start. Each holds all weights, on `tensor_model_parallel_size` GPUs."""
     python: str | None = None
-    """Python interpreter of the environment with vLLM; null: the environment variable
-    SLIPSTREAM_VLLM_PYTHON, or the interpreter of the run."""
+    """Python interpreter of the environment with vLLM or SGLang; null: the environment variable
+    SLIPSTREAM_VLLM_PYTHON or SLIPSTREAM_SGLANG_PYTHON, or the interpreter of the run."""
     startup_timeout_s: PositiveFloat = 600.0
     """Deadline in seconds for the start of a server."""
     update_timeout_s: PositiveFloat = 300.0
@@ -408,11 +408,11 @@ class RolloutSection:
     """Generation of responses."""
 
     name: str = "embedded"
-    """Inference engine: `embedded` (built in), `hf` (transformers), `vllm` (servers in an
-    environment of their own), `fake` (scripted, tests), or one that `model.external_lib` registers
-    (`inference.register_engine`)."""
+    """Inference engine: `embedded` (built in), `hf` (transformers), `vllm` or `sglang` (servers in
+    an environment of their own), `fake` (scripted, tests), or one that `model.external_lib`
+    registers (`inference.register_engine`)."""
     server: ServerSection = field(default_factory=ServerSection)
-    """Servers that generate, with `rollout.name=vllm`."""
+    """Servers that generate, with `rollout.name=vllm` or `sglang`."""
     engine_kwargs: Mapping[str, Any] = field(default_factory=FrozenMapping)
     """Command line options of servers, by engine: `engine_kwargs.vllm.block_size=32` is vLLM's
     `--block-size 32`. They override the options that follow from other settings."""

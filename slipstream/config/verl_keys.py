@@ -475,7 +475,7 @@ REFUSED_VALUES: dict[str, dict[Any, str]] = {
         f"{_ACTOR}.strategy=fsdp2",
     ),
     ENGINE_KEY: dict.fromkeys(
-        ("sglang", "trtllm"),
+        ("trtllm",),
         f"this engine is not supported; set {engines_with(generates_with(PolicyKind.DECODER))}",
     ),
     "trainer.device": dict.fromkeys(

@@ -8,16 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 
 from slipstream.errors import SlipstreamError
-from slipstream.inference.protocol import InferenceEngine
+from slipstream.inference.protocol import EngineStats
+
+
+class Updated(Protocol):
+    """The part of an engine that a sync needs (`inference.protocol.InferenceEngine`)."""
+
+    async def update_weights_from_checkpoint(self, path: Path, /) -> Any: ...
+
+    def stats(self) -> EngineStats: ...
 
 
 async def sync_weights_to_engines(
-    engines: Sequence[InferenceEngine], checkpoint_path: str | Path
+    engines: Sequence[Updated], checkpoint_path: str | Path
 ) -> list[dict[str, Any]]:
     """Load a checkpoint folder in Hugging Face format into all engines concurrently.
 
@@ -26,7 +34,7 @@ async def sync_weights_to_engines(
     """
     records: list[dict[str, Any]] = [{} for _ in engines]
 
-    async def load(index: int, engine: InferenceEngine) -> None:
+    async def load(index: int, engine: Updated) -> None:
         try:
             await engine.update_weights_from_checkpoint(Path(checkpoint_path))
         except SlipstreamError as error:

@@ -65,7 +65,7 @@ def speculation_metrics(before: EngineStats, now: EngineStats) -> dict[str, floa
     """`spec/*` between two readings. Metrics of events that did not happen are left out."""
     metrics: dict[str, float] = {}
     new = now.since(before)
-    if not new.plan_seconds:
+    if not new.plan_seconds and not new.verifications:
         return metrics  # the engine has no drafts
     if new.decode_seconds > 0:
         metrics["spec/on_fraction"] = new.on_fraction

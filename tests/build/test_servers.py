@@ -16,27 +16,36 @@ import pytest
 import torch
 
 from slipstream.build.engine import EngineSetup
-from slipstream.build.servers import check_vllm, make_vllm, placement, vllm_python, vllm_settings
+from slipstream.build.servers import (
+    SGLANG,
+    VLLM,
+    check_vllm,
+    make_sglang,
+    make_vllm,
+    placement,
+    server_python,
+    vllm_settings,
+)
 from slipstream.build.vllm import check_vllm_settings
 from slipstream.config import Config, Hardware, load_config
 from slipstream.errors import ConfigError, EngineError
 from slipstream.inference.servers.process import ServerProcess
 from slipstream.training.compute_thread import ComputeThread
 from slipstream.types import VersionSpan
-from tests.docs.pages import ROOT
 from tests.inference.contract import endless
 from tests.inference.helpers import EOS, decode, make_decoder, make_engine, update_from
-from tests.inference.servers.local import PROGRAM, launch
+from tests.inference.servers import local
+from tests.inference.servers.local import launch
 from tests.inference.servers.real import decoder
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SERVER = f"{ROLLOUT}.server"
 
 
-def load(folder: Path, *overrides: str) -> Config:
+def load(folder: Path, *overrides: str, name: str = "vllm") -> Config:
     return load_config(
         [
-            "actor_rollout_ref.rollout.name=vllm",
+            f"{ROLLOUT}.name={name}",
             f"trainer.default_local_dir={folder}",
             "actor_rollout_ref.rollout.dtype=float32",
             "actor_rollout_ref.rollout.max_model_len=96",
@@ -50,13 +59,8 @@ def load(folder: Path, *overrides: str) -> Config:
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """A program that runs this Python with the contract server in place of vLLM."""
-    script = tmp_path / "python"
-    script.write_text(
-        f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{PROGRAM}:{ROOT}" exec {sys.executable} "$@"\n'
-    )
-    script.chmod(0o755)
-    return script
+    """A program that runs contract servers in place of vLLM and SGLang."""
+    return local.python(tmp_path)
 
 
 def setup(config: Config, compute: ComputeThread) -> EngineSetup:
@@ -76,11 +80,13 @@ def older() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
 
 
+@pytest.mark.parametrize(("name", "make"), [("vllm", make_vllm), ("sglang", make_sglang)])
 def test_a_run_starts_servers_and_leaves_nothing_of_them(
-    tmp_path: Path, python: Path, older: set[psutil.Process]
+    tmp_path: Path, python: Path, older: set[psutil.Process], name: str, make: Any
 ) -> None:
     transfer = tmp_path / "transfer"
-    config = load(tmp_path, f"{SERVER}.python={python}", f"{SERVER}.transfer_dir={transfer}")
+    line = [f"{SERVER}.python={python}", f"{SERVER}.transfer_dir={transfer}"]
+    config = load(tmp_path, *line, name=name)
     compute = ComputeThread()
     made = setup(config, compute)
     policy: Any = made.policy
@@ -91,7 +97,7 @@ def test_a_run_starts_servers_and_leaves_nothing_of_them(
         await engine.update_weights(update_from(policy, 1))
         return [*found, await engine.generate(endless("a", 9, temperature=0.0))]
 
-    engine = make_vllm(made)
+    engine = make(made)
     try:
         own = set(psutil.Process().children(recursive=True)) - older
         assert len(own) == 2  # the guard and the server
@@ -107,7 +113,7 @@ def test_a_run_starts_servers_and_leaves_nothing_of_them(
         assert result.spans == [VersionSpan(version, 0, 9)]
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in own)
     assert list(transfer.iterdir()) == []
-    assert (tmp_path / "servers" / "vllm-0.log").exists()
+    assert (tmp_path / "servers" / f"{name}-0.log").exists()
 
 
 def test_a_server_that_does_not_start_leaves_nothing(
@@ -130,13 +136,14 @@ def test_a_server_that_does_not_start_leaves_nothing(
 
 
 def test_a_python_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SLIPSTREAM_VLLM_PYTHON", raising=False)
-    with pytest.raises(ConfigError, match=rf"{SERVER}\.python=.*missing was not found"):
-        vllm_python(load(tmp_path, f"{SERVER}.python={tmp_path}/missing"))
-    with pytest.raises(ConfigError, match=rf"set {SERVER}\.python"):
-        vllm_python(load(tmp_path))
-    monkeypatch.setenv("SLIPSTREAM_VLLM_PYTHON", sys.executable)
-    assert vllm_python(load(tmp_path)) == Path(sys.executable)
+    for kind, variable in ((VLLM, "SLIPSTREAM_VLLM_PYTHON"), (SGLANG, "SLIPSTREAM_SGLANG_PYTHON")):
+        monkeypatch.delenv(variable, raising=False)
+        with pytest.raises(ConfigError, match=rf"{SERVER}\.python=.*missing was not found"):
+            server_python(kind, load(tmp_path, f"{SERVER}.python={tmp_path}/missing"))
+        with pytest.raises(ConfigError, match=rf"set {SERVER}\.python.*{variable}"):
+            server_python(kind, load(tmp_path))
+        monkeypatch.setenv(variable, sys.executable)
+        assert server_python(kind, load(tmp_path)) == Path(sys.executable)
 
 
 def test_options_of_the_run_become_options_of_vllm(tmp_path: Path) -> None:
@@ -184,10 +191,10 @@ def test_a_server_on_gpus_has_as_many_as_its_parts(
     monkeypatch.setattr("slipstream.build.servers.device_of", lambda _: torch.device("cuda"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     config = load(tmp_path, f"{SERVER}.replicas=2")
-    found = [placement(config, number)["CUDA_VISIBLE_DEVICES"] for number in range(2)]
+    found = [placement(VLLM, config, number)["CUDA_VISIBLE_DEVICES"] for number in range(2)]
     assert found == ["4", "5"]
     config = load(tmp_path, f"{SERVER}.replicas=2", f"{ROLLOUT}.tensor_model_parallel_size=2")
-    found = [placement(config, number)["CUDA_VISIBLE_DEVICES"] for number in range(2)]
+    found = [placement(VLLM, config, number)["CUDA_VISIBLE_DEVICES"] for number in range(2)]
     assert found == ["4,5", "6,7"]
 
 
@@ -197,9 +204,9 @@ def test_parts_of_a_server_on_a_cpu_divide_its_cores(
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {3, 4, 5, 6})
     monkeypatch.setattr("slipstream.build.servers.usable_cores", lambda: 4)
     size = f"{ROLLOUT}.tensor_model_parallel_size=2"
-    assert placement(load(tmp_path, size), 0)["VLLM_CPU_OMP_THREADS_BIND"] == "3,4|5,6"
+    assert placement(VLLM, load(tmp_path, size), 0)["VLLM_CPU_OMP_THREADS_BIND"] == "3,4|5,6"
     config = load(tmp_path, size, f"{SERVER}.replicas=2")
-    found = [placement(config, number)["VLLM_CPU_OMP_THREADS_BIND"] for number in range(2)]
+    found = [placement(VLLM, config, number)["VLLM_CPU_OMP_THREADS_BIND"] for number in range(2)]
     assert found == ["3|4", "5|6"]
 
 
@@ -297,12 +304,13 @@ def test_replicas_on_a_cpu_have_their_own_cores(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {3, 4, 5, 6})
     monkeypatch.setattr("slipstream.build.servers.usable_cores", lambda: 4)
-    assert placement(load(tmp_path), 0) == {}
+    assert placement(VLLM, load(tmp_path), 0) == {}
     config = load(tmp_path, f"{SERVER}.replicas=2")
-    found = [placement(config, number)["VLLM_CPU_OMP_THREADS_BIND"] for number in range(2)]
+    found = [placement(VLLM, config, number)["VLLM_CPU_OMP_THREADS_BIND"] for number in range(2)]
     assert found == ["3,4", "5,6"]
+    assert placement(SGLANG, config, 1) == {"SGLANG_CPU_OMP_THREADS_BIND": "5,6"}
     config = load(tmp_path, f"{SERVER}.replicas=5")
-    found = [placement(config, number)["VLLM_CPU_OMP_THREADS_BIND"] for number in range(5)]
+    found = [placement(VLLM, config, number)["VLLM_CPU_OMP_THREADS_BIND"] for number in range(5)]
     assert found == ["3", "4", "5", "6", "3"]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.config import Config, Hardware, load_config
 from slipstream.config.aliases import RENAMED, RENAMED_VALUES
-from slipstream.config.engines import VLLM_PYTHON
+from slipstream.config.engines import SERVED
 from slipstream.config.notices import Warned
 from slipstream.config.tree import options
 from slipstream.config.verl_keys import (
@@ -252,23 +252,26 @@ def test_a_default_of_verl_gives_no_notice(override: str) -> None:
 def test_a_line_of_verl_generates_with_the_embedded_engine_and_a_warning(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(VLLM_PYTHON, raising=False)
+    for variable in SERVED.values():
+        monkeypatch.delenv(variable, raising=False)
     config, notices = load(f"{ROLLOUT}.name={name}", verl=True)
     assert config == load()[0]
     (notice,) = notices
     assert isinstance(notice, Warned)
     assert f"{ROLLOUT}.name={name} " in notice
     assert f"{ROLLOUT}.name=embedded" in notice
+    assert name == "trtllm" or SERVED[name] in notice
 
 
-def test_a_line_of_verl_generates_with_vllm_where_it_is_installed(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("name", SERVED)
+def test_a_line_of_verl_generates_with_an_engine_that_is_installed(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VLLM_PYTHON, "/opt/vllm/bin/python")
-    line = [f"{ROLLOUT}.name=vllm", f"+{ROLLOUT}.engine_kwargs.vllm.swap_space=4"]
+    monkeypatch.setenv(SERVED[name], "/opt/engine/bin/python")
+    line = [f"{ROLLOUT}.name={name}", f"+{ROLLOUT}.engine_kwargs.{name}.swap_space=4"]
     config, notices = load(*line, verl=True)
-    assert config.actor_rollout_ref.rollout.name == "vllm"
-    assert config.actor_rollout_ref.rollout.engine_kwargs["vllm"] == {"swap_space": 4}
+    assert config.actor_rollout_ref.rollout.name == name
+    assert config.actor_rollout_ref.rollout.engine_kwargs[name] == {"swap_space": 4}
     assert notices == []
 
 
@@ -309,7 +312,6 @@ def test_a_line_of_verl_for_other_hardware_or_trainers_warns(override: str, used
     ("override", "remedy"),
     [
         (f"{ACTOR}.strategy=megatron", f"set {ACTOR}.strategy=fsdp2"),
-        (f"{ROLLOUT}.name=sglang", f"set {ROLLOUT}.name=embedded"),
         (f"{ROLLOUT}.name=trtllm", f"set {ROLLOUT}.name=embedded"),
         ("trainer.logger=[console,swanlab]", "set trainer.logger=[console,file,wandb]"),
         (
@@ -531,7 +533,7 @@ def test_one_error_lists_all_unsupported_settings() -> None:
     with pytest.raises(ConfigError) as caught:
         load(
             f"{ACTOR}.qat.enable=True",  # a missing feature
-            f"{ROLLOUT}.name=sglang",  # a value that only VERL supports
+            f"{ROLLOUT}.name=trtllm",  # a value that only VERL supports
             "trainer.nodes=2",  # no such option
             "data.train_batch_size=many",  # the wrong type
             f"{ACTOR}.clip_ratio_c=0.5",  # an impossible value
@@ -542,7 +544,7 @@ def test_one_error_lists_all_unsupported_settings() -> None:
     assert message.startswith("7 settings cannot be used:")
     for part in (
         "qat.enable=true: ",
-        f"{ROLLOUT}.name=sglang: ",
+        f"{ROLLOUT}.name=trtllm: ",
         "trainer.nodes: ",
         "data.train_batch_size: ",
         "clip_ratio_c=0.5: ",

@@ -38,8 +38,8 @@ def load(*overrides: str) -> Config:
 
 
 def test_capabilities_of_the_built_in_engines() -> None:
-    assert engine_names() == ("embedded", "hf", "vllm", "fake")
-    embedded, hf, vllm, fake = (engine_entry(name).capabilities for name in engine_names())
+    assert engine_names() == ("embedded", "hf", "vllm", "sglang", "fake")
+    embedded, hf, vllm, sglang, fake = (engine_entry(name).capabilities for name in engine_names())
     assert embedded == EngineCapabilities(
         policies=frozenset({PolicyKind.DECODER}),
         keyed_noise=True,
@@ -56,7 +56,9 @@ def test_capabilities_of_the_built_in_engines() -> None:
     )
     assert hf.policies == frozenset(PolicyKind)
     assert (hf.keyed_noise, hf.exact, hf.drafts) == (True, False, False)
-    assert vllm == EngineCapabilities(policies=frozenset({PolicyKind.DECODER}), servers=True)
+    assert (
+        vllm == sglang == EngineCapabilities(policies=frozenset({PolicyKind.DECODER}), servers=True)
+    )
     assert fake == EngineCapabilities(for_tests=True)
 
 
@@ -73,11 +75,13 @@ def test_the_registry_imports_neither_torch_nor_an_engine() -> None:
 
 
 def test_a_remedy_names_all_engines_that_a_run_can_use() -> None:
-    assert engines_with(lambda engine: engine.drafts) == f"{NAME}=embedded"
+    assert engines_with(lambda engine: engine.drafts) == f"{NAME}=embedded or {NAME}=vllm"
     assert engines_with(lambda engine: engine.keyed_noise) == f"{NAME}=embedded or {NAME}=hf"
     register_engine("mine", replace(HF, drafts=True), print)
     register_engine("scripted", replace(HF, drafts=True, for_tests=True), print)
-    assert engines_with(lambda engine: engine.drafts) == f"{NAME}=embedded or {NAME}=mine"
+    assert engines_with(lambda engine: engine.drafts) == (
+        f"{NAME}=embedded or {NAME}=vllm or {NAME}=mine"
+    )
 
 
 def test_rules_use_the_capabilities_of_a_registered_engine() -> None:
@@ -108,7 +112,7 @@ def test_an_unknown_engine_is_an_error_that_lists_known_engines() -> None:
         load(f"{NAME}=embeded")
     message = str(caught.value)
     assert f"{NAME}=embeded is not known; did you mean embedded?" in message
-    assert "(known: embedded, hf, vllm, fake)" in message
+    assert "(known: embedded, hf, vllm, sglang, fake)" in message
     assert "actor_rollout_ref.model.external_lib" in message
 
 

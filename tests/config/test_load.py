@@ -326,7 +326,7 @@ def test_an_interval_without_quotes_in_a_file_is_an_error(tmp_path: Path) -> Non
 
 
 def test_all_problems_are_reported_at_once() -> None:
-    message = error_of("trainer.seed=x", "data.shuffle=3", "actor_rollout_ref.rollout.name=sglang")
+    message = error_of("trainer.seed=x", "data.shuffle=3", "actor_rollout_ref.rollout.name=trtllm")
     assert message.startswith("3 settings cannot be used:\n  - ")
     for part in ("trainer.seed: ", "data.shuffle: ", "actor_rollout_ref.rollout.name=embedded"):
         assert part in message

@@ -30,6 +30,7 @@ from slipstream.errors import EngineError, RequestError
 from slipstream.inference.engine.request import Decode, Running
 from slipstream.inference.protocol import EngineStats, check_request, check_update
 from slipstream.inference.servers.check import Finding, Verdict, WeightCheck
+from slipstream.inference.servers.drafts import ServedDrafts
 from slipstream.inference.servers.http import ServerGoneError, ServerStallsError
 from slipstream.inference.servers.protocol import Answer, Server
 from slipstream.inference.servers.transfer import WeightTransfer
@@ -131,9 +132,11 @@ class ServedEngine:
         temperatures: tuple[float, float] = (0.0, math.inf),
         check: WeightCheck | None = None,
         on_compute: Executor | None = None,
+        drafts: ServedDrafts | None = None,
         stall_s: float = math.inf,
     ) -> None:
-        """The servers have the weights in `weights`, as version 0.
+        """The servers have the weights in `weights`, as version 0. With `drafts`, they were started
+        with its draft head.
 
         `check` compares the servers' log-probs with the trainer's at the start and after each
         update. It computes on `on_compute`. A server that has requests and computes no token for
@@ -148,6 +151,7 @@ class ServedEngine:
         self._decode = decode
         self._temperatures = temperatures
         self._check_weights, self._on_compute = check, on_compute
+        self._drafts = drafts
         self._stall_s = stall_s
         self._unchecked = check is not None
         self._calls: dict[str, _Call] = {}
@@ -248,6 +252,8 @@ class ServedEngine:
                 if not self._paused:
                     await self._verify()
                     clock.lap("check")
+                if self._drafts is not None:
+                    await self._each_draft(self._drafts.confirm)
                 self.update_seconds = clock.seconds
                 seconds = _added(self._stats.update_seconds, clock.seconds)
                 self._stats = replace(self._stats, update_seconds=seconds)
@@ -255,7 +261,15 @@ class ServedEngine:
                 self._wake()
 
     async def update_drafter(self, update: WeightUpdate) -> None:
-        raise EngineError(f"engine {self._name} has no draft head to update to {update.version}")
+        self._check_open()
+        if self._drafts is None:
+            raise EngineError(
+                f"engine {self._name} has no draft head to update to {update.version}"
+            )
+        # A server loads policy and draft head one after the other.
+        async with self._updating:
+            await self._prepare()
+            await self._drafts.update(update, self._each_draft)
 
     async def update_weights_from_checkpoint(
         self, path: Path, version: PolicyVersion | None = None
@@ -269,13 +283,14 @@ class ServedEngine:
         running = sum(call.server is not None for call in self._calls.values())
         findings = self._findings.values()
         shares = [f.share for f in findings if not math.isnan(f.share)]
-        return replace(
+        stats = replace(
             self._stats,
             running=running,
             waiting=len(self._calls) - running,
             server_share=min(shares, default=None),
             server_difference=max((f.difference for f in findings), default=None),
         )
+        return stats if self._drafts is None else self._drafts.stats(stats)
 
     def lend_to(self, lent: Callable[[bool], None]) -> None:
         """Does nothing: servers have their own cores."""
@@ -311,12 +326,16 @@ class ServedEngine:
                 f"request {name!r}: the {self._name} engine has no hidden states; set "
                 "return_hidden_states=False"
             )
+        if self._drafts is not None:
+            self._drafts.check_request(request)
 
     async def _prepare(self) -> None:
         """Name the weights of new servers and check them. Called once, at the first use."""
         if not self._prepared:
             version = self._stats.version
             await self._each(lambda replica: replica.server.set_version(version))
+            if self._drafts is not None:
+                await self._each_draft(self._drafts.install)
             if not self._paused:
                 await self._verify()
             self._prepared = True
@@ -420,11 +439,12 @@ class ServedEngine:
             context=[*request.prompt_ids, *request.prior_ids],
         )
 
-        def push(ids: Sequence[int], log_probs: Sequence[float]) -> bool:
-            for token, log_prob in zip(ids, log_probs, strict=True):
+        def push(new: Answer) -> bool:
+            rows = zip(new.token_ids, new.log_probs, new.sampling_log_probs, strict=True)
+            for token, log_prob, sampling in rows:
                 if state.stop_reason is None:
-                    sampling = 0.0 if p.temperature == 0 else log_prob
-                    state.push(token, log_prob, sampling, 0, self._decode)
+                    own = 0.0 if p.temperature == 0 else sampling
+                    state.push(token, log_prob, own, 0, self._decode)
             return state.stop_reason is not None
 
         call.server, call.wire_id = replica, wire_id
@@ -451,8 +471,10 @@ class ServedEngine:
         finally:
             replica.load -= tokens
             call.server = None
+        if self._drafts is not None and answer.drafts is not None:
+            await self._drafts.count(replica.server, replica.key, answer.drafts)
         if not p.stop:
-            push(answer.token_ids, answer.log_probs)
+            push(answer)
         if answer.aborted and state.stop_reason is None and not call.abort.is_set():
             raise ServerGoneError(
                 f"{replica.server.name} stopped request {request.request_id!r}, which this run did "
@@ -703,12 +725,19 @@ class ServedEngine:
             if self._check_weights is not None:
                 self._check_weights.forget(replica.key)
             await replica.server.set_version(self._stats.version)
+            if self._drafts is not None:
+                self._drafts.forget(replica.key)
+                await self._drafts.install(replica.server, replica.key)
             if self._paused:
                 await replica.server.pause()
             replica.written = written
             replica.starts += 1
         except Exception as error:
             replica.lost = str(error)
+
+    async def _each_draft(self, work: Callable[[Server, str], Awaitable[None]]) -> None:
+        """Run `work` with all servers and their keys, as `_each` does."""
+        await self._each(lambda replica: work(replica.server, replica.key))
 
     async def _each(self, work: Callable[[_Replica], Awaitable[None]]) -> None:
         """Run `work` on all servers at once. Raises the first failure after all are done. A server

@@ -75,7 +75,7 @@ def environment_of(python: Path, package: str) -> Environment:
     )
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version, such as (0, 32); fewer if it has none."""
-    parts = version.split("+")[0].split(".")[:2]
+def numbers(version: str, count: int = 2) -> tuple[int, ...]:
+    """The first `count` numbers of a version, such as (0, 32); fewer if it has fewer."""
+    parts = version.split("+")[0].split(".")[:count]
     return tuple(int(part) for part in parts if part.isdigit())

@@ -2,9 +2,10 @@
 
     python guard.py FOLDER [PROGRAM [ARGUMENT ...]]
 
-The run holds the other end of standard input and closes it to end the program. If the run ends in
-any way, also by SIGKILL, it is no longer the parent of this process. FOLDER is removed then ("-":
-none). The exit status is the program's. Without a program, only the folder is guarded.
+The run holds the other end of standard input. To end the program, it writes a byte and closes it.
+If the run ends in any way, also by SIGKILL, standard input ends without that byte. FOLDER is
+removed then ("-": none). The exit status is the program's. Without a program, the folder is removed
+when standard input ends.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from collections.abc import Callable
 import psutil
 
 _PR_SET_CHILD_SUBREAPER = 36
+END = b"."
+"""What the run writes to end the program."""
+
 GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 
@@ -57,9 +61,12 @@ def main() -> int:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     program = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
+    asked, closed = threading.Event(), threading.Event()
+
     def watch() -> None:
         while os.read(0, 4096):
-            pass
+            asked.set()
+        closed.set()
         end_children()
 
     threading.Thread(target=watch, daemon=True).start()
@@ -68,7 +75,8 @@ def main() -> int:
             end_children()
         time.sleep(0.1)
     end_children()
-    if folder != "-" and os.getppid() != run:
+    killed = os.getppid() != run or (closed.is_set() and not asked.is_set())
+    if folder != "-" and killed:
         shutil.rmtree(folder, ignore_errors=True)
     return status if status >= 0 else 128 - status
 

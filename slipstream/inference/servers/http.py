@@ -44,6 +44,11 @@ class JsonClient:
         self._headers = dict(headers or {})
         self._open: tuple[asyncio.AbstractEventLoop, httpx2.AsyncClient] | None = None
 
+    async def call(self, route: str, body: Any = None, *, timeout_s: float | None = None) -> None:
+        """Like `post`, for a route whose answer has no contents that matter. It need not be
+        JSON."""
+        await self._answer("POST", route, body, timeout_s)
+
     async def get(self, route: str, *, timeout_s: float | None = None) -> Any:
         return await self._request("GET", route, None, timeout_s)
 
@@ -108,7 +113,7 @@ class JsonClient:
         except ValueError as error:
             raise ServerRefusedError(
                 f"{self.url}{route} answered with something that is not JSON: "
-                f"{shortened(text)[:200]}; check that the URL is that of a vLLM server",
+                f"{shortened(text)[:200]}; check that the URL is that of the serving engine",
                 200,
             ) from error
 

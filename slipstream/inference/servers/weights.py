@@ -112,7 +112,8 @@ class WeightFolder:
         not get them as they are."""
         assert self._stored is not None, "prepare an update first"
         received = await server.load(self._stored.path)
-        check_received(server, self._stored.checksums, received)
+        if received is not None:
+            check_received(server, self._stored.checksums, received)
 
     def store(self) -> None:
         """Bring the prepared weights into the model folder, for a server that is started again.

@@ -1,4 +1,5 @@
-"""Contract servers for tests: they answer as vLLM does, and need none (`contract_server`)."""
+"""Contract servers for tests: they answer as vLLM and SGLang do, and need none of them
+(`contract_server`)."""
 
 from __future__ import annotations
 
@@ -18,6 +19,17 @@ def environment(extension: Path) -> dict[str, str]:
     """Environment variables with which `python -m vllm...` starts the contract server."""
     paths = [str(extension), str(PROGRAM), str(ROOT)]
     return {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def python(folder: Path) -> Path:
+    """Write a program to `folder` that runs this Python with contract servers in place of vLLM and
+    SGLang."""
+    script = folder / "python"
+    script.write_text(
+        f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{PROGRAM}:{ROOT}" exec {sys.executable} "$@"\n'
+    )
+    script.chmod(0o755)
+    return script
 
 
 def launch(folder: Path, **more: Any) -> ServerProcess:

@@ -16,6 +16,7 @@ from slipstream.build.servers import next_log_probs
 from slipstream.config.engines import VLLM
 from slipstream.inference.servers import vllm_worker
 from slipstream.inference.servers.check import WeightCheck
+from slipstream.inference.servers.drafts import ServedDrafts
 from slipstream.inference.servers.engine import ServedEngine
 from slipstream.inference.servers.process import Launch, ServerProcess
 from slipstream.inference.servers.vllm import EXTENSION, VLLMServer, vllm_command, vllm_environment
@@ -46,11 +47,12 @@ def launch(
     *,
     python: Path = PYTHON,
     environment: Mapping[str, str] | None = None,
+    policy: Decoder | None = None,
     **more: Any,
 ) -> ServerProcess:
-    """Start a server for `decoder(0)`, in `folder`. `more` are vLLM's options, and `environment`
-    replaces environment variables."""
-    save_checkpoint(decoder(0, eos=EOS), folder / "model")
+    """Start a server for `policy`, or `decoder(0)`, in `folder`. `more` are vLLM's options, and
+    `environment` replaces environment variables."""
+    save_checkpoint(policy or decoder(0, eos=EOS), folder / "model")
     extension = copy_extension(folder)
     shutil.copy(Path(__file__).with_name("slow_worker.py"), extension)
     command = partial(
@@ -106,9 +108,11 @@ def engine_on(
     check: WeightCheck | None = None,
     on_compute: Executor | None = None,
     client: Callable[..., VLLMServer] = VLLMServer,
+    drafts: ServedDrafts | None = None,
 ) -> ServedEngine:
     """An engine on running servers, which get the weights of `policy`, or of `decoder(0)`."""
     policy = policy or decoder(0, eos=EOS)
+    client = partial(client, drafts=drafts is not None)
     weights = WeightFolder(policy, torch.float32)
     stored = weights.write(WeightUpdate(version=0, buckets=[list(policy.named_parameters())]))
     for process in processes:
@@ -124,6 +128,7 @@ def engine_on(
         decode=decode,
         check=check,
         on_compute=on_compute,
+        drafts=drafts,
     )
 
 

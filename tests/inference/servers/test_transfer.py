@@ -26,7 +26,7 @@ from tests.inference.servers.test_engine import full_disk
 def servers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Fleet]:
-    fleet = Fleet(tmp_path_factory.mktemp("fleet"), 2, request.param)
+    fleet = Fleet(tmp_path_factory.mktemp("fleet"), 2, transport=request.param)
     yield fleet
     fleet.close()
 
@@ -186,7 +186,7 @@ def removed(fleet: Fleet) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def sharing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    fleet = Fleet(tmp_path_factory.mktemp("sharing"), 1, "shared_memory")
+    fleet = Fleet(tmp_path_factory.mktemp("sharing"), 1, transport="shared_memory")
     yield fleet
     fleet.close()
 

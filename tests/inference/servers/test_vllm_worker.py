@@ -5,13 +5,25 @@ from __future__ import annotations
 import ast
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from slipstream.inference.servers import vllm_worker
-from slipstream.inference.servers.vllm_worker import ROWS, SlipstreamWorker, checksum, tensors_of
+from slipstream.inference.servers.vllm_worker import (
+    PROBES,
+    ROWS,
+    SlipstreamWorker,
+    checksum,
+    expand_batch_to_tokens,
+    probe_input,
+    probed,
+    tensors_of,
+)
 
 SIZES = [1, 3, 5, ROWS - 1, ROWS, ROWS + 1, 3 * ROWS + 7]
 
@@ -102,3 +114,90 @@ def test_the_module_needs_nothing_that_vllms_environment_lacks() -> None:
         elif isinstance(node, ast.ImportFrom):
             found.add(str(node.module).split(".")[0])
     assert found - sys.stdlib_module_names == {"torch", "safetensors", "vllm"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+def test_values_of_requests_are_repeated_for_their_drafts(dtype: torch.dtype) -> None:
+    values = torch.tensor([2, 0, 5, 7], dtype=dtype)
+    counts = torch.tensor([2, 3, 3, 6], dtype=torch.int32)
+    found = expand_batch_to_tokens(values, counts, 6, replace_from=0, replace_to=1)
+    assert found.tolist() == [2, 2, 1, 7, 7, 7]
+    assert found.dtype == dtype
+    assert expand_batch_to_tokens(values, counts, 6).tolist() == [2, 2, 0, 7, 7, 7]
+    half = expand_batch_to_tokens(torch.tensor([0.5, 0.0]), torch.tensor([1, 1]), 1, 0, 1)
+    assert half.tolist() == [0.5]
+
+
+def test_what_a_layer_gives_changes_with_each_of_its_outputs() -> None:
+    outputs = torch.randn(37, generator=torch.Generator().manual_seed(0))
+    found = probed(outputs)
+    assert len(found) == PROBES
+    assert found == probed(outputs.clone())
+    for place in range(37):
+        changed = outputs.clone()
+        changed[place] += 1e-3
+        assert max(abs(a - b) for a, b in zip(found, probed(changed), strict=True)) > 1e-5
+    assert probe_input(5).abs().max() <= 1
+    assert torch.equal(probe_input(9)[:5], probe_input(5))
+
+
+class Drafter:
+    def propose(self, num_speculative_tokens: int, tokens: list[int]) -> list[int]:
+        return tokens[:num_speculative_tokens]
+
+
+def test_a_drafter_is_switched_off_and_on() -> None:
+    worker: Any = Worker()
+    worker.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=False))
+    drafter: Any = Drafter()
+    worker.model_runner = SimpleNamespace(drafter=drafter, get_draft_model=lambda: drafter)
+    assert worker.slipstream_draft() == {
+        "head": True,
+        "version": None,
+        "on": True,
+        "can_stop": True,
+        "unmended": None,
+    }
+    for on in (False, True, False, False):
+        assert worker.slipstream_draft(on)["on"] is on
+        drafts = drafter.propose(num_speculative_tokens=2, tokens=[7, 8, 9])
+        assert drafts == ([7, 8] if on else [])
+    worker.vllm_config.scheduler_config.async_scheduling = True
+    worker.slipstream_draft(True)
+    state = worker.slipstream_draft(False)
+    assert (state["on"], state["can_stop"]) == (True, False)
+    worker.model_runner = SimpleNamespace(get_draft_model=lambda: None)
+    assert worker.slipstream_draft()["head"] is False
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(2, 2)
+        self.inner = nn.Module()
+        self.inner.embed = nn.Linear(2, 2)
+        self.inner.fc = nn.Linear(2, 2)
+
+
+def test_a_draft_head_is_loaded_without_the_modules_of_the_policy() -> None:
+    model = Model()
+    shared = model.inner.embed
+    own = {name: m for name, m in model.named_modules() if m is not shared}
+    with vllm_worker._without_shared(model, own):
+        assert shared not in list(model.modules())
+        assert model.inner.fc in list(model.modules())
+    assert model.inner.embed is shared
+
+
+@pytest.mark.parametrize(
+    ("name", "have", "fed"),
+    [
+        ("fc.weight", {"fc.weight"}, True),
+        ("fc.weight", {"norm.weight"}, False),
+        ("layers.0.qkv_proj.weight", {f"layers.0.{n}_proj.weight" for n in "qkv"}, True),
+        ("layers.0.qkv_proj.weight", {f"layers.0.{n}_proj.weight" for n in "qk"}, False),
+    ],
+)
+def test_parameters_that_got_no_weights_are_found(name: str, have: set[str], fed: bool) -> None:
+    assert vllm_worker._fed(name, have) is fed
+    assert vllm_worker._own_name("midlayer.fc.weight") == "layers.0.fc.weight"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -44,8 +45,8 @@ def paused(fleet: Fleet) -> list[bool]:
 
 def test_all_servers_get_the_checkpoint(fleet: Fleet, checkpoint: Path) -> None:
     engines = [VLLMEngine(process.url) for process in fleet.processes]
-    first = anyio.run(sync_weights_to_engines, engines, str(checkpoint))
-    second = anyio.run(sync_weights_to_engines, engines, checkpoint)
+    first = anyio.run(partial(sync_weights_to_engines, engines, str(checkpoint)))
+    second = anyio.run(partial(sync_weights_to_engines, engines, checkpoint))
     assert first == [{"success": True, "version": 1}] * 2
     assert second == [{"success": True, "version": 2}] * 2
     assert paused(fleet) == [False, False]
@@ -70,7 +71,7 @@ def test_servers_are_updated_at_the_same_time(fleet: Fleet, checkpoint: Path) ->
     async def work() -> None:
         with anyio.move_on_after(60) as scope:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(sync_weights_to_engines, engines, checkpoint)
+                tasks.start_soon(partial(sync_weights_to_engines, engines, checkpoint))
                 while CLIENT.get(url + "/weight_info").json()["weight_version"] != "1":  # noqa: ASYNC110
                     await anyio.sleep(0.05)
                 tasks.cancel_scope.cancel()
@@ -82,7 +83,7 @@ def test_servers_are_updated_at_the_same_time(fleet: Fleet, checkpoint: Path) ->
 def test_a_failure_names_its_server(fleet: Fleet, checkpoint: Path) -> None:
     plant(fleet.processes[1], "wrong_sum")
     engines = [VLLMEngine(process.url) for process in fleet.processes]
-    good, bad = anyio.run(sync_weights_to_engines, engines, checkpoint)
+    good, bad = anyio.run(partial(sync_weights_to_engines, engines, checkpoint))
     assert good == {"success": True, "version": 1}
     assert bad["success"] is False
     assert fleet.processes[1].url in bad["error"]
@@ -100,9 +101,9 @@ def test_a_server_is_not_touched_by_a_checkpoint_that_does_not_fit(
         (tmp_path / "other", "its num_hidden_layers is 2"),
         (tmp_path / "empty", f"{tmp_path / 'empty'} cannot be read"),
     ):
-        record = anyio.run(sync_weights_to_engines, engines[:1], path)[0]
+        record = anyio.run(partial(sync_weights_to_engines, engines[:1], path))[0]
         assert record["success"] is False
         assert part in record["error"]
     assert paused(fleet) == [False, False]
-    record = anyio.run(sync_weights_to_engines, engines, checkpoint)[1]
+    record = anyio.run(partial(sync_weights_to_engines, engines, checkpoint))[1]
     assert "http://127.0.0.1:1/version does not answer" in record["error"]

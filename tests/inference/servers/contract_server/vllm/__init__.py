@@ -3,6 +3,7 @@
     entrypoints/openai/api_server.py    command line and HTTP routes
     sampling.py                         checks of requests
     core.py                             the engine in a thread, and the worker
+    drafts.py                           the draft head, and its counters
     faults.py                           faults that a test plants with POST /test/plant
 
 Only servers that tests start have this folder on their PYTHONPATH. What vLLM's documents leave open

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -35,6 +35,7 @@ from slipstream.models.numerics import pad_rows
 from slipstream.sampling.choose import Choice, tempered
 from slipstream.sampling.truncate import truncate
 from slipstream.types import Generation, StopReason, WeightUpdate
+from vllm.drafts import Counts, DraftModel, Speculation
 from vllm.faults import Faults
 from vllm.sampling import Checked
 
@@ -66,6 +67,7 @@ class Part:
     finish_reason: str | None = None
     stop_reason: int | None = None
     weight_versions: list[dict[str, Any]] | None = None
+    drafts: dict[str, Any] | None = None
     error: str | None = None
 
 
@@ -78,6 +80,7 @@ class Job:
     receive: Callable[[Part], None]
     entries: list[dict[str, Any]] = field(default_factory=list)
     sent: int = 0
+    counts: Counts = field(default_factory=Counts)
 
 
 class SaltedScheduler(Scheduler):
@@ -112,10 +115,30 @@ class Core(Engine):
 
     scheduler: SaltedScheduler
 
-    def __init__(self, model: Path, settings: EngineSettings, *, raw: bool, faults: Faults) -> None:
-        """`raw`: log-probs are those of the model, not of the distribution that is sampled."""
+    def __init__(
+        self,
+        model: Path,
+        settings: EngineSettings,
+        *,
+        raw: bool,
+        faults: Faults,
+        speculation: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`raw`: log-probs are those of the model, not of the distribution that is sampled.
+        `speculation` is the value of `--speculative-config`."""
         engine_module.Scheduler = SaltedScheduler  # type: ignore[attr-defined]
-        super().__init__(load_checkpoint(model), settings)
+        decoder = load_checkpoint(model)
+        drafts = self.drafts = (
+            None
+            if speculation is None
+            else Speculation(speculation, decoder.config, settings.dtype, faults)
+        )
+        super().__init__(
+            decoder,
+            settings,
+            proposer=None if drafts is None else drafts.proposer,
+            selector=None if drafts is None else drafts.plans,
+        )
         assert isinstance(self._scheduler, SaltedScheduler)
         self.scheduler = self._scheduler
         self.scheduler.salt_of = self._salt_of
@@ -176,10 +199,20 @@ class Core(Engine):
         hidden: HiddenStates,
         starts: Sequence[int],
     ) -> list[list[int]]:
-        own = list(starts)[: len(requests)]  # There may be padding behind them.
-        rows = self._log_probs(requests, hidden.final[own])
-        tokens = choice.tokens[own].tolist()
-        for request, token, row in zip(requests, tokens, rows, strict=True):
+        paths = super()._accept(requests, trees, choice, hidden, starts)
+        of_row: list[Running] = []
+        index: list[int] = []
+        # There may be padding behind the requests.
+        for request, tree, first, path in zip(requests, trees, starts, paths, strict=False):
+            job = self.jobs[request.request_id]
+            job.counts.add(len(tree) - 1, len(path) - 1)
+            of_row += [request] * len(path)
+            index += [first + node for node in path]
+        if not index:
+            return paths
+        rows = self._log_probs(of_row, hidden.final[index])
+        tokens = choice.tokens[index].tolist()
+        for request, token, row in zip(of_row, tokens, rows, strict=True):
             job = self.jobs[request.request_id]
             entry = _entry(token, row)
             wanted, top = job.checked.token_ids, job.checked.top or 0
@@ -189,12 +222,12 @@ class Core(Engine):
             listed = list(dict.fromkeys([token, *wanted]))[: max(1, top)]
             entry["top_logprobs"] = [_entry(i, row) for i in listed]
             job.entries.append(entry)
-        return super()._accept(requests, trees, choice, hidden, starts)
+        return paths
 
     def _log_probs(self, requests: Sequence[Running], hidden_ND: Tensor) -> Tensor:
         """(N, V): the log-probs that are reported."""
         padded = pad_rows(hidden_ND, self._runner.tokens_multiple)
-        logits = self._runner.packed.lm_head(padded)[: len(requests)].float()
+        logits = self._runner.packed.lm_head(padded)[: len(hidden_ND)].float()
         if rounding := self._faults["rounding"]:
             logits = logits + rounding * torch.randn(logits.shape, generator=self._noise)
         if self._raw:
@@ -236,6 +269,8 @@ class EngineThread:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(work())
             except BaseException as error:
@@ -311,6 +346,13 @@ class EngineThread:
             os._exit(1)
         self._broken = False
 
+    def load_draft(self, tensors: dict[str, Tensor]) -> set[str]:
+        """Load a draft head, on this thread. Returns the parameters that got no weights."""
+        if self._core.drafts is None:
+            raise RuntimeError("this server has no draft head")
+        missing: set[str] = self._core.drafts.load(tensors)
+        return missing
+
     def _run(self) -> None:
         while not self.dead:
             try:
@@ -353,6 +395,8 @@ class EngineThread:
             part = Part(token_ids=[entry["token_id"] for entry in new], entries=new)
             if name in done:
                 self._finish(part, done[name])
+                if self._core.drafts is not None:
+                    part.drafts = job.counts.metrics(self._core.drafts.steps)
                 del jobs[name]
             if new or part.finish_reason or part.error:
                 job.receive(part)
@@ -385,10 +429,18 @@ class _Parameters:
     def named_parameters(self) -> Iterator[tuple[str, None]]:
         yield from ((name, None) for name in self._names)
 
+    def modules(self) -> Iterator[None]:
+        yield from ()
+
 
 class _Runner:
-    def __init__(self, model: _Parameters) -> None:
-        self._model = model
+    def __init__(self, model: _Parameters, drafts: Speculation | None) -> None:
+        self._model, self._drafts = model, drafts
+        if drafts is not None:
+            self.drafter = drafts.drafter
+
+    def get_draft_model(self) -> DraftModel | None:
+        return None if self._drafts is None else DraftModel(self._drafts)
 
     def get_model(self) -> _Parameters:
         return self._model
@@ -402,8 +454,12 @@ def make_worker(extension: type | None, thread: EngineThread, core: Core, faults
 
     class CPUWorker(extension or object):  # type: ignore[misc]
         def __init__(self) -> None:
-            self.vllm_config = SimpleNamespace(model_config=core.described)
-            self.model_runner = _Runner(_Parameters(core.parameter_names()))
+            self.vllm_config = SimpleNamespace(
+                scheduler_config=SimpleNamespace(async_scheduling=False),
+                parallel_config=SimpleNamespace(tensor_parallel_size=1),
+                model_config=core.described,
+            )
+            self.model_runner = _Runner(_Parameters(core.parameter_names()), core.drafts)
 
         def _load(self, model: _Parameters, tensors: Any) -> set[str]:
             names, loaded = {name for name, _ in model.named_parameters()}, set[str]()
@@ -421,6 +477,24 @@ def make_worker(extension: type | None, thread: EngineThread, core: Core, faults
 
             thread.load(read)
             return names - loaded
+
+        def _load_draft(self, tensors: Any) -> set[str]:
+            return thread.load_draft({name: tensor.clone() for name, tensor in tensors})
+
+        def slipstream_load_draft(self, path: str, version: int) -> dict[str, Any]:
+            result: dict[str, Any] = super().slipstream_load_draft(path, version)
+            if faults["wrong_draft_sum"]:
+                first = next(iter(result["checksums"]))
+                result["checksums"][first] ^= 1
+            return result
+
+        def slipstream_draft(self, on: bool | None = None) -> dict[str, Any]:
+            result: dict[str, Any] = super().slipstream_draft(on)
+            # This server has none of vLLM's modules, and nothing to repair.
+            result["unmended"] = faults["unmended"]
+            if (version := faults["draft_version"]) is not None:
+                result["version"] = version
+            return result
 
         def _received(self, tensors: Any) -> dict[str, Any]:
             result: dict[str, Any] = super()._received(tensors)

@@ -27,6 +27,15 @@ DEFAULTS: Mapping[str, Any] = {
     "broken_read": None,
     # Cached keys and values are used for all salts.
     "stale_cache": False,
+    # A draft head is acknowledged and not loaded, or replaced by a random one.
+    "skip_draft": False,
+    "random_draft": False,
+    # The server says that it has a draft head of this version.
+    "draft_version": None,
+    # Why the worker extension could not repair speculation.
+    "unmended": None,
+    # A draft head is answered with a wrong checksum.
+    "wrong_draft_sum": False,
     # The process ends after this number of generated tokens.
     "die_after": None,
     # The engine behind the routes ends after this number of tokens, as when its process is killed.
@@ -63,6 +72,6 @@ class Faults:
 
     def plant(self, name: str, value: Any) -> None:
         """Set a fault. Raises KeyError for an unknown name."""
-        if name not in DEFAULTS:
-            raise KeyError(f"no fault {name!r}; there are {', '.join(DEFAULTS)}")
+        if name not in self.start:
+            raise KeyError(f"no fault {name!r}; there are {', '.join(self.start)}")
         self.values[name] = value

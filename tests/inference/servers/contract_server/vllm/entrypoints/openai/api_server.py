@@ -57,6 +57,12 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--logprobs-mode", default="raw_logprobs")
     found.add_argument("--generation-config", default="auto")
     found.add_argument("--gpu-memory-utilization", type=float)
+    found.add_argument("--speculative-config", type=json.loads)
+    found.add_argument(
+        "--per-request-spec-decode-metrics",
+        choices=("none", "summary", "detailed"),
+        default="none",
+    )
     for name, default in (("port", 8000), ("seed", 0), ("max-num-seqs", 256)):
         found.add_argument(f"--{name}", type=int, default=default)
     found.add_argument("--load-format", choices=("auto", "safetensors", "dummy"), default="auto")
@@ -97,7 +103,13 @@ class Server:
             ),
         )
         raw = args.logprobs_mode != "processed_logprobs"
-        self.core = Core(Path(args.model), settings, raw=raw, faults=self.faults)
+        self.core = Core(
+            Path(args.model),
+            settings,
+            raw=raw,
+            faults=self.faults,
+            speculation=args.speculative_config,
+        )
         self.since = self.core.stats()
         if args.load_format == "dummy":
             self.core.randomize()
@@ -270,6 +282,11 @@ class Server:
                 vocab_size=self.core.vocab_size,
                 max_model_len=self.args.max_model_len,
             )
+            if self.core.drafts is not None and found.request.params.min_p > 1e-5:
+                raise BadRequestError(
+                    "The min_p and logit_bias sampling parameters are not yet supported with "
+                    "speculative decoding."
+                )
             parts: asyncio.Queue[Part] = asyncio.Queue()
             loop = asyncio.get_running_loop()
 
@@ -288,7 +305,8 @@ class Server:
         except EngineDeadError as error:
             return problem(str(error), 500)
         if body.get("stream"):
-            chunks = self.stream(name, job, found, parts)
+            usage = bool((body.get("stream_options") or {}).get("include_usage"))
+            chunks = self.stream(name, job, found, parts, usage=usage)
             return StreamingResponse(chunks, media_type="text/event-stream")
         return await self.whole(request, name, job, found, parts)
 
@@ -318,6 +336,7 @@ class Server:
                 "model": self.args.served_model_name or self.args.model,
                 "created": int(time.time()),
                 "usage": usage,
+                "metrics": self.draft_metrics(part),
                 "prompt_logprobs": None,
                 "output_mode": "tokens",
                 "choices": [self.choice(part, found)],
@@ -325,9 +344,10 @@ class Server:
         )
 
     async def stream(
-        self, name: str, job: Job, found: Checked, parts: asyncio.Queue[Part]
+        self, name: str, job: Job, found: Checked, parts: asyncio.Queue[Part], *, usage: bool
     ) -> AsyncIterator[str]:
-        """Tokens as they come. The last part has the weight versions."""
+        """Tokens as they come. The last part has the weight versions. With `usage`, an event
+        without choices follows, which has the numbers of tokens and the counts of drafts."""
         count, most = 0, self.faults["error_after"]
         try:
             part = Part()
@@ -347,9 +367,26 @@ class Server:
                     "choices": [self.choice(part, found)],
                 }
                 yield f"data: {json.dumps(chunk)}\n\n"
+            if usage and part.error is None:
+                last: dict[str, Any] = {
+                    "request_id": name,
+                    "choices": [],
+                    "usage": {"completion_tokens": count},
+                    "metrics": self.draft_metrics(part),
+                }
+                yield f"data: {json.dumps(last)}\n\n"
             yield "data: [DONE]\n\n"
         finally:
             self.thread.abort(lambda other: other is job)
+
+    def draft_metrics(self, part: Part) -> dict[str, Any] | None:
+        """The counts of drafts, at the end of a request."""
+        level = self.args.per_request_spec_decode_metrics
+        if level == "none" or part.drafts is None:
+            return None
+        hidden = () if level == "detailed" else ("per_step_accepted", "per_step_drafted")
+        counts = {name: value for name, value in part.drafts.items() if name not in hidden}
+        return {"speculative_decoding": counts}
 
     def choice(self, part: Part, found: Checked) -> dict[str, Any]:
         # `logprob_token_ids` without `logprobs` gives no log-probs on this route (vLLM 0.32).
@@ -378,6 +415,7 @@ async def joined(parts: asyncio.Queue[Part]) -> Part:
         whole.entries += part.entries
         whole.finish_reason, whole.stop_reason = part.finish_reason, part.stop_reason
         whole.weight_versions, whole.error = part.weight_versions, part.error
+        whole.drafts = part.drafts
     return whole
 
 
