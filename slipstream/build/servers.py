@@ -54,8 +54,8 @@ class Kind:
 
     `command(python, model, settings, port)` and `settings(config, model, number, drafts)` are its
     command line and its options. `environment(folder)` returns environment variables, and may write
-    to the folder. `check_settings` and `check_python` raise ConfigError. `api_key` and `cores` are the
-    environment variables with the key that clients send, and with the cores of a server.
+    to the folder. `check_settings` and `check_python` raise ConfigError. `api_key` and `cores` are
+    the environment variables with the key that clients send, and with the cores of a server.
     """
 
     name: str

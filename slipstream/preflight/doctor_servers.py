@@ -12,14 +12,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import slipstream
-from slipstream.config.engines import VLLM_PYTHON, engine_names
+from slipstream.config.engines import SERVED, engine_names
 from slipstream.config.hardware import detect_hardware
 from slipstream.preflight.doctor_checks import Finding, Status
 
-PYTHONS = {"vllm": VLLM_PYTHON, "sglang": "SLIPSTREAM_SGLANG_PYTHON"}
-"""Serving engine -> the environment variable with the Python of its environment."""
+if TYPE_CHECKING:
+    from slipstream.inference.servers.sglang import SGLangServer
+    from slipstream.inference.servers.vllm import VLLMServer
 
 PEERS_PYTHON = Path(slipstream.__file__).parents[1] / ".venv-vllm/bin/python"
 """Python of the environment that `make peers` creates in the source tree."""
@@ -38,7 +40,7 @@ _SERVER = "actor_rollout_ref.rollout.server"
 def environments(python: str | None = None) -> Iterator[Finding]:
     """Yield what is installed of each serving engine. `python` is the interpreter that a
     configuration names; None: that of the environment variables, or this one."""
-    for name, variable in PYTHONS.items():
+    for name, variable in SERVED.items():
         given = python if name == "vllm" else None
         yield _environment(name, variable, given)
 
@@ -108,14 +110,15 @@ def _lacks(
     name: str, version: str | None, for_cpu: bool | None, cpu_only: bool
 ) -> tuple[Status, str]:
     """What keeps a run from using an installed engine, and what helps."""
+    from slipstream.inference.servers import sglang, vllm
     from slipstream.inference.servers.environment import numbers
-    from slipstream.inference.servers.vllm import OLDEST
 
     if name not in engine_names():
         return "ok", "runs cannot use it yet; `slipstream bench` can"
-    if name == "vllm" and version is not None and numbers(version) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        return "note", f"too old, {oldest} or newer is needed: install a newer one"
+    oldest = {"vllm": vllm.OLDEST, "sglang": sglang.OLDEST}[name]
+    if version is not None and numbers(version, len(oldest)) < oldest:
+        needed = ".".join(map(str, oldest))
+        return "note", f"too old, {needed} or newer is needed: install a newer one"
     if cpu_only and for_cpu is False:
         cpu_package = INSTALL[name][1]
         remedy = f"install {cpu_package} instead" if cpu_package else "use it on a GPU"
@@ -128,13 +131,12 @@ def running(urls: Sequence[str]) -> Iterator[Finding]:
     import anyio
 
     from slipstream.errors import EngineError
-    from slipstream.inference.servers.vllm import VLLMServer
 
     for url in urls:
-        server = VLLMServer(url)
-        version = None
+        version, kind = None, ""
         try:
-            version = anyio.run(server.version)
+            server = anyio.run(_server_at, url)
+            version, kind = anyio.run(server.version), server.KIND
             problems = anyio.run(server.problems)
         except EngineError as error:
             problems = [f"{error}; start the server, or correct the URL"]
@@ -153,6 +155,25 @@ def running(urls: Sequence[str]) -> Iterator[Finding]:
                 section="servers",
                 name=url,
                 status="ok",
-                value=f"vLLM {version}; a run can use it with {_SERVER}.urls",
+                value=f"{kind} {version}; a run can use it with {_SERVER}.urls",
                 facts={"version": version, "usable": True},
             )
+
+
+async def _server_at(url: str) -> VLLMServer | SGLangServer:
+    """The client for what serves at an address. Raises EngineError if it is none of them."""
+    from slipstream.errors import EngineError
+    from slipstream.inference.servers.http import ServerGoneError
+    from slipstream.inference.servers.sglang import SGLangServer
+    from slipstream.inference.servers.vllm import VLLMServer
+
+    server = VLLMServer(url)
+    try:
+        await server.version()
+    except ServerGoneError:
+        raise
+    except EngineError:
+        other = SGLangServer(url)
+        await other.version()
+        return other
+    return server

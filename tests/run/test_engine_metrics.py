@@ -90,6 +90,29 @@ def test_engine_without_drafts_has_no_speculation_metrics() -> None:
     assert speculation_metrics(EngineStats(), now) == {}
 
 
+def test_servers_count_drafts_and_measure_no_time() -> None:
+    now = EngineStats(
+        verifications=20,
+        accepted_tokens=30,
+        draft_tokens=60,
+        head_draft_tokens=60,
+        draft_steps=20,
+        draft_depth=60,
+        offered_depths=(20, 20, 20, *(0,) * 13),
+        accepted_depths=(15, 10, 5, *(0,) * 13),
+    )
+    metrics = speculation_metrics(EngineStats(), now)
+    check_names(metrics)
+    assert metrics == {
+        "spec/accept_length": 2.5,
+        "spec/head_fraction": 1.0,
+        "spec/plan": 3.0,
+        "spec/acceptance_rate_1": 0.75,
+        "spec/acceptance_rate_2": 0.5,
+        "spec/acceptance_rate_3": 0.25,
+    }
+
+
 def test_server_metrics_are_those_of_the_checks_since_the_last_step() -> None:
     before = EngineStats(
         update_seconds={"write": 1.0, "install": 2.0},

@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 import torch
 
-from slipstream.config.engines import VLLM
+from slipstream.config.engines import engine_entry
 from slipstream.inference.servers.drafts import DraftFolder, ServedDrafts
 from slipstream.inference.servers.engine import ServedEngine
 from slipstream.inference.servers.process import Launch, ServerProcess
@@ -128,7 +128,7 @@ class Fleet:
             [make(p.url) if attached else make(process=p) for p in processes],
             self.weights,
             name=self.name,
-            capabilities=VLLM,
+            capabilities=engine_entry(self.name).capabilities,
             vocab_size=VOCAB,
             max_model_len=96,
             eos_token_ids=(EOS,),
