@@ -50,6 +50,9 @@ head, relative to the size of the outputs, by dtype."""
 ROUNDING = 4.0
 """How much larger than before this difference may become."""
 
+SMALLEST = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
+"""The difference that is always allowed."""
+
 
 @runtime_checkable
 class DraftServer(Protocol):
@@ -170,7 +173,7 @@ class DraftCheck:
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._largest = LARGEST[dtype]
+        self._smallest, self._largest = SMALLEST[dtype], LARGEST[dtype]
         self._old: dict[str, Tensor] | None = None
         self._rounding = 0.0
 
@@ -183,15 +186,16 @@ class DraftCheck:
         sizes = {
             name: values.square().mean().sqrt().clamp(min=1e-12) for name, values in new.items()
         }
-        row = torch.cat(
+        # A row for each layer, because the errors of a layer's outputs depend on each other.
+        row = torch.stack(
             [torch.tensor(given[name], dtype=torch.float64) / sizes[name] for name in new]
         )
-        wanted = torch.cat([values / sizes[name] for name, values in new.items()])
+        wanted = torch.stack([values / sizes[name] for name, values in new.items()])
         if self._old is None:
             before, rounding = wanted, self._largest
         else:
-            before = torch.cat([self._old[name] / sizes[name] for name in new])
-            rounding = min(self._largest, max(ROUNDING * self._rounding, 1e-6))
+            before = torch.stack([self._old[name] / sizes[name] for name in new])
+            rounding = min(self._largest, max(ROUNDING * self._rounding, self._smallest))
         finding = judge(row, wanted, before, rounding=rounding)
         if finding.verdict is Verdict.UNDECIDED and self._old is None:
             finding = replace(finding, verdict=Verdict.NEW)

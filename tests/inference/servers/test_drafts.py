@@ -227,7 +227,7 @@ def test_servers_draft_and_count_what_the_embedded_engine_counts(fleet: Fleet) -
 
 def test_a_head_is_replaced_while_requests_run(fleet: Fleet) -> None:
     for process in fleet.processes:
-        plant(process, "delay", 0.01)
+        plant(process, "delay", 1.0)
     notes: list[str] = []
     new = make_head(fleet.policy, seed=1)
 
@@ -243,6 +243,8 @@ def test_a_head_is_replaced_while_requests_run(fleet: Fleet) -> None:
                 await until(lambda: engine.stats().running == 4)
                 await engine.update_drafter(update_of(new, 2))
                 assert engine.stats().running == 4
+                for process in fleet.processes:
+                    plant(process, "delay", 0.0)
             assert engine.stats().version == 0
             return results
 
