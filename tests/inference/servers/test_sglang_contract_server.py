@@ -52,12 +52,16 @@ def body(rid: str, **more: Any) -> dict[str, Any]:
 def start(threads: ThreadPoolExecutor, process: ServerProcess, *rids: str) -> list[Future[Any]]:
     """Start slow requests, and return when they run."""
     plant(process, "delay", 0.05)
-    found = [
-        threads.submit(lambda rid=rid: post(process, "/generate", body(rid)).json())  # type: ignore[misc]
-        for rid in rids
-    ]
-    time.sleep(0.4)
+    found = [threads.submit(slow, process, rid) for rid in rids]
+    while not set(rids) <= set(CLIENT.get(process.url + "/test/running").json()):
+        time.sleep(0.01)
     return found
+
+
+def slow(process: ServerProcess, rid: str) -> Any:
+    """The answer to a request for 90 tokens."""
+    request = body(rid, sampling={"max_new_tokens": 90})
+    return post(process, "/generate", request).json()
 
 
 def reason(answer: Any) -> str:
@@ -134,7 +138,7 @@ def test_an_update_waits_for_requests_unless_the_server_is_paused(
         assert not loaded.done()
         plant(process, "delay", 0)
         assert loaded.result().json()["success"] is True
-        assert running.done()
+        assert reason(running.result()) == "length"
         (running,) = start(threads, process, "b")
         post(process, "/pause_generation", {"mode": "in_place"})
         assert post(process, route, update).json()["success"] is True
@@ -158,7 +162,7 @@ def test_the_cache_can_be_flushed_only_without_running_requests(process: ServerP
         assert post(process, "/flush_cache").status_code == 200
         plant(process, "delay", 0)
         post(process, "/continue_generation", {})
-        assert len(running.result()["output_ids"]) == 30
+        assert len(running.result()["output_ids"]) == 90
 
 
 def test_a_new_version_aborts_requests_unless_told_otherwise(process: ServerProcess) -> None:
