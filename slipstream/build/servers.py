@@ -33,14 +33,14 @@ from slipstream.inference.servers.check import WeightCheck
 from slipstream.inference.servers.engine import ServedEngine
 from slipstream.inference.servers.process import Launch, ServerProcess
 from slipstream.inference.servers.sglang import SGLangServer
+from slipstream.inference.servers.transfer import WeightTransfer, make_transfer
 from slipstream.inference.servers.vllm import VLLMServer
-from slipstream.inference.servers.weights import WeightFolder
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder, without_init
 from slipstream.models.hf_io import read_tensors, save_checkpoint
 from slipstream.models.policy import PolicyConfig
 from slipstream.threads import usable_cores
-from slipstream.types import EngineCapabilities, SamplingParams
+from slipstream.types import EngineCapabilities, SamplingParams, WeightUpdate
 
 _KEY = "actor_rollout_ref.rollout.server"
 
@@ -97,9 +97,28 @@ def _check(kind: Kind, config: Config, model: PolicyConfig) -> None:
     assert isinstance(model, ModelConfig), "the capabilities name no other policy"
     if kind.capabilities.drafts:
         check_served_drafts(config, model)
+    _check_transport(kind, config)
     if not config.actor_rollout_ref.rollout.server.urls:
         kind.check_settings(config, kind.settings(config, model, 0, {}), model)
         kind.check_python(server_python(kind, config).absolute())
+
+
+def _check_transport(kind: Kind, config: Config) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    transport = rollout.server.transport
+    if transport != "file" and not hasattr(kind.client, "load_shared"):
+        raise ConfigError(
+            f"{_KEY}.transport={transport}: {kind.title} takes weights from files only; set "
+            f"{_KEY}.transport=file"
+        )
+    if transport == "collective" and device_of(config).type == "cuda":
+        needed = 1 + rollout.server.replicas * (rollout.tensor_model_parallel_size or 1)
+        if not rollout.server.urls and len(_gpus()) < needed:
+            raise ConfigError(
+                f"{_KEY}.transport={transport}: a GPU cannot be in a process group twice, so "
+                f"trainer and servers need {needed} GPUs, and there are {len(_gpus())}; set "
+                f"{_KEY}.transport=shared_memory"
+            )
 
 
 def sampling(config: Config) -> dict[str, SamplingParams]:
@@ -163,7 +182,14 @@ def _made(kind: Kind, setup: EngineSetup) -> InferenceEngine:
         module = Decoder(policy.config)
     server = config.actor_rollout_ref.rollout.server
     parent = None if server.transfer_dir is None else Path(server.transfer_dir)
-    weights = WeightFolder(module, dtype, parent)
+    weights = make_transfer(
+        server.transport,
+        module,
+        dtype,
+        parent,
+        device=policy.device,
+        timeout_s=server.update_timeout_s,
+    )
     allow_connections()
     servers: list[VLLMServer | SGLangServer] = []
     client: Callable[..., VLLMServer | SGLangServer] = partial(
@@ -185,6 +211,7 @@ def _made(kind: Kind, setup: EngineSetup) -> InferenceEngine:
             dtype=dtype,
         )
         if server.urls:
+            weights.guard()
             servers = [client(url) for url in server.urls]
         else:
             own = weights.file if _starts_empty(config) else None
@@ -197,9 +224,10 @@ def _made(kind: Kind, setup: EngineSetup) -> InferenceEngine:
             anyio.run(each.check)
             anyio.run(each.check_model, policy.config.to_hf(), max_model_len(config), dtype_name)
         if server.urls or _starts_empty(config):
+            weights.prepare(WeightUpdate(version=0, buckets=[list(policy.named_parameters())]))
             for each in servers:
                 anyio.run(each.pause)
-                anyio.run(each.load, weights.file)
+                anyio.run(weights.deliver, each)
                 anyio.run(each.resume)
     except BaseException as error:
         for each in servers:
@@ -261,7 +289,7 @@ def _started(
     kind: Kind,
     config: Config,
     settings: Callable[[int], Mapping[str, Any]],
-    weights: WeightFolder,
+    weights: WeightTransfer,
 ) -> list[ServerProcess]:
     """Start all servers at the same time. `settings(number)` are the options of one."""
     server = config.actor_rollout_ref.rollout.server
@@ -408,16 +436,23 @@ def placement(kind: Kind, config: Config, number: int) -> dict[str, str]:
     rollout = config.actor_rollout_ref.rollout
     replicas, size = rollout.server.replicas, rollout.tensor_model_parallel_size or 1
     if device_of(config).type == "cuda":
-        given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        names = [name for name in given.split(",") if name]
-        names = names or [str(index) for index in range(max(1, torch.cuda.device_count()))]
-        own = [names[(number * size + rank) % len(names)] for rank in range(size)]
+        names = _gpus()
+        # The trainer has the first one.
+        first = number * size + (rollout.server.transport == "collective")
+        own = [names[(first + rank) % len(names)] for rank in range(size)]
         return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
     if replicas * size == 1:
         return {}
     cores = sorted(os.sched_getaffinity(0))[: usable_cores()]
     parts = [_share(cores, replicas * size, number * size + rank) for rank in range(size)]
     return {kind.cores: "|".join(",".join(map(str, part)) for part in parts)}
+
+
+def _gpus() -> list[str]:
+    """The GPUs of the run, as CUDA_VISIBLE_DEVICES names them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name for name in given.split(",") if name]
+    return names or [str(index) for index in range(max(1, torch.cuda.device_count()))]
 
 
 def _share(cores: Sequence[int], parts: int, number: int) -> Sequence[int]:

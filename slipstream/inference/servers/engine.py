@@ -1,7 +1,7 @@
 """`ServedEngine`: an inference engine whose computation runs in servers.
 
     generate() --> least busy server --HTTP--> ids, log-probs, version spans
-    update_weights() --> file in memory --> every server: pause, load, new version, resume
+    update_weights() --> transport --> every server: pause, load, new version, resume
 
 A server that ends is started again with the newest weights, and its requests are begun again. The
 same happens to a server that hangs, or whose weights are not known after a failed update.
@@ -33,7 +33,7 @@ from slipstream.inference.servers.check import Finding, Verdict, WeightCheck
 from slipstream.inference.servers.drafts import ServedDrafts
 from slipstream.inference.servers.http import ServerGoneError, ServerStallsError
 from slipstream.inference.servers.protocol import Answer, Server
-from slipstream.inference.servers.weights import StoredWeights, WeightFolder
+from slipstream.inference.servers.transfer import WeightTransfer
 from slipstream.models.hf_io import read_tensors
 from slipstream.sampling.noise import key_words
 from slipstream.threads import arrival
@@ -121,7 +121,7 @@ class ServedEngine:
     def __init__(
         self,
         servers: Sequence[Server],
-        weights: WeightFolder,
+        weights: WeightTransfer,
         *,
         name: str,
         capabilities: EngineCapabilities,
@@ -238,15 +238,15 @@ class ServedEngine:
             try:
                 clock = _Clock()
                 with anyio.CancelScope(shield=True):
-                    stored = await anyio.to_thread.run_sync(self._weights.write, update)
+                    new = await anyio.to_thread.run_sync(self._weights.prepare, update)
                     # Servers that do not confirm these weights are started again.
                     self._written += 1
                     self._stats = replace(self._stats, version=update.version)
                 clock.lap("write")
-                await self._each(lambda replica: self._install(replica, stored, update))
+                await self._each(lambda replica: self._install(replica, update))
                 clock.lap("install")
                 if (check := self._check_weights) is not None:
-                    await self._computed(partial(check.renew, stored.tensors))
+                    await self._computed(partial(check.renew, new))
                     self._unchecked = True
                     clock.lap("score")
                 if not self._paused:
@@ -597,20 +597,14 @@ class ServedEngine:
                 if ids:
                     tasks.start_soon(one, replica, ids)
 
-    async def _install(
-        self, replica: _Replica, stored: StoredWeights, update: WeightUpdate
-    ) -> None:
+    async def _install(self, replica: _Replica, update: WeightUpdate) -> None:
         """Bring new weights into one server. If that fails, it is started again with them."""
         server, starts = replica.server, replica.starts
         loading = False
         try:
             await server.pause()
             loading = True
-            received = await server.load(stored.path)
-            sums = stored.checksums if received is None else received
-            wrong = [n for n, value in stored.checksums.items() if sums.get(n) != value]
-            if wrong:
-                raise EngineError(f"{server.name} received other values of {', '.join(wrong[:3])}")
+            await self._weights.deliver(server)
             loading = False
             if update.kv_policy is KVPolicy.RECOMPUTE:
                 await server.forget()
@@ -726,6 +720,7 @@ class ServedEngine:
     async def _start(self, replica: _Replica) -> None:
         written = self._written
         try:
+            await anyio.to_thread.run_sync(self._weights.store)
             await replica.server.restart()
             if self._check_weights is not None:
                 self._check_weights.forget(replica.key)

@@ -1,10 +1,11 @@
 """Runs a program, and ends it with all its children when the process that started this one ends.
 
-    python guard.py FOLDER PROGRAM [ARGUMENT ...]
+    python guard.py FOLDER [PROGRAM [ARGUMENT ...]]
 
 The run holds the other end of standard input. To end the program, it writes a byte and closes it.
 If the run ends in any way, also by SIGKILL, standard input ends without that byte. FOLDER is
-removed then ("-": none). The exit status is the program's.
+removed then ("-": none). The exit status is the program's. Without a program, the folder is removed
+when standard input ends.
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ def _quietly(action: Callable[[], None]) -> None:
 def main() -> int:
     folder, command = sys.argv[1], sys.argv[2:]
     run = os.getppid()
+    if not command:
+        while os.read(0, 4096):
+            pass
+        shutil.rmtree(folder, ignore_errors=True)
+        return 0
     # Orphans of the program become children of this process, so that they are found.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

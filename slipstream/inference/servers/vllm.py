@@ -4,18 +4,22 @@
 from __future__ import annotations
 
 import math
+import socket
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
 
 from slipstream.errors import EngineError
 from slipstream.inference.servers.client import CONTROL_S, ServerClient, ask_all, command_line
 from slipstream.inference.servers.environment import numbers
 from slipstream.inference.servers.http import JsonClient, ServerGoneError, ServerRefusedError
 from slipstream.inference.servers.protocol import Answer, DraftCounts, Ends
-from slipstream.inference.servers.vllm_worker import SHAPES
+from slipstream.inference.servers.vllm_worker import SHAPES, Process, SlipstreamWorker
 from slipstream.types import GenerateRequest, PolicyVersion, VersionSpan
 
 EXTENSION = "slipstream_vllm_worker"
@@ -53,6 +57,12 @@ _PREFIX = "generate-tokens-"
 TEMPERATURES = (0.01, 2.0)
 """The temperatures that vLLM supports beside 0. It silently raises lower ones to 0.01, and refuses
 higher ones."""
+
+METHODS = frozenset(name for name in dir(SlipstreamWorker) if name.startswith("slipstream_"))
+"""The methods of the worker extension."""
+
+RELEASE_S = 5.0
+"""Time limit of telling a server that the run has ended, in seconds."""
 
 
 def vllm_command(python: Path, model: Path, settings: Mapping[str, Any], port: int) -> list[str]:
@@ -98,6 +108,7 @@ class VLLMServer(ServerClient):
         `ServerClient`."""
         super().__init__(url, **more)
         self._drafts = drafts
+        self._owner = {**Process.here(), "host": socket.gethostname()}
 
     async def version(self) -> str:
         """The server's version; "" if it tells none. Raises EngineError if there is no server."""
@@ -106,6 +117,21 @@ class VLLMServer(ServerClient):
         except ServerRefusedError as error:
             raise EngineError(f"{self.name} is no vLLM server ({error}); check the URL") from error
         return str(answer.get("version", "")) if isinstance(answer, Mapping) else ""
+
+    async def check(self) -> None:
+        await super().check()
+        await self._claim()
+
+    async def _claim(self) -> None:
+        """Become the only run that uses the server. Raises EngineError if another run does."""
+        for owner in await self._rpc("slipstream_claim", self._owner):
+            if owner != self._owner:
+                raise EngineError(
+                    f"{self.name} is in use by another run, process {owner['pid']} on "
+                    f"{owner['host']}, and two runs cannot share a server; end that run, or remove "
+                    "the server from actor_rollout_ref.rollout.server.urls. If that run was killed "
+                    "on another machine, start the server again"
+                )
 
     async def problems(self) -> list[str]:
         """Why the server cannot be used, with remedies; empty if it can. Raises EngineError if
@@ -127,16 +153,22 @@ class VLLMServer(ServerClient):
             if hidden:
                 found.append(f"{self.name} lacks the route {hidden[0]}; start it with {remedy}")
         if "/collective_rpc" in known:
+            remedy = (
+                f"start it with --worker-extension-cls {EXTENSION}.SlipstreamWorker, from a copy "
+                "of slipstream/inference/servers/vllm_worker.py with this name on its PYTHONPATH"
+            )
             try:
-                await self._rpc("slipstream_probe")
+                methods = (await self._rpc("slipstream_probe"))[0].get("methods", ())
             except ServerRefusedError as error:
-                found.append(
-                    f"{self.name} has no Slipstream worker extension ({error}); start it with "
-                    f"--worker-extension-cls {EXTENSION}.SlipstreamWorker, from a copy of "
-                    "slipstream/inference/servers/vllm_worker.py with this name on its PYTHONPATH"
-                )
+                found.append(f"{self.name} has no Slipstream worker extension ({error}); {remedy}")
             else:
-                found += await self._draft_problems(version)
+                if lacking := METHODS.difference(methods):
+                    found.append(
+                        f"{self.name} has the worker extension of another version of Slipstream, "
+                        f"without {min(lacking)}; {remedy}"
+                    )
+                else:
+                    found += await self._draft_problems(version)
         return found
 
     async def _draft_problems(self, version: str) -> list[str]:
@@ -327,7 +359,27 @@ class VLLMServer(ServerClient):
         await self._post("/resume", timeout_s=CONTROL_S)
 
     async def load(self, path: Path) -> Mapping[str, int]:
-        first, *others = await self._rpc("slipstream_load", str(path))
+        return await self._loaded("slipstream_load", str(path))
+
+    async def load_shared(self, source: Mapping[str, Any]) -> Mapping[str, int]:
+        return await self._loaded("slipstream_map", source)
+
+    async def join(self, spec: Mapping[str, Any]) -> None:
+        await self._rpc("slipstream_join", spec)
+
+    async def load_sent(self, source: Mapping[str, Any]) -> Mapping[str, int]:
+        return await self._loaded("slipstream_receive", source)
+
+    async def workers(self) -> int:
+        return len(await self._rpc("slipstream_probe"))
+
+    @property
+    def address(self) -> tuple[str, int]:
+        url = urlsplit(self._http.url)
+        return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+
+    async def _loaded(self, method: str, *args: Any) -> Mapping[str, int]:
+        first, *others = await self._rpc(method, *args)
         if first["missing"]:
             raise EngineError(
                 f"{self.name} got no weights for {', '.join(first['missing'][:3])}; its model is "
@@ -394,6 +446,19 @@ class VLLMServer(ServerClient):
     async def set_version(self, version: PolicyVersion) -> None:
         body = {"new_version": str(version)}
         await self._post("/update_weight_version", body, timeout_s=CONTROL_S)
+
+    def close(self) -> None:
+        if self._process is None:
+            with suppress(httpx2.HTTPError):  # It may have ended.
+                httpx2.post(
+                    f"{self._http.url}/collective_rpc",
+                    json={"method": "slipstream_release", "args": [self._owner]},
+                    headers=self._headers,
+                    timeout=RELEASE_S,
+                    trust_env=False,
+                    verify=not self._http.url.startswith("http:"),
+                )
+        super().close()
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the worker extension. Returns the result of each worker."""

@@ -9,15 +9,19 @@ return JSON values.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
+import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 SHAPES = (
     "model_type",
@@ -35,26 +39,33 @@ SHAPES = (
 ROWS = 4096
 """Words per row of `checksum`."""
 
+CHUNK = 1 << 17
+"""Words of which `checksum` computes both sums before it goes on, so that they stay in the
+processor's cache."""
+
 
 def checksum(tensor: Tensor) -> int:
     """Return a 63-bit checksum of a tensor's bytes. It changes if values change or swap places.
 
-    The words are added per row and per column, and each sum counts with its index.
+    The words of 64 bits are added per row and per column, and each sum counts with its index.
     """
     flat = tensor.detach().contiguous().view(-1)
-    if flat.stride(0) != 1 or flat.storage_offset() * flat.element_size() % 4:
+    if flat.stride(0) != 1 or flat.storage_offset() * flat.element_size() % 8:
         # A part of another tensor, whose bytes cannot be viewed as words.
         flat = flat.clone(memory_format=torch.contiguous_format)
     raw = flat.view(torch.uint8)
-    words = raw[: len(raw) // 4 * 4].view(torch.int32)
-    rest = raw[len(words) * 4 :].to(torch.int64)
-    whole = words[: len(words) // ROWS * ROWS].view(-1, ROWS)
-    rows = whole.sum(1, dtype=torch.int64)
-    columns = whole.sum(0, dtype=torch.int64)
-    tail = words[whole.numel() :].to(torch.int64)
+    words = raw[: len(raw) // 8 * 8].view(torch.int64)
+    rest = raw[len(words) * 8 :].to(torch.int64)
+    whole = len(words) // ROWS * ROWS
+    columns = torch.zeros(ROWS, dtype=torch.int64, device=flat.device)
+    rows = [columns[:0]]
+    for start in range(0, whole, CHUNK):
+        block = words[start : min(whole, start + CHUNK)].view(-1, ROWS)
+        rows.append(block.sum(1))
+        columns += block.sum(0)
     total = 0
-    for sums in (rows, columns, tail, rest):
-        index = torch.arange(1, len(sums) + 1, dtype=torch.int64)
+    for sums in (torch.cat(rows), columns, words[whole:], rest):
+        index = torch.arange(1, len(sums) + 1, dtype=torch.int64, device=flat.device)
         total = total * 1_000_003 + int((sums * (2 * index + 1)).sum())
     return total & (2**63 - 1)
 
@@ -96,31 +107,252 @@ def tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, opened.get_tensor(name)
 
 
+Entry = Sequence[Any]
+"""Where a tensor lies: [name, dtype, shape, number of its bucket, offset there in bytes]."""
+
+
+def views(bucket: Tensor, entries: Iterable[Entry]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that lie in a bucket (bytes,), uint8, without copying them."""
+    for name, dtype, shape, _, offset in entries:
+        kind = getattr(torch, dtype)
+        size = kind.itemsize
+        for length in shape:
+            size *= length
+        yield name, bucket[offset : offset + size].view(kind).view(shape)
+
+
+def mapped(path: Path, size: int) -> Tensor:
+    """Return the bytes (size,) of a file, uint8, as memory that shows what other processes write.
+
+    Writing to it changes a copy of the page. Raises FileNotFoundError if there is no such file, and
+    ValueError if it has another size.
+    """
+    with path.open("rb") as file:
+        found = os.fstat(file.fileno()).st_size
+        if found != size:
+            raise ValueError(f"{path} has {found} bytes, not {size}")
+        memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class Segments:
+    """Shared memory that this process has mapped. It stays mapped between updates, because the
+    first access to each page takes long."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[tuple[int, int], Tensor]] = {}
+
+    def tensors(self, source: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        """Return an iterator over the tensors in the segments of `source`.
+
+        All segments are mapped before this returns. Raises as `mapped` does, with a remedy.
+        """
+        wanted = {}
+        for path, size in source["segments"]:
+            try:
+                state = os.stat(path)
+            except OSError as error:
+                raise FileNotFoundError(
+                    f"the run's shared memory {path} is not here; if this server is on another "
+                    "machine or in a container, set "
+                    "actor_rollout_ref.rollout.server.transport=collective"
+                ) from error
+            known = self._known.get(path)
+            key = (state.st_dev, state.st_ino)
+            if known is None or known[0] != key or len(known[1]) != size:
+                known = key, mapped(Path(path), size)
+            wanted[path] = known
+        self._known = wanted
+        buckets = [tensor for _, tensor in wanted.values()]
+        return (pair for entry in source["tensors"] for pair in views(buckets[entry[3]], [entry]))
+
+
+class Group:
+    """A process group of the trainer, which is rank 0, and the workers of one server."""
+
+    def __init__(self, spec: Mapping[str, Any], rank: int) -> None:
+        """`spec` has: the group's `name`, `host` and `port` of the trainer's store, `backend`
+        (gloo or nccl), the `size` of the group, and `seconds`, the time limit."""
+        self.name = str(spec["name"])
+        limit = timedelta(seconds=spec["seconds"])
+        store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
+            spec["host"], spec["port"], is_master=False, timeout=limit, wait_for_workers=False
+        )
+        store.set(f"{self.name}/{rank}", "here")
+        address = facing(spec["host"], spec["port"])
+        self._store, self._rank = store, rank
+        self._group = make_group(store, spec, rank, address, limit)
+
+    def close(self) -> None:
+        """Leave the group. If the trainer is sending, it gets an error."""
+        self._group = None
+
+    def tensors(
+        self, source: Mapping[str, Any], device: torch.device
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of `source` as their buckets arrive."""
+        # The trainer sends only when all workers are here: a send cannot be taken back.
+        self._store.set(f"{self.name}/{self._rank}/{source['number']}", "here")
+        for number, size in enumerate(source["buckets"]):
+            bucket = torch.empty(size, dtype=torch.uint8, device=device)
+            broadcast(self._group, bucket)
+            yield from views(bucket, [e for e in source["tensors"] if e[3] == number])
+
+
+def make_group(store: Any, spec: Mapping[str, Any], rank: int, address: str, limit: Any) -> Any:
+    """Make one rank of the process group of `spec`. Blocks until all ranks do. `address` is the one
+    of this machine that the other ranks can reach."""
+    store, size = distributed_c10d.PrefixStore(spec["name"], store), int(spec["size"])
+    if spec["backend"] == "nccl":
+        nccl = distributed_c10d.ProcessGroupNCCL.Options()
+        nccl._timeout = limit
+        return distributed_c10d.ProcessGroupNCCL(store, rank, size, nccl)
+    gloo: Any = distributed_c10d.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout, options._threads = limit, 2
+    options._devices = [gloo.create_device(hostname=address)]
+    return distributed_c10d.ProcessGroupGloo(store, rank, size, options)
+
+
+def broadcast(group: Any, tensor: Tensor) -> None:
+    """Send a tensor from rank 0 to all ranks. Returns when it has arrived here."""
+    options = torch.distributed.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    group.broadcast([tensor], options).wait()
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+
+def facing(host: str, port: int) -> str:
+    """The address of this machine in the network through which it reaches `host`."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as found:
+        found.connect(address)  # sends nothing
+        return str(found.getsockname()[0])
+
+
+class Process:
+    """A process that may run on this machine or on another one."""
+
+    @staticmethod
+    def here() -> dict[str, Any]:
+        """Describe this process: its id, its start, and the machine or container."""
+        pid = os.getpid()
+        return {"pid": pid, "start": _start(pid), "machine": _machine()}
+
+    @staticmethod
+    def ended(process: Mapping[str, Any]) -> bool:
+        """Whether a process has ended; False if that cannot be told from here."""
+        here = process["machine"] is not None and process["machine"] == _machine()
+        return here and _start(process["pid"]) != process["start"]
+
+
+def _start(pid: int) -> str | None:
+    """When a process was started, in a unit of the system; None if there is none."""
+    try:
+        # The name of the program, in brackets, can have any characters.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _machine() -> str | None:
+    """What processes have in common that see each other's ids; None if the system has no /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return None
+
+
 class SlipstreamWorker:
     """Methods that vLLM adds to its worker."""
 
     vllm_config: Any
     model_runner: Any
+    _slipstream_owner: dict[str, Any] | None
+    _slipstream_group: Group | None
 
     def slipstream_probe(self) -> dict[str, Any]:
-        """Return what this process is: its id, whether the LM head is tied, and what the model's
-        configuration says of its shapes (`SHAPES`), longest sequence and dtype."""
+        """Return what this process is: its id, whether the LM head is tied, what the model's
+        configuration says of its shapes (`SHAPES`), longest sequence and dtype, and the `methods`
+        that can be called."""
         model = self.model_runner.get_model()
         settings = self.vllm_config.model_config
         found = {name: getattr(settings.hf_text_config, name, None) for name in SHAPES}
         found["max_model_len"] = settings.max_model_len
         found["dtype"] = str(settings.dtype).removeprefix("torch.")
-        return {"pid": os.getpid(), "tied": _tied_head(model) is not None, "model": found}
+        return {
+            "pid": os.getpid(),
+            "tied": _tied_head(model) is not None,
+            "model": found,
+            "methods": sorted(name for name in dir(self) if name.startswith("slipstream_")),
+        }
+
+    def slipstream_claim(self, owner: Mapping[str, Any]) -> dict[str, Any]:
+        """Make a run the owner of this server's weights, unless another one is and has not ended.
+
+        `owner` is `Process.here()` of the run, with more keys for messages. Returns the owner.
+        """
+        known = getattr(self, "_slipstream_owner", None)
+        if known is None or Process.ended(known):
+            known = dict(owner)
+            self._slipstream_owner = known
+        return known
+
+    def slipstream_release(self, owner: Mapping[str, Any]) -> None:
+        """The run does not use the server any more."""
+        if getattr(self, "_slipstream_owner", None) == dict(owner):
+            self._slipstream_owner = None
 
     def slipstream_load(self, path: str) -> dict[str, Any]:
-        """Load policy weights from a safetensors file or folder.
+        """Load policy weights from a safetensors file or folder. Returns what `_received` does."""
+        return self._received(tensors_of(Path(path)))
+
+    def slipstream_map(self, source: dict[str, Any]) -> dict[str, Any]:
+        """Load policy weights from shared memory. `source` has the `segments` (path and bytes of
+        each) and the `tensors` in them. Returns what `_received` does.
+
+        If a segment is missing, the weights in use stay.
+        """
+        segments = self.__dict__.setdefault("_slipstream_segments", Segments())
+        return self._received(segments.tensors(source))
+
+    def slipstream_join(self, spec: dict[str, Any]) -> int:
+        """Join the process group of the trainer. Returns the rank."""
+        config = getattr(self.vllm_config, "parallel_config", None)
+        earlier = 0 if config is None else config.data_parallel_index * config.world_size
+        rank = 1 + earlier + int(getattr(self, "rank", 0))
+        self._slipstream_group = Group(spec, rank)
+        return rank
+
+    def slipstream_receive(self, source: dict[str, Any]) -> dict[str, Any]:
+        """Load policy weights that the trainer sends to the group. `source` has the `group`, the
+        `number` of the update there, the sizes of the `buckets` in bytes, and the `tensors` in
+        them. Returns what `_received` does."""
+        group = getattr(self, "_slipstream_group", None)
+        if group is None or group.name != source["group"]:
+            raise RuntimeError(f"this worker is not in the process group {source['group']}")
+        device = torch.device("cpu")
+        if source["backend"] == "nccl":
+            device = self.model_runner.device
+        try:
+            return self._received(group.tensors(source, device))
+        except BaseException:
+            group.close()
+            self._slipstream_group = None
+            raise
+
+    def _received(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
+        """Load policy weights.
 
         Returns the checksum of each tensor, by name, the parameters that got no weights, and the
         seconds of loading and of the repair.
         """
         started = time.perf_counter()
         sums: dict[str, int] = {}
-        missing = self._load(self.model_runner.get_model(), _counted(tensors_of(Path(path)), sums))
+        missing = self._load(self.model_runner.get_model(), _counted(tensors, sums))
         return {
             "checksums": sums,
             "missing": sorted(missing),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -13,12 +13,12 @@ from typing import Any
 import httpx2
 import torch
 
-from slipstream.config.engines import VLLM
+from slipstream.config.engines import engine_entry
 from slipstream.inference.servers.drafts import DraftFolder, ServedDrafts
 from slipstream.inference.servers.engine import ServedEngine
 from slipstream.inference.servers.process import Launch, ServerProcess
+from slipstream.inference.servers.transfer import make_transfer
 from slipstream.inference.servers.vllm import VLLMServer, vllm_command, vllm_environment
-from slipstream.inference.servers.weights import WeightFolder
 from slipstream.models import Decoder, save_checkpoint
 from slipstream.models.draft.model import DraftModel
 from slipstream.types import UpdateKind, WeightUpdate
@@ -35,6 +35,7 @@ class Fleet:
 
     name = "vllm"
     client: Any = VLLMServer
+    settings: Mapping[str, Any] = SETTINGS
 
     def __init__(
         self,
@@ -44,15 +45,18 @@ class Fleet:
         make: Callable[..., Decoder] = decoder,
         head: Callable[[Decoder], DraftModel] | None = None,
         steps: int = 3,
+        transport: str = "file",
     ) -> None:
         """`make` makes the policy, and `head` its draft head, which drafts `steps` tokens."""
         self._make = make
         self.policy = make(0, eos=EOS)
         """The trainer's policy."""
-        self.weights = WeightFolder(self.policy, torch.float32, folder)
+        self.weights: Any = make_transfer(
+            transport, self.policy, torch.float32, folder, bucket_bytes=1 << 15, timeout_s=60
+        )
         self.head = None if head is None else head(self.policy)
         self.steps = steps
-        self.settings = dict(SETTINGS)
+        self.settings = dict(self.settings)
         if self.head is not None:
             path = self.weights.path / "draft"
             self.draft_folder = DraftFolder(self.head, path, torch.float32)
@@ -125,7 +129,7 @@ class Fleet:
             [make(p.url) if attached else make(process=p) for p in processes],
             self.weights,
             name=self.name,
-            capabilities=VLLM,
+            capabilities=engine_entry(self.name).capabilities,
             vocab_size=VOCAB,
             max_model_len=96,
             eos_token_ids=(EOS,),

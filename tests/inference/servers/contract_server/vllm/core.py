@@ -465,7 +465,13 @@ def make_worker(extension: type | None, thread: EngineThread, core: Core, faults
             names, loaded = {name for name, _ in model.named_parameters()}, set[str]()
 
             def read() -> dict[str, Tensor]:
-                found = {name: tensor.clone() for name, tensor in tensors}
+                found = {}
+                for name, tensor in tensors:
+                    found[name] = tensor.clone()
+                    if faults["broken_read"] == "die":
+                        os._exit(1)
+                    if faults["broken_read"] == "raise":
+                        raise RuntimeError("the planted failure")
                 loaded.update(found)
                 return found
 
@@ -490,8 +496,8 @@ def make_worker(extension: type | None, thread: EngineThread, core: Core, faults
                 result["version"] = version
             return result
 
-        def slipstream_load(self, path: str) -> dict[str, Any]:
-            result: dict[str, Any] = super().slipstream_load(path)
+        def _received(self, tensors: Any) -> dict[str, Any]:
+            result: dict[str, Any] = super()._received(tensors)
             if faults["wrong_sum"]:
                 first = next(iter(result["checksums"]))
                 result["checksums"][first] ^= 1

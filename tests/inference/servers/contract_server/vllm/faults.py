@@ -23,6 +23,8 @@ DEFAULTS: Mapping[str, Any] = {
     "wrong_sum": False,
     # An update ends the process after it has changed the weights.
     "die_in_update": False,
+    # After the first tensor of an update, the worker ends ("die"), or its call fails ("raise").
+    "broken_read": None,
     # Cached keys and values are used for all salts.
     "stale_cache": False,
     # A draft head is acknowledged and not loaded, or replaced by a random one.
