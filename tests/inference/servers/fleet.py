@@ -118,6 +118,7 @@ class Fleet:
         checked: bool = False,
         drafts: ServedDrafts | None = None,
         client: Callable[..., Any] | None = None,
+        weights: WeightFolder | None = None,
         **more: Any,
     ) -> Iterator[ServedEngine]:
         """An engine over the servers with these numbers. It does not end them."""
@@ -127,7 +128,7 @@ class Fleet:
             make = partial(make, drafts=True)
         yield ServedEngine(
             [make(p.url) if attached else make(process=p) for p in processes],
-            self.weights,
+            weights or self.weights,
             name=self.name,
             capabilities=engine_entry(self.name).capabilities,
             vocab_size=VOCAB,

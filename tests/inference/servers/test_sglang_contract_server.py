@@ -101,7 +101,7 @@ def test_a_field_that_is_left_out_has_another_value(process: ServerProcess) -> N
 
 def test_ignore_eos_ignores_stop_tokens(process: ServerProcess) -> None:
     whole = post(process, "/generate", body("a")).json()["output_ids"]
-    stops = {"stop_token_ids": [whole[4]]}
+    stops: dict[str, Any] = {"stop_token_ids": [whole[4]]}
     assert post(process, "/generate", body("a", sampling=stops)).json()["output_ids"] == whole
     stops["ignore_eos"] = False
     part = post(process, "/generate", body("a", sampling=stops)).json()
