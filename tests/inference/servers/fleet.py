@@ -19,6 +19,7 @@ from slipstream.inference.servers.engine import ServedEngine
 from slipstream.inference.servers.process import Launch, ServerProcess
 from slipstream.inference.servers.transfer import make_transfer
 from slipstream.inference.servers.vllm import VLLMServer, vllm_command, vllm_environment
+from slipstream.inference.servers.weights import WeightFolder
 from slipstream.models import Decoder, save_checkpoint
 from slipstream.models.draft.model import DraftModel
 from slipstream.types import UpdateKind, WeightUpdate
