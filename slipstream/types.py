@@ -81,6 +81,19 @@ class NoiseKey:
     attempt: int = 0
 
     @property
+    def parts(self) -> tuple[int, str, int, str, int, int, int]:
+        """All fields, in their order."""
+        return (
+            self.seed,
+            self.namespace,
+            self.epoch,
+            self.uid,
+            self.index,
+            self.branch,
+            self.attempt,
+        )
+
+    @property
     def prompt(self) -> tuple[int, str, int, str]:
         """The part that all samples of a prompt have in common."""
         return self.seed, self.namespace, self.epoch, self.uid
@@ -237,14 +250,13 @@ class _FlatViews:
 
     def _is_current(self) -> bool:
         made_of = getattr(self, "_made_of", None)
-        return (
-            made_of is not None
-            and len(made_of) == len(self.segments)
-            and all(
-                segment is known and len(segment.ids) == length
-                for segment, (known, length) in zip(self.segments, made_of, strict=True)
-            )
-        )
+        if made_of is None or len(made_of) != len(self.segments):
+            return False
+        # A loop, because a generator takes twice as long, and every turn asks several times.
+        for segment, (known, length) in zip(self.segments, made_of, strict=True):
+            if segment is not known or len(segment.ids) != length:
+                return False
+        return True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -375,8 +387,18 @@ class Sample(_FlatViews):
         return sum(len(segment.ids) for segment in self.segments)
 
     @property
+    def prompt_length(self) -> int:
+        """Number of tokens of the prompt."""
+        count = 0
+        for segment in self.segments:
+            if segment.role == "assistant":
+                break
+            count += len(segment.ids)
+        return count
+
+    @property
     def response_length(self) -> int:
-        return self.num_tokens - len(self.prompt_ids)
+        return self.num_tokens - self.prompt_length
 
     @classmethod
     def from_prompt(cls, prompt: Prompt, *, group_index: int, index: int) -> Sample:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -194,7 +194,7 @@ def measure_acceptance(
 def _rows(held_out: Sequence[HeldOut], device: torch.device) -> SamplingRows:
     params = [h.params for h in held_out]
     return SamplingRows.of(
-        [key_words(astuple(h.key)) for h in held_out],
+        [key_words(h.key.parts) for h in held_out],
         temperatures=[p.temperature for p in params],
         top_ks=[p.top_k for p in params],
         top_ps=[p.top_p for p in params],

@@ -41,7 +41,7 @@ class BufferedSequence:
     @property
     def sort_key(self) -> tuple[object, ...]:
         """Orders responses by step, and does not depend on when they arrived."""
-        return self.step, astuple(self.key)
+        return self.step, self.key.parts
 
     @property
     def nbytes(self) -> int:
@@ -211,7 +211,7 @@ def to_tree(entry: BufferedSequence) -> dict[str, Any]:
         "tokens": list(sequence.tokens),
         "features": sequence.features_TF,
         "loss_mask": list(sequence.loss_mask),
-        "key": list(astuple(entry.key)),
+        "key": [*entry.key.parts],
         "step": entry.step,
         "version": entry.version,
         "uses": entry.uses,

@@ -14,6 +14,7 @@ generations of other calls.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -24,7 +25,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import anyio
-import anyio.lowlevel
 
 from slipstream.errors import EngineError, RequestError
 from slipstream.inference.protocol import EngineStats, check_update
@@ -88,7 +88,7 @@ class _Ticket:
     has become the leader."""
 
     request: GenerateRequest
-    event: anyio.Event = field(default_factory=anyio.Event)
+    event: asyncio.Event = field(default_factory=asyncio.Event)
     result: Generation | None = None
     error: Exception | None = None
     submitted: bool = False
@@ -155,7 +155,7 @@ class AsyncEngine:
                     await self._advance()
                 else:
                     await ticket.event.wait()
-                    ticket.event = anyio.Event()
+                    ticket.event = asyncio.Event()
             if ticket.error is not None:
                 raise ticket.error
             assert ticket.result is not None
@@ -251,7 +251,7 @@ class AsyncEngine:
         idle = 0
         while idle < _IDLE_CYCLES:
             before = self._arrived
-            await anyio.lowlevel.checkpoint()
+            await asyncio.sleep(0)
             idle = idle + 1 if self._arrived == before else 0
 
     def _not_submitted(self) -> list[_Ticket]:

@@ -7,7 +7,7 @@ loops, or to try a reward function without waiting for a model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 from slipstream.config.engines import FAKE
 from slipstream.errors import EngineError, RequestError
@@ -64,7 +64,7 @@ class ScriptedCore:
             raise RequestError(f"request {request.request_id!r}: the script is empty")
         state = Running(
             request=request,
-            key=key_words(astuple(request.key)),
+            key=key_words(request.key.parts),
             eos_ids=self._eos,
             context=[*request.prompt_ids, *request.prior_ids],
         )

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ class HFCore:
             )
         self._requests[name] = Running(
             request=request,
-            key=key_words(astuple(request.key)),
+            key=key_words(request.key.parts),
             eos_ids=self._eos,
             context=[*request.prompt_ids, *request.prior_ids],
         )

@@ -29,6 +29,7 @@ from slipstream.algorithms.advantages.whiten import WHITENING
 from slipstream.algorithms.registry import registered_name
 from slipstream.deadlines import Deadlines
 from slipstream.errors import DataError, TrainingError
+from slipstream.kernels.team import single_threaded
 from slipstream.loops.rl_batch import (
     KLInReward,
     Usable,
@@ -116,6 +117,16 @@ class Learner:
         gets a message. Raises TrainingError after `max_skipped_batches` skipped batches in a row,
         and DataError if the batch lacks log-probs or rewards that the configuration needs.
         """
+        # Columns of a batch are small, and models are used on the compute thread. If this thread
+        # ran an operation in parallel, libgomp would start a second team, and its threads would
+        # slow down the first team for the rest of the run (docs/log/threads.md).
+        with single_threaded(True):
+            return await self._learn(step, groups, timers, notify)
+
+    async def _learn(
+        self, step: int, groups: Sequence[Group], timers: Timers, notify: Notify
+    ) -> dict[str, float]:
+        """What `learn` does, on this thread alone."""
         config = self._config
         usable = usable_samples(
             groups,

@@ -611,7 +611,7 @@ def add_turn_rewards(sample: Sample) -> None:
 
 def _first_prompt(sample: Sample) -> int:
     """The number of tokens of the episode's prompt."""
-    return len(sample.branches[0].prompt_ids)
+    return (sample.earlier[0] if sample.earlier else sample).prompt_length
 
 
 def _used(sample: Sample) -> int:

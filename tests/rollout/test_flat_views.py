@@ -49,7 +49,13 @@ def test_appended_tokens_are_seen() -> None:
         "prompt_ids": [1, 2],
         "response_ids": [7, 8, 5, 9],
     }
-    assert (sample.num_tokens, sample.response_length) == (6, 4)
+    assert (sample.num_tokens, sample.prompt_length, sample.response_length) == (6, 2, 4)
+
+
+def test_a_sample_without_a_response_is_all_prompt() -> None:
+    sample = Sample(segments=[Segment.given("prompt", [1, 2]), Segment.given("tool", [3])])
+    assert sample.prompt_length == len(sample.prompt_ids) == 3
+    assert sample.response_length == 0
 
 
 def test_tokens_that_extend_the_last_segment_are_seen() -> None:

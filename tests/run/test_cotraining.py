@@ -413,7 +413,7 @@ sys.exit(status)
 def test_main_thread_starts_no_openmp_team(tmp_path: Path) -> None:
     """Two OpenMP teams on the same cores wait for each other, which slows down the rest of the run
     by half. The head is so large that torch would use several threads to load, train and publish
-    it."""
+    it, and the last batch so large that it would for the columns of the batch."""
     reward = write_reward(tmp_path)
     sizes = [f"actor_rollout_ref.model.init.{n}=256" for n in ("hidden_size", "intermediate_size")]
     left = {}
@@ -421,6 +421,7 @@ def test_main_thread_starts_no_openmp_team(tmp_path: Path) -> None:
         "plain": (),
         "learning": LEARN,
         "with a head": (*LEARN, f"speculative.eagle.spec_model_path={tmp_path}/learning/head"),
+        "large": ("data.train_batch_size=64", "trainer.total_training_steps=1"),
     }.items():
         folder = tmp_path / name.split()[0]
         line = rl_only(folder, *SETTINGS, *sizes, *more, "trainer.num_threads=2", reward=reward)
@@ -431,4 +432,6 @@ def test_main_thread_starts_no_openmp_team(tmp_path: Path) -> None:
         left[name] = int(done.stdout.split("threads left:")[1])
         if name == "learning":
             shutil.copytree(draft_folder(folder / "global_step_4"), folder / "head")
-    assert left["learning"] == left["with a head"] == left["plain"]
+    tokens = read_jsonl(tmp_path / "large" / "metrics.jsonl")[0][1]["perf/total_num_tokens"]
+    assert tokens > 4000
+    assert left["learning"] == left["with a head"] == left["large"] == left["plain"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from slipstream.sampling import gumbel_noise, key_words
 from slipstream.sampling import noise as noise_module
 from slipstream.sampling.noise import hash_words
+from slipstream.types import NoiseKey
 
 KEY = (1234567, "train", 0, "uid-7", 3, 0, 0)
 GOLDEN_KEY = (-45697085, -1471158307)
@@ -85,6 +87,11 @@ def test_the_boundaries_between_key_parts_matter() -> None:
         ("\ud800",),
     ]
     assert len({key_words(v) for v in variants}) == len(variants)
+
+
+def test_the_parts_of_a_key_are_all_its_fields() -> None:
+    key = NoiseKey(seed=1, namespace="a", epoch=2, uid="b", index=3, branch=4, attempt=5)
+    assert key.parts == astuple(key)
 
 
 def test_every_field_of_a_key_matters() -> None:

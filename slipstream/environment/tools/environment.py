@@ -129,16 +129,16 @@ class ToolEnvironment:
             if self._conversation is None:
                 return Answer(done=True)
             return await self._conversation.step(turn)
-        together = all(self._may_run_together(call) for call in calls)
-        try:
-            async with anyio.create_task_group() as tasks:
-                for number, call in enumerate(calls):
-                    if together:
+        if len(calls) > 1 and all(self._may_run_together(call) for call in calls):
+            try:
+                async with anyio.create_task_group() as tasks:
+                    for number, call in enumerate(calls):
                         tasks.start_soon(self._execute, turn.number, number, call)
-                    else:
-                        await self._execute(turn.number, number, call)
-        except BaseExceptionGroup as errors:
-            raise _first(errors) from None
+            except BaseExceptionGroup as errors:
+                raise _first(errors) from None
+        else:
+            for number, call in enumerate(calls):
+                await self._execute(turn.number, number, call)
         results = [self._done[turn.number, number] for number in range(len(calls))]
         rewards: dict[str, float] = {}
         metrics: dict[str, float] = {}
@@ -186,9 +186,12 @@ class ToolEnvironment:
             except Exception as error:
                 errors.append(error)
 
-        async with anyio.create_task_group() as tasks:
-            for close in closes:
-                tasks.start_soon(one, close)
+        if len(closes) == 1:
+            await one(closes[0])
+        else:
+            async with anyio.create_task_group() as tasks:
+                for close in closes:
+                    tasks.start_soon(one, close)
         if errors:
             raise errors[0]
 

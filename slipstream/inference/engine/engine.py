@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
 from math import gcd
 
 import numpy as np
@@ -201,7 +200,7 @@ class Engine:
         self._scheduler.add(
             Running(
                 request=request,
-                key=key_words(astuple(request.key)),
+                key=key_words(request.key.parts),
                 eos_ids=frozenset(config.eos_token_ids),
                 context=context,
             )

@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -434,7 +434,7 @@ class ServedEngine:
         ends = () if p.ignore_eos else sorted(self._eos)
         state = Running(
             request=request,
-            key=key_words(astuple(request.key)),
+            key=key_words(request.key.parts),
             eos_ids=self._eos,
             context=[*request.prompt_ids, *request.prior_ids],
         )
@@ -790,7 +790,7 @@ def _added(total: Mapping[str, N], new: Mapping[str, N]) -> dict[str, N]:
 def _seed(request: GenerateRequest, attempt: int) -> int:
     """The seed of a request at the server: of its noise key, the number of its prior tokens, and
     the attempts before. 0 to 2^63 - 1."""
-    parts = (*astuple(request.key), len(request.prior_ids), attempt)
+    parts = (*request.key.parts, len(request.prior_ids), attempt)
     first, second = key_words(parts)
     return ((first & 0xFFFFFFFF) << 32 | (second & 0xFFFFFFFF)) & (2**63 - 1)
 
