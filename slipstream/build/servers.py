@@ -105,13 +105,13 @@ def _check(kind: Kind, config: Config, model: PolicyConfig) -> None:
 
 def _check_transport(kind: Kind, config: Config) -> None:
     rollout = config.actor_rollout_ref.rollout
-    transport = rollout.server.transport
-    if transport != Transport.FILE and not hasattr(kind.client, "load_shared"):
+    transport = Transport(rollout.server.transport)
+    if transport is not Transport.FILE and not hasattr(kind.client, "load_shared"):
         raise ConfigError(
             f"{_KEY}.transport={transport}: {kind.title} takes weights from files only; set "
             f"{_KEY}.transport=file"
         )
-    if transport == Transport.COLLECTIVE and device_of(config).type == "cuda":
+    if transport is Transport.COLLECTIVE and device_of(config).type == "cuda":
         needed = 1 + rollout.server.replicas * (rollout.tensor_model_parallel_size or 1)
         if not rollout.server.urls and len(_gpus()) < needed:
             raise ConfigError(
@@ -438,7 +438,7 @@ def placement(kind: Kind, config: Config, number: int) -> dict[str, str]:
     if device_of(config).type == "cuda":
         names = _gpus()
         # The trainer has the first one.
-        first = number * size + (rollout.server.transport == Transport.COLLECTIVE)
+        first = number * size + (Transport(rollout.server.transport) is Transport.COLLECTIVE)
         own = [names[(first + rank) % len(names)] for rank in range(size)]
         return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
     if replicas * size == 1:
