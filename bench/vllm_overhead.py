@@ -180,7 +180,7 @@ def main(shape: str, count: int, tokens: int, rounds: int) -> None:
     policy = make_decoder(shape, max_positions=2048 + 64)
     requests = requests_of(count, tokens, policy.config.vocab_size)
     with tempfile.TemporaryDirectory() as folder:
-        engine = make_engine(policy, "bfloat16", Path(folder))
+        engine = make_engine(policy, "bfloat16", "file", Path(folder))
         try:
             seconds = anyio.run(measure, engine, requests, rounds)
         finally:

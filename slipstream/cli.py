@@ -480,7 +480,7 @@ def _doctor_flags(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help="check a running vLLM server, such as http://host:8000; can be repeated",
+        help="check a running server of vLLM or SGLang, such as http://host:8000; can be repeated",
     )
     command.add_argument(
         "--config",
@@ -495,12 +495,13 @@ def _run_doctor(args: argparse.Namespace, _: list[str]) -> int:
     with without_garbage_collector():
         from slipstream.preflight.doctor import doctor
 
-    urls, python = args.url, None
+    urls, python, engine = args.url, None, "vllm"
     if args.config is not None:
         config = load_config(file=args.config, complete=False, notify=lambda _: None)
-        server = config.actor_rollout_ref.rollout.server
-        urls, python = [*server.urls, *urls], server.python
-    return doctor(args.folder, as_json=args.json, urls=urls, python=python)
+        rollout = config.actor_rollout_ref.rollout
+        urls, python = [*rollout.server.urls, *urls], rollout.server.python
+        engine = rollout.name
+    return doctor(args.folder, as_json=args.json, urls=urls, python=python, engine=engine)
 
 
 def _run_bench(args: argparse.Namespace, _: list[str]) -> int:

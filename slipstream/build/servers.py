@@ -33,7 +33,7 @@ from slipstream.inference.servers.check import WeightCheck
 from slipstream.inference.servers.engine import ServedEngine
 from slipstream.inference.servers.process import Launch, ServerProcess
 from slipstream.inference.servers.sglang import SGLangServer
-from slipstream.inference.servers.transfer import Transport, WeightTransfer, make_transfer
+from slipstream.inference.servers.transfer import WeightTransfer, make_transfer
 from slipstream.inference.servers.vllm import VLLMServer
 from slipstream.models.config import ModelConfig
 from slipstream.models.decoder import Decoder, without_init
@@ -105,13 +105,13 @@ def _check(kind: Kind, config: Config, model: PolicyConfig) -> None:
 
 def _check_transport(kind: Kind, config: Config) -> None:
     rollout = config.actor_rollout_ref.rollout
-    transport = Transport(rollout.server.transport)
-    if transport is not Transport.FILE and not hasattr(kind.client, "load_shared"):
+    transport = rollout.server.transport
+    if transport != "file" and not hasattr(kind.client, "load_shared"):
         raise ConfigError(
             f"{_KEY}.transport={transport}: {kind.title} takes weights from files only; set "
             f"{_KEY}.transport=file"
         )
-    if transport is Transport.COLLECTIVE and device_of(config).type == "cuda":
+    if transport == "collective" and device_of(config).type == "cuda":
         needed = 1 + rollout.server.replicas * (rollout.tensor_model_parallel_size or 1)
         if not rollout.server.urls and len(_gpus()) < needed:
             raise ConfigError(
@@ -438,7 +438,7 @@ def placement(kind: Kind, config: Config, number: int) -> dict[str, str]:
     if device_of(config).type == "cuda":
         names = _gpus()
         # The trainer has the first one.
-        first = number * size + (Transport(rollout.server.transport) is Transport.COLLECTIVE)
+        first = number * size + (rollout.server.transport == "collective")
         own = [names[(first + rank) % len(names)] for rank in range(size)]
         return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
     if replicas * size == 1:

@@ -26,11 +26,14 @@ STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 Check = tuple[str, Callable[[], Iterable[Finding]]]
 
 
-def all_checks(folder: Path, urls: Sequence[str] = (), python: str | None = None) -> list[Check]:
+def all_checks(
+    folder: Path, urls: Sequence[str] = (), python: str | None = None, engine: str = "vllm"
+) -> list[Check]:
     """Return all checks with their sections, in the order of the output.
 
     `folder` is where runs will be stored; the disk check looks at its disk. `urls` are those of
-    running servers, and `python` is the interpreter of a serving engine, if one is named.
+    running servers, and `python` is the interpreter of the serving engine `engine`, if one is
+    named.
     """
     return [
         ("versions", checks.versions),
@@ -42,7 +45,7 @@ def all_checks(folder: Path, urls: Sequence[str] = (), python: str | None = None
         ("memory and disk", partial(checks.disk, folder)),
         ("GPUs", checks.gpus),
         ("engines", checks.engines),
-        ("engines", partial(doctor_servers.environments, python)),
+        ("engines", partial(doctor_servers.environments, python, engine)),
         ("servers", partial(doctor_servers.running, urls)),
         ("sandbox", checks.sandbox),
         ("sandbox", checks.sandbox_memory),
@@ -73,6 +76,7 @@ def doctor(
     as_json: bool = False,
     urls: Sequence[str] = (),
     python: str | None = None,
+    engine: str = "vllm",
 ) -> int:
     """Print all findings. Return 1 if at least one is a problem, else 0. The arguments are those of
     `all_checks`."""
@@ -82,7 +86,7 @@ def doctor(
     with warnings.catch_warnings():
         # Users cannot act on warnings that libraries print during import.
         warnings.simplefilter("ignore")
-        for name, check in all_checks(folder, urls, python):
+        for name, check in all_checks(folder, urls, python, engine):
             for finding in findings_of(name, check):
                 found.append(finding)
                 if finding.section == "kernels" and finding.status == "note":

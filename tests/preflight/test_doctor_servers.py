@@ -125,6 +125,16 @@ def test_a_running_server_says_all_that_it_lacks(
     for finding, remedy in zip(found, remedies, strict=bool(remedies)):
         assert remedy in finding.remedy
     assert {f.facts["version"] for f in found} == {faults.get("version", "0.32.0")}
+    assert {f.facts["kind"] for f in found} == {"vLLM"}
+
+
+def test_a_running_server_of_sglang_is_found(tmp_path: Path) -> None:
+    fleet = SGLangFleet(tmp_path, 1)
+    try:
+        (found,) = doctor_servers.running([fleet.processes[0].url])
+    finally:
+        fleet.close()
+    assert (found.status, found.facts["kind"]) == ("ok", "SGLang")
 
 
 def test_a_running_sglang_server_is_recognized(

@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 
 from slipstream.inference.protocol import EngineStats
+from slipstream.inference.servers.check import Verdict
 from slipstream.metrics.names import check_names
-from slipstream.run.engine_metrics import server_metrics, speculation_metrics, time_metrics
+from slipstream.run.engine_metrics import (
+    VERDICTS,
+    server_metrics,
+    speculation_metrics,
+    time_metrics,
+)
 
 
 def test_speculation_metrics_are_differences_of_counters() -> None:
@@ -133,6 +139,8 @@ def test_server_metrics_are_those_of_the_checks_since_the_last_step() -> None:
             "timing_s/sync/install": 2.0,
             "timing_s/sync/check": 0.25,
             "server/checks/new": 1,
+            "server/checks/old": 0,
+            "server/checks/wrong": 0,
             "server/checks/undecided": 2,
             "server/share": 0.9,
             "server/difference": 0.01,
@@ -142,7 +150,7 @@ def test_server_metrics_are_those_of_the_checks_since_the_last_step() -> None:
     # Nothing was checked since then, so the values are not those of this step.
     assert server_metrics(now, now) == {}
     first = EngineStats(server_checks={"new": 1}, server_difference=0.02)
-    assert server_metrics(EngineStats(), first) == {
-        "server/checks/new": 1,
-        "server/difference": 0.02,
-    }
+    metrics = server_metrics(EngineStats(), first)
+    assert (metrics["server/checks/new"], metrics["server/difference"]) == (1, 0.02)
+    assert "server/share" not in metrics
+    assert {*VERDICTS} == {*Verdict}

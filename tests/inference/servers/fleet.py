@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -35,6 +35,7 @@ class Fleet:
 
     name = "vllm"
     client: Any = VLLMServer
+    settings: Mapping[str, Any] = SETTINGS
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class Fleet:
         )
         self.head = None if head is None else head(self.policy)
         self.steps = steps
-        self.settings = dict(SETTINGS)
+        self.settings = dict(self.settings)
         if self.head is not None:
             path = self.weights.path / "draft"
             self.draft_folder = DraftFolder(self.head, path, torch.float32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.errors import EngineError
+from slipstream.inference.servers.protocol import Server
 from slipstream.inference.servers.staged import ALIGNMENT, SharedWeights, lay_out
 from slipstream.inference.servers.vllm_worker import Segments, checksum
 from tests.inference.helpers import make_decoder, update_from
@@ -63,6 +64,10 @@ def weights(folder: Path) -> SharedWeights:
     return SharedWeights(make_decoder(0), torch.bfloat16, folder, bucket_bytes=1 << 14)
 
 
+def deliver(shared: SharedWeights, reader: Reader) -> None:
+    anyio.run(shared.deliver, cast(Server, reader))
+
+
 def files(shared: SharedWeights) -> dict[str, int]:
     return {path.name: path.stat().st_ino for path in shared.path.iterdir()}
 
@@ -72,7 +77,7 @@ def test_servers_see_new_weights_in_the_same_memory(tmp_path: Path) -> None:
     reader: Any = Reader()
     for version in (1, 2):
         shared.prepare(update_from(make_decoder(version), version))
-        anyio.run(shared.deliver, reader)
+        deliver(shared, reader)
         for name, parameter in make_decoder(version).named_parameters():
             assert torch.equal(reader.read[name], parameter.bfloat16())
         if version == 1:
@@ -91,7 +96,7 @@ def test_memory_that_a_server_may_still_read_is_not_written(tmp_path: Path) -> N
     reader.fails = True
     shared.prepare(update_from(make_decoder(1), 1))
     with pytest.raises(EngineError):
-        anyio.run(shared.deliver, reader)
+        deliver(shared, reader)
     before, late = files(shared), dict(reader.read)
     shared.prepare(update_from(make_decoder(2), 2))
     assert not before.keys() & files(shared).keys()
@@ -109,7 +114,7 @@ def test_other_values_than_the_trainers_are_an_error(tmp_path: Path) -> None:
     with path.open("r+b") as file:
         file.write(b"\x01")
     with pytest.raises(EngineError, match=r"the server received other values of model\.embed"):
-        anyio.run(shared.deliver, reader)
+        deliver(shared, reader)
     shared.close()
 
 
@@ -142,7 +147,7 @@ def test_memory_that_was_replaced_is_made_again(tmp_path: Path) -> None:
     os.replace(path, tmp_path / "moved")
     path.write_bytes((tmp_path / "moved").read_bytes())
     shared.prepare(update_from(make_decoder(2), 2))
-    anyio.run(shared.deliver, reader)
+    deliver(shared, reader)
     expected = dict(make_decoder(2).named_parameters())
     assert all(torch.equal(t, expected[name].bfloat16()) for name, t in reader.read.items())
     shared.close()

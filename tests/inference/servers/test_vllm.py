@@ -10,11 +10,13 @@ from functools import partial
 
 import anyio
 import pytest
+import torch
 
 import tests.inference.contract_updates  # noqa: F401 (adds its cases to CASES)
 from slipstream.errors import EngineError
 from slipstream.inference.servers.engine import ServedEngine
 from slipstream.inference.servers.process import ServerProcess
+from slipstream.inference.servers.weights import WeightFolder
 from slipstream.types import Generation
 from tests.inference.contract import CASES, Case, Harness, endless
 from tests.inference.helpers import EOS, update_from
@@ -61,8 +63,10 @@ def test_the_check_tells_right_weights_from_wrong_ones(process: ServerProcess) -
                 parameter.data.mul_(1 + 1e-4)
             await engine.update_weights(update_from(policy, version))
         # The server gets weights that the engine does not know of.
-        old = engine._weights.write(update_from(decoder(0), 2))
+        other = WeightFolder(decoder(0), torch.float32)
+        old = other.write(update_from(decoder(0), 2))
         rpc(process, "slipstream_load", str(old.path))
+        other.close()
         engine._unchecked = True
         await engine.resume()
 

@@ -9,32 +9,29 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 
 from slipstream.errors import CheckpointError, EngineError
 from slipstream.inference.protocol import EngineStats
+from slipstream.inference.servers.sglang import SGLangServer
 from slipstream.inference.servers.vllm import VLLMServer
 from slipstream.inference.servers.vllm_worker import checksum, tensors_of
 from slipstream.inference.sync import sync_weights_to_engines
 from slipstream.reading import reason
 
-__all__ = ["VLLMEngine", "sync_weights_to_engines"]
+__all__ = ["SGLangEngine", "VLLMEngine", "sync_weights_to_engines"]
 
 
-class VLLMEngine:
-    """A running vLLM server with Slipstream's worker extension (see `docs/servers.md`)."""
+class _Engine:
+    """A running server. Subclasses name the client."""
 
-    def __init__(
-        self,
-        base_url: str = "http://localhost:30001",
-        timeout: float = 300.0,
-        *,
-        api_key: str | None = None,
-    ) -> None:
+    client: ClassVar[type[VLLMServer] | type[SGLangServer]]
+
+    def __init__(self, base_url: str, timeout: float = 300.0, *, api_key: str | None = None):
         """`timeout` limits the time of a weight update in seconds."""
-        self._server = VLLMServer(base_url, update_s=timeout, api_key=api_key)
+        self._server = self.client(base_url, update_s=timeout, api_key=api_key)
         self._version = 0
 
     async def update_weights_from_checkpoint(
@@ -50,14 +47,21 @@ class VLLMEngine:
         server = self._server
         path, config, sums = await anyio.to_thread.run_sync(_read, Path(checkpoint_path))
         await server.check()
-        await server.check_shapes(config)
+        if isinstance(server, VLLMServer):
+            await server.check_shapes(config)
         await server.pause()
-        received = await server.load(path)
-        if wrong := [name for name, value in sums.items() if received.get(name) != value]:
-            raise EngineError(
-                f"{server.name} received other values of {', '.join(wrong[:3])}; it is paused, and "
-                "its weights may be mixed: update it again, or start it again"
+        try:
+            # SGLang's client gets a file of the folder.
+            received = await server.load(
+                path if isinstance(server, VLLMServer) else path / "model.safetensors"
             )
+            if received is not None and received != sums:
+                raise EngineError(f"{server.name} received other values than the checkpoint's")
+        except EngineError as error:
+            raise EngineError(
+                f"{error}; the server is paused, and its weights may be mixed: update it again, or "
+                "start it again"
+            ) from error
         await server.forget()
         self._version = self._version + 1 if version is None else version
         await server.set_version(self._version)
@@ -67,6 +71,28 @@ class VLLMEngine:
     def stats(self) -> EngineStats:
         """The version of the weights; the server's other counters are not known."""
         return EngineStats(version=self._version)
+
+
+class VLLMEngine(_Engine):
+    """A running vLLM server with Slipstream's worker extension (see `docs/servers.md`)."""
+
+    client = VLLMServer
+
+    def __init__(
+        self, base_url: str = "http://localhost:30001", timeout: float = 300.0, **more: Any
+    ) -> None:
+        super().__init__(base_url, timeout, **more)
+
+
+class SGLangEngine(_Engine):
+    """A running SGLang server. It cannot say whether the checkpoint has the shapes of its model."""
+
+    client = SGLangServer
+
+    def __init__(
+        self, base_url: str = "http://localhost:30000", timeout: float = 300.0, **more: Any
+    ) -> None:
+        super().__init__(base_url, timeout, **more)
 
 
 def _read(path: Path) -> tuple[Path, Mapping[str, Any], dict[str, int]]:

@@ -9,7 +9,11 @@ from pathlib import Path
 import anyio
 import pytest
 
-from slipstream.compat.rollouts.training.weight_sync import VLLMEngine, sync_weights_to_engines
+from slipstream.compat.rollouts.training.weight_sync import (
+    SGLangEngine,
+    VLLMEngine,
+    sync_weights_to_engines,
+)
 from slipstream.models import save_checkpoint
 from slipstream.types import VersionSpan
 from tests.inference.contract import endless
@@ -17,6 +21,7 @@ from tests.inference.helpers import EOS, make_engine
 from tests.inference.servers.fleet import Fleet
 from tests.inference.servers.local import plant
 from tests.inference.servers.real import CLIENT, decoder
+from tests.inference.servers.sglang_fleet import SGLangFleet
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +85,33 @@ def test_servers_are_updated_at_the_same_time(fleet: Fleet, checkpoint: Path) ->
     anyio.run(work)
 
 
+def test_servers_of_both_kinds_get_the_checkpoint(
+    fleet: Fleet, checkpoint: Path, tmp_path: Path
+) -> None:
+    sglang = SGLangFleet(tmp_path / "sglang", 1)
+    try:
+        engines = [VLLMEngine(fleet.processes[0].url), SGLangEngine(sglang.processes[0].url)]
+        found = anyio.run(sync_weights_to_engines, engines, checkpoint)
+        assert found == [{"success": True, "version": 1}] * 2
+        request = endless("a", 9, temperature=0.0)
+        expected = make_engine(decoder(1, eos=EOS)).run([request])[0]
+        with sglang.engine(0) as engine:
+            engine._prepared = True  # It must not name the weights.
+            result = anyio.run(engine.generate, request)
+        assert result.error is None
+        assert result.token_ids == expected.token_ids
+        assert result.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
+        assert result.spans == [VersionSpan(1, 0, 9)]
+        # SGLang's address is not that of a vLLM server.
+        wrong = [SGLangEngine(fleet.processes[0].url), VLLMEngine(sglang.processes[0].url)]
+        records = anyio.run(sync_weights_to_engines, wrong, checkpoint)
+        for record, process in zip(records, (fleet.processes[0], sglang.processes[0]), strict=True):
+            assert record["success"] is False
+            assert process.url in record["error"]
+    finally:
+        sglang.close()
+
+
 def test_a_failure_names_its_server(fleet: Fleet, checkpoint: Path) -> None:
     plant(fleet.processes[1], "wrong_sum")
     engines = [VLLMEngine(process.url) for process in fleet.processes]
@@ -87,7 +119,8 @@ def test_a_failure_names_its_server(fleet: Fleet, checkpoint: Path) -> None:
     assert good == {"success": True, "version": 1}
     assert bad["success"] is False
     assert fleet.processes[1].url in bad["error"]
-    assert "received other values of" in bad["error"]
+    assert "received other values" in bad["error"]
+    assert "start it again" in bad["error"]
     assert engines[1].stats().version == 0
 
 
