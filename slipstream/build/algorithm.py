@@ -110,8 +110,8 @@ def rl_config(config: Config, num_steps: int, start_step: int) -> RLTrainingConf
         shuffle=order if a.shuffle else None,
         critic_shuffle=order if shuffles else None,
         sync_every=config.trainer.sync_every,
-        # A token can be sampled again only with the engine's noise and the trainer's equal bits.
-        noise_seed=config.trainer.seed if engine.keyed_noise and engine.exact else None,
+        # A draft head learns from rows with keys, which also say what prompts are held out.
+        noise_seed=config.trainer.seed if engine.drafts else None,
         seed=config.trainer.seed,
     )
 

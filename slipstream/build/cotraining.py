@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -119,8 +120,13 @@ def make_cotraining(
         max_uses=train.max_epochs,
     )
     head, _ = first_head(config, policy)
+    params = sampling_params(config)
+    if not all(engine.capabilities.keyed_noise for engine in engines):
+        # Acceptance cannot be measured with the noise that sampled a response. Such engines draft
+        # the likeliest tokens.
+        params = replace(params, temperature=0.0)
     collector = CollectorSettings(
-        params=sampling_params(config),
+        params=params,
         max_length=train.max_seq_len,
         held_out=train.held_out_samples,
         held_out_every=train.held_out_every,

@@ -67,7 +67,7 @@ def without_effect(config: Config, hardware: Hardware) -> Iterator[tuple[str, st
             yield (
                 f"{_ROLLOUT}.enforce_eager",
                 "on a CPU, servers do not compile the model, because that takes longer than it "
-                f"saves; {_ROLLOUT}.engine_kwargs.{rollout.name}.enforce_eager=false compiles it",
+                f"saves; {_ROLLOUT}.engine_kwargs.vllm.enforce_eager=false compiles it with vLLM",
             )
 
 

@@ -184,7 +184,7 @@ class Learner:
         notify(f"step {step}: no sample to train on, update skipped; {reason}")
 
     def _rows(self, usable: Usable) -> TrainBatch:
-        """The training batch of all usable samples, with noise keys if rollouts are exact."""
+        """The training batch of all usable samples, with noise keys if the engine can draft."""
         config = self._config
         truncated = config.replay is not None
         batch = rows_of(usable.samples, temperature=config.temperature, truncated=truncated)

@@ -38,8 +38,8 @@ class RLTrainingConfig:
       the run ends. It also ends if more than the share `max_failed_share` of the samples of this
       many steps failed.
     - `checkpoint_every`: steps between checkpoints; the last step always saves one.
-    - `noise_seed`: seed of the rollouts, if the engine is exact and uses keyed noise. `seed`: for
-    other draws.
+    - `noise_seed`: seed of the rollouts, if the engine can draft: rows then have noise keys, which
+      co-training needs. `seed`: for other draws.
     """
 
     num_steps: int

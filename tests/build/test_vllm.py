@@ -41,7 +41,7 @@ __all__ = ["python"]
             "remove it",
         ),
         (["engine_kwargs.vllm={logprobs-mode: a}"], "engine_kwargs.vllm.logprobs-mode", "remove"),
-        (["engine_kwargs.vllm=[3]"], "engine_kwargs.vllm", "{block_size: 32}"),
+        (["engine_kwargs.vllm=[3]"], "engine_kwargs.vllm", "{option: 32}"),
     ],
 )
 def test_settings_that_vllm_would_refuse_are_refused_before_the_start(

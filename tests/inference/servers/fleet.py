@@ -19,6 +19,7 @@ from slipstream.inference.servers.engine import ServedEngine
 from slipstream.inference.servers.process import Launch, ServerProcess
 from slipstream.inference.servers.transfer import make_transfer
 from slipstream.inference.servers.vllm import VLLMServer, vllm_command, vllm_environment
+from slipstream.inference.servers.weights import WeightFolder
 from slipstream.models import Decoder, save_checkpoint
 from slipstream.models.draft.model import DraftModel
 from slipstream.types import UpdateKind, WeightUpdate
@@ -118,6 +119,7 @@ class Fleet:
         checked: bool = False,
         drafts: ServedDrafts | None = None,
         client: Callable[..., Any] | None = None,
+        weights: WeightFolder | None = None,
         **more: Any,
     ) -> Iterator[ServedEngine]:
         """An engine over the servers with these numbers. It does not end them."""
@@ -127,7 +129,7 @@ class Fleet:
             make = partial(make, drafts=True)
         yield ServedEngine(
             [make(p.url) if attached else make(process=p) for p in processes],
-            self.weights,
+            weights or self.weights,
             name=self.name,
             capabilities=engine_entry(self.name).capabilities,
             vocab_size=VOCAB,

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -19,6 +20,7 @@ from slipstream.inference.servers import sglang
 from slipstream.inference.servers.engine import ServedEngine
 from slipstream.inference.servers.protocol import Answer
 from slipstream.inference.servers.sglang import SGLangServer, sampling_problem
+from slipstream.inference.servers.weights import WeightFolder
 from slipstream.sampling.truncate import truncate
 from slipstream.types import GenerateRequest, Generation, SamplingParams, StopReason, VersionSpan
 from tests.inference.contract import CASES, Case, Harness, endless, gather
@@ -43,9 +45,11 @@ def fleet(servers: SGLangFleet) -> SGLangFleet:
 
 
 @pytest.fixture
-def harness(fleet: SGLangFleet) -> Iterator[Harness]:
+def harness(fleet: SGLangFleet, tmp_path: Path) -> Iterator[Harness]:
     process = fleet.processes[0]
-    with fleet.engine(0, attached=True) as engine:
+    # One of the cases closes the engine, and the engine removes its folder.
+    weights = WeightFolder(fleet.policy, torch.float32, tmp_path)
+    with fleet.engine(0, attached=True, weights=weights) as engine:
         yield Harness(engine, partial(plant, process, "delay"), decoder)
     plant(process, "delay", 0)
 

@@ -138,6 +138,7 @@ class Server:
             "/test/plant": self.plant,
             "/test/renew": self.renew,
         }
+        gets["/test/running"] = self.running
         routes = [Route(path, work, methods=["GET"]) for path, work in gets.items()]
         routes += [Route(path, work, methods=["POST"]) for path, work in posts.items()]
         return self.guarded(Starlette(routes=routes))
@@ -213,6 +214,11 @@ class Server:
         self.faults.plant(body["fault"], body["value"])
         self.thread.tokens = 0
         return JSONResponse({"planted": body["fault"]})
+
+    async def running(self, request: Request) -> Response:
+        """The ids of the requests that have tokens, for tests."""
+        states = self.manager.states
+        return JSONResponse([rid for rid, state in states.items() if state.entries])
 
     async def pause(self, request: Request) -> Response:
         body = await _body(request)

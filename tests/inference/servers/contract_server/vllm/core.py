@@ -456,7 +456,9 @@ def make_worker(extension: type | None, thread: EngineThread, core: Core, faults
         def __init__(self) -> None:
             self.vllm_config = SimpleNamespace(
                 scheduler_config=SimpleNamespace(async_scheduling=False),
-                parallel_config=SimpleNamespace(tensor_parallel_size=1),
+                parallel_config=SimpleNamespace(
+                    tensor_parallel_size=1, data_parallel_index=0, world_size=1
+                ),
                 model_config=core.described,
             )
             self.model_runner = _Runner(_Parameters(core.parameter_names()), core.drafts)
