@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tests.inference.contract_updates  # noqa: F401 (adds its cases to CASES)
-from slipstream.config.engines import engine_entry, engine_names
+from slipstream.config.engines import SERVED, engine_entry, engine_names
 from slipstream.errors import EngineError
 from slipstream.inference.driver import AsyncEngine
 from slipstream.inference.embedded import EmbeddedEngine
@@ -98,8 +98,8 @@ ENGINES: dict[str, Callable[[], AsyncEngine]] = {"embedded": embedded, "hf": hf,
 
 
 def test_every_registered_engine_is_tested_and_has_its_registered_capabilities() -> None:
-    # `vllm` is tested in tests/inference/servers.
-    assert sorted(engine_names()) == sorted([*ENGINES, "vllm"])
+    # Engines with servers are tested in tests/inference/servers.
+    assert sorted(engine_names()) == sorted([*ENGINES, *SERVED])
     for name, make in ENGINES.items():
         engine = make()
         assert engine.capabilities == engine_entry(name).capabilities, name
