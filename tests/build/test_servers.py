@@ -19,6 +19,8 @@ from slipstream.build.engine import EngineSetup
 from slipstream.build.servers import (
     SGLANG,
     VLLM,
+    _check_transport,
+    check_sglang,
     check_vllm,
     make_sglang,
     make_vllm,
@@ -335,3 +337,23 @@ def test_temperatures_that_the_server_would_change_are_refused(
     else:
         with pytest.raises(ConfigError, match=f"{override.partition('=')[0]}.*0.01 to 2"):
             check_vllm(config, make_decoder(0).config)
+
+
+def test_transports_that_a_kind_of_server_lacks_are_refused(tmp_path: Path) -> None:
+    config = load(tmp_path, f"{ROLLOUT}.name=sglang", f"{SERVER}.transport=shared_memory")
+    with pytest.raises(ConfigError, match=rf"{SERVER}\.transport=shared_memory.*transport=file"):
+        check_sglang(config, make_decoder(0).config)
+
+
+def test_a_process_group_needs_a_gpu_for_each_of_its_ranks(
+    tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.build.servers.device_of", lambda _: torch.device("cuda"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    config = load(tmp_path, f"{SERVER}.replicas=2", f"{SERVER}.transport=collective")
+    found = [placement(VLLM, config, number)["CUDA_VISIBLE_DEVICES"] for number in range(2)]
+    assert found == ["5", "6"]
+    _check_transport(VLLM, config)
+    config = load(tmp_path, f"{SERVER}.replicas=3", f"{SERVER}.transport=collective")
+    with pytest.raises(ConfigError, match=rf"{SERVER}\.transport=collective.*need 4 GPUs.*are 3"):
+        _check_transport(VLLM, config)

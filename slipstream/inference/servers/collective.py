@@ -127,7 +127,8 @@ class CollectiveWeights(StagedWeights):
         listens where the server can reach it."""
         limit = timedelta(seconds=self._timeout_s)
         address = facing(*server.address)
-        with socket.create_server((address, 0)) as listening:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, 0), family=family) as listening:
             port = listening.getsockname()[1]
             store = TCPStore(
                 address,

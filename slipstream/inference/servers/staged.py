@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -191,8 +192,11 @@ class SharedWeights(StagedWeights):
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
                 try:
                     files.append((path, os.fstat(descriptor).st_ino))
-                    # Without it, a write to memory that is not there would end the process.
-                    os.posix_fallocate(descriptor, 0, size)
+                    if sys.platform == "darwin":
+                        os.ftruncate(descriptor, size)
+                    else:
+                        # Without it, a write to memory that is not there would end the process.
+                        os.posix_fallocate(descriptor, 0, size)
                     buckets.append(torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8))
                 finally:
                     os.close(descriptor)

@@ -243,18 +243,28 @@ class Process:
     @staticmethod
     def ended(process: Mapping[str, Any]) -> bool:
         """Whether a process has ended; False if that cannot be told from here."""
-        here = process["machine"] is not None and process["machine"] == _machine()
-        return here and _start(process["pid"]) != process["start"]
+        if process["machine"] is None or process["machine"] != _machine():
+            return False
+        start = _start(process["pid"])
+        if start is not None:
+            return bool(start != process["start"])
+        try:
+            os.kill(process["pid"], 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass  # It is another user's, and hidden.
+        return False
 
 
 def _start(pid: int) -> str | None:
-    """When a process was started, in a unit of the system; None if there is none."""
+    """When a process was started, in a unit of the system; None if there is none to be seen."""
     try:
         # The name of the program, in brackets, can have any characters.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in "ZX" else fields[19]
+    return "ended" if fields[0] in "ZX" else fields[19]
 
 
 def _machine() -> str | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +20,7 @@ from slipstream.inference.servers.check import CONTEXTS
 from slipstream.inference.servers.engine import ServedEngine
 from slipstream.inference.servers.process import ServerProcess
 from slipstream.inference.servers.vllm import VLLMServer
+from slipstream.inference.servers.vllm_worker import _start
 from slipstream.types import Generation, KVPolicy, StopReason, VersionSpan
 from tests.inference.contract import endless, gather, until
 from tests.inference.helpers import make_engine, trainer_log_probs
@@ -182,6 +185,37 @@ def test_servers_that_cannot_be_used_are_refused(
     plant(process, fault, value)
     with pytest.raises(EngineError, match=f"{process.url}.*{text}"):
         anyio.run(VLLMServer(process.url, update_s=limit).check)
+
+
+def test_a_server_of_another_run_is_refused(fleet: Fleet) -> None:
+    process = fleet.processes[0]
+    server, other = VLLMServer(process.url), VLLMServer(process.url)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as run:
+        other._owner = {**other._owner, "pid": run.pid, "start": _start(run.pid), "host": "h"}
+        anyio.run(other.check)
+        text = f"{process.url} is in use by another run, process {run.pid} on h.*server.urls"
+        with pytest.raises(EngineError, match=text):
+            anyio.run(server.check)
+        server.close()  # It is not the owner.
+        with pytest.raises(EngineError, match=text):
+            anyio.run(server.check)
+        other.close()
+        anyio.run(server.check)
+        server.close()
+        anyio.run(other.check)
+        run.kill()
+    # A run that was killed releases nothing.
+    anyio.run(server.check)
+    server.close()
+
+
+def test_a_worker_extension_of_another_version_is_refused(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "METHODS", vllm.METHODS | {"slipstream_new"})
+    text = "slipstream_new; start it with --worker-extension-cls"
+    with pytest.raises(EngineError, match=text):
+        anyio.run(VLLMServer(fleet.processes[0].url).check)
 
 
 def test_an_old_server_without_versions_per_token_gives_errors(fleet: Fleet) -> None:

@@ -73,7 +73,8 @@ def files(shared: SharedWeights) -> dict[str, int]:
 
 
 def test_servers_see_new_weights_in_the_same_memory(tmp_path: Path) -> None:
-    shared, reader = weights(tmp_path), Reader()
+    shared = weights(tmp_path)
+    reader: Any = Reader()
     for version in (1, 2):
         shared.prepare(update_from(make_decoder(version), version))
         deliver(shared, reader)
@@ -90,7 +91,8 @@ def test_servers_see_new_weights_in_the_same_memory(tmp_path: Path) -> None:
 
 
 def test_memory_that_a_server_may_still_read_is_not_written(tmp_path: Path) -> None:
-    shared, reader = weights(tmp_path), Reader()
+    shared = weights(tmp_path)
+    reader: Any = Reader()
     reader.fails = True
     shared.prepare(update_from(make_decoder(1), 1))
     with pytest.raises(EngineError):
@@ -105,7 +107,8 @@ def test_memory_that_a_server_may_still_read_is_not_written(tmp_path: Path) -> N
 
 
 def test_other_values_than_the_trainers_are_an_error(tmp_path: Path) -> None:
-    shared, reader = weights(tmp_path), Reader()
+    shared = weights(tmp_path)
+    reader: Any = Reader()
     shared.prepare(update_from(make_decoder(1), 1))
     path = sorted(shared.path.iterdir())[0]
     with path.open("r+b") as file:
@@ -137,7 +140,8 @@ def test_the_model_folder_gets_the_newest_weights_when_they_are_needed(tmp_path:
 
 
 def test_memory_that_was_replaced_is_made_again(tmp_path: Path) -> None:
-    shared, reader = weights(tmp_path), Reader()
+    shared = weights(tmp_path)
+    reader: Any = Reader()
     shared.prepare(update_from(make_decoder(1), 1))
     path = sorted(shared.path.iterdir())[0]
     os.replace(path, tmp_path / "moved")

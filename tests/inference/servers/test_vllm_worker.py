@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +19,15 @@ from slipstream.inference.servers import vllm_worker
 from slipstream.inference.servers.vllm_worker import (
     PROBES,
     ROWS,
+    Process,
     SlipstreamWorker,
     checksum,
     expand_batch_to_tokens,
+    mapped,
     probe_input,
     probed,
     tensors_of,
+    views,
 )
 
 SIZES = [1, 3, 5, ROWS - 1, ROWS, ROWS + 1, 3 * ROWS + 7]
@@ -103,6 +108,93 @@ def test_loading_returns_the_checksum_of_each_tensor_and_what_is_missing(tmp_pat
     assert result["checksums"] == {name: checksum(tensor) for name, tensor in tensors.items()}
     assert result["missing"] == ["y", "z"]
     assert all(torch.equal(worker.loaded[name], tensor) for name, tensor in tensors.items())
+
+
+def test_tensors_are_views_of_a_bucket() -> None:
+    bucket = torch.zeros(128, dtype=torch.uint8)
+    a, b = torch.arange(6.0).view(2, 3), torch.tensor(7.5)
+    entries = [["a", "bfloat16", [2, 3], 0, 64], ["b", "float32", [], 0, 0]]
+    found = dict(views(bucket, entries))
+    found["a"].copy_(a)
+    found["b"].copy_(b)
+    assert torch.equal(bucket[64:76].view(torch.bfloat16).view(2, 3), a.bfloat16())
+    assert float(bucket[:4].view(torch.float32)) == 7.5
+    assert found["a"].data_ptr() == bucket.data_ptr() + 64
+
+
+def test_mapped_memory_shows_what_others_write_and_keeps_what_this_process_writes(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "segment"
+    path.write_bytes(bytes(8192))
+    found = mapped(path, 8192)
+    with path.open("r+b") as file:
+        file.write(b"\x05")
+    assert found[0] == 5
+    found[4096] = 9
+    assert path.read_bytes()[4096] == 0
+    path.unlink()
+    assert found[0] == 5
+    with pytest.raises(FileNotFoundError):
+        mapped(path, 8192)
+    path.write_bytes(bytes(10))
+    with pytest.raises(ValueError, match=rf"{path} has 10 bytes, not 8192"):
+        mapped(path, 8192)
+
+
+def test_memory_that_a_server_does_not_see_is_an_error_with_its_remedy(tmp_path: Path) -> None:
+    worker = Worker()
+    source = {"segments": [[str(tmp_path / "gone"), 8]], "tensors": [["a", "float32", [2], 0, 0]]}
+    with pytest.raises(FileNotFoundError, match=r"gone is not here.*server\.transport=collective"):
+        worker.slipstream_map(source)
+    assert not hasattr(worker, "loaded")
+
+
+def test_weights_that_are_sent_to_another_group_are_refused() -> None:
+    worker = Worker()
+    with pytest.raises(RuntimeError, match="not in the process group g"):
+        worker.slipstream_receive({"group": "g"})
+
+
+def sleeping() -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
+    """A process that is another run, and its description."""
+    code = (
+        "import json; from slipstream.inference.servers.vllm_worker import Process; "
+        "print(json.dumps(Process.here()), flush=True); import time; time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    return process, json.loads(process.stdout.readline())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_server_has_one_owner_until_it_is_released_or_ends() -> None:
+    worker, here = Worker(), Process.here()
+    process, other = sleeping()
+    assert worker.slipstream_claim(other) == other
+    assert worker.slipstream_claim(here) == other
+    worker.slipstream_release(here)  # It is not the owner.
+    assert worker.slipstream_claim(here) == other
+    worker.slipstream_release(other)
+    assert worker.slipstream_claim(here) == here
+    assert worker.slipstream_claim(other) == here
+    worker.slipstream_release(here)
+    assert worker.slipstream_claim(other) == other
+    process.kill()
+    process.wait()
+    assert worker.slipstream_claim(here) == here
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def test_a_process_on_another_machine_is_not_taken_for_ended() -> None:
+    here = Process.here()
+    assert not Process.ended(here)
+    assert not Process.ended({**here, "pid": 2**22 + 1, "machine": "another"})
+    assert not Process.ended({**here, "pid": 2**22 + 1, "machine": None})
+    if sys.platform == "linux":
+        assert Process.ended({**here, "pid": 2**22 + 1})
+        assert Process.ended({**here, "start": "1"})  # another process had this id
 
 
 def test_the_module_needs_nothing_that_vllms_environment_lacks() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ from slipstream.errors import ConfigError, EngineError
 from slipstream.inference.servers.vllm_worker import checksum
 from slipstream.inference.servers.weights import KEY, MEMORY, WeightFolder
 from slipstream.types import WeightUpdate
+from tests.docs.pages import ROOT
 from tests.inference.helpers import make_decoder, update_from
 
 
@@ -74,3 +79,62 @@ def test_memory_is_the_default(tmp_path: Path) -> None:
     assert folder.path.parent == MEMORY
     folder.close()
     assert not folder.path.exists()
+
+
+def test_another_folder_than_memory_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("slipstream.inference.servers.weights.MEMORY", tmp_path / "missing")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = WeightFolder(make_decoder(0), torch.float32)
+    assert folder.path.parent == tmp_path
+    assert str(tmp_path / "missing") in caplog.text
+    assert KEY in caplog.text
+    caplog.clear()
+    WeightFolder(make_decoder(0), torch.float32, tmp_path).close()
+    folder.close()
+    assert caplog.text == ""
+
+
+RUN = """
+import pathlib, sys, time, torch
+from slipstream.inference.servers.transfer import make_transfer
+from tests.inference.helpers import make_decoder, update_from
+made = make_transfer(sys.argv[2], make_decoder(0), torch.float32, pathlib.Path(sys.argv[1]))
+made.guard()
+made.prepare(update_from(make_decoder(1), 1))
+print(made.path, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("transport", ["file", "shared_memory"])
+def test_the_folder_of_a_run_that_is_killed_is_removed(tmp_path: Path, transport: str) -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-c", RUN, str(tmp_path), transport],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert run.stdout is not None
+    folder = Path(run.stdout.readline().decode().strip())
+    assert list(folder.iterdir())
+    run.kill()
+    run.wait()
+    run.stdout.close()
+    deadline = time.monotonic() + 60
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not folder.exists()
+
+
+def test_the_guard_of_a_folder_ends_with_it(tmp_path: Path) -> None:
+    folder = WeightFolder(make_decoder(0), torch.float32, tmp_path)
+    folder.guard()
+    process = folder._guard
+    folder.guard()
+    assert process is not None
+    assert folder._guard is process
+    folder.close()
+    assert process.poll() == 0
+    assert list(tmp_path.iterdir()) == []
