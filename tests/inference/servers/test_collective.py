@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import multiprocessing
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import anyio
-import anyio.to_process
 import pytest
 import torch
 
@@ -47,7 +49,8 @@ class GroupServer:
     name = "the server"
     address = ("127.0.0.1", 1)
 
-    def __init__(self) -> None:
+    def __init__(self, worker: ProcessPoolExecutor) -> None:
+        self._worker = worker
         self.joined: list[str] = []
         self.most = -1
         self.refuses: type[EngineError] | None = None
@@ -61,13 +64,20 @@ class GroupServer:
         if self.refuses is not None:
             raise ServerRefusedError("no such method", 500)
         self.joined.append(spec["name"])
-        await anyio.to_process.run_sync(join, dict(spec))
+        await asyncio.wrap_future(self._worker.submit(join, dict(spec)))
 
     async def load_sent(self, source: Mapping[str, Any]) -> dict[str, int]:
-        return await anyio.to_process.run_sync(receive, dict(source), self.most)
+        return await asyncio.wrap_future(self._worker.submit(receive, dict(source), self.most))
 
     async def load_shared(self, source: Mapping[str, Any]) -> dict[str, int]:
         raise NotImplementedError
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as worker:
+        yield GroupServer(worker)
 
 
 @pytest.fixture
@@ -84,9 +94,7 @@ def weights(tmp_path: Path) -> Iterator[CollectiveWeights]:
     made.close()
 
 
-def test_a_server_joins_once_and_gets_each_update(weights: CollectiveWeights) -> None:
-    server: Any = GroupServer()
-
+def test_a_server_joins_once_and_gets_each_update(server: Any, weights: CollectiveWeights) -> None:
     async def work() -> None:
         for version in (1, 2, 3):
             weights.prepare(update_from(make_decoder(version), version))
@@ -97,9 +105,9 @@ def test_a_server_joins_once_and_gets_each_update(weights: CollectiveWeights) ->
     assert weights._layout.sizes[1:] != []
 
 
-def test_after_a_failure_trainer_and_server_form_a_new_group(weights: CollectiveWeights) -> None:
-    server: Any = GroupServer()
-
+def test_after_a_failure_trainer_and_server_form_a_new_group(
+    server: Any, weights: CollectiveWeights
+) -> None:
     async def work() -> None:
         for version, most in ((1, -1), (2, 1), (3, -1)):
             server.most = most
@@ -118,9 +126,8 @@ def test_after_a_failure_trainer_and_server_form_a_new_group(weights: Collective
     ("error", "text"), [(ServerRefusedError, f"gloo.*set {KEY}="), (ServerGoneError, "is gone")]
 )
 def test_a_server_that_does_not_join_is_an_error(
-    weights: CollectiveWeights, error: type[EngineError], text: str
+    server: Any, weights: CollectiveWeights, error: type[EngineError], text: str
 ) -> None:
-    server: Any = GroupServer()
     server.refuses = error
     weights.prepare(update_from(make_decoder(1), 1))
     with pytest.raises(EngineError, match=text) as caught:
