@@ -1,7 +1,7 @@
 """Time that `ServedEngine.generate` adds to requests to a vLLM server.
 
     SLIPSTREAM_VLLM_PYTHON=.venv-vllm/bin/python python -m bench.vllm_overhead \\
-        [--shape d256x8] [--requests 32] [--tokens 64] [--rounds 15]
+        [--shape d256x8] [--dtype bfloat16] [--requests 32] [--tokens 64] [--rounds 15]
 
 In each round three clients send the same requests to the same server, all at once, in changing
 order: our engine; the smallest loop that posts them and reads ids and log-probs; and the client of
@@ -176,16 +176,16 @@ async def measure(
     return seconds
 
 
-def main(shape: str, count: int, tokens: int, rounds: int) -> None:
+def main(shape: str, dtype: str, count: int, tokens: int, rounds: int) -> None:
     policy = make_decoder(shape, max_positions=2048 + 64)
     requests = requests_of(count, tokens, policy.config.vocab_size)
     with tempfile.TemporaryDirectory() as folder:
-        engine = make_engine(policy, "bfloat16", "file", Path(folder))
+        engine = make_engine(policy, dtype, "file", Path(folder))
         try:
             seconds = anyio.run(measure, engine, requests, rounds)
         finally:
             engine.close()
-    print(f"{shape}, {count} requests of {tokens} tokens, medians of {rounds} rounds")
+    print(f"{shape} in {dtype}, {count} requests of {tokens} tokens, medians of {rounds} rounds")
     for name in ("ours", "smallest", "vLLM's"):
         values = seconds[name]
         print(
@@ -202,8 +202,9 @@ def main(shape: str, count: int, tokens: int, rounds: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", default="d256x8")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
-    main(args.shape, args.requests, args.tokens, args.rounds)
+    main(args.shape, args.dtype, args.requests, args.tokens, args.rounds)

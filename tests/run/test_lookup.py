@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from slipstream.metrics.loggers import read_jsonl
 from slipstream.rollout.agents.verifiers import write_rows as write_verifiers_rows
 from slipstream.rollout.episode import EpisodeLimits
 from slipstream.user_code import load_named
+from tests.docs.pages import ROOT
 from tests.environment.serving import serving
 from tests.run.helpers import ROLLOUT, assert_same_rl, records_of, tiny
 
@@ -505,6 +508,32 @@ def test_code_written_for_other_libraries_trains(
     if kind == "two agents":  # the text is that of the last branch, which has one turn
         mark = "<end>"
     assert sum(mark in text for text in texts) >= len(texts) / 6
+
+
+@pytest.mark.parametrize("over", ["standard input and output", "HTTP"])
+def test_tools_of_an_mcp_server_train(over: str, sft: Path, tmp_path: Path) -> None:
+    pytest.importorskip("mcp", reason="needs the extra mcp")
+    module = "tests.environment.tools.mcp_people"
+    files = ("data.task=null", f"data.train_files=[{write_rows(tmp_path, extra_info={})}]")
+    servers = tmp_path / "mcp.json"
+    setting = f"{ROLLOUT}.multi_turn.mcp_config_path={servers}"
+    with ExitStack() as stack:
+        target: dict[str, Any] = {"command": sys.executable, "args": ["-m", module]}
+        target["cwd"] = str(ROOT)
+        if over == "HTTP":
+            address, _ = stack.enter_context(serving(module))
+            target = {"url": f"{address}/mcp"}
+        servers.write_text(json.dumps({"mcpServers": {"people": target}}))
+        assert rl(tmp_path / "run", sft, setting, steps=2, data=files) == 0
+    trained = [m for step, m in read_jsonl(tmp_path / "run" / "metrics.jsonl") if step > 0]
+    assert len(trained) == 2
+    for metrics in trained:
+        assert metrics["training/rollout_log_probs_differing"] == 0
+        assert metrics["tool_call_counts/mean"] > 0
+    assert max(metrics["actor/grad_norm"] for metrics in trained) > 0
+    texts = [sample["output"] for sample in samples(tmp_path / "run")]
+    answer = "friend ana , boss paul , teacher will , neighbor noah"
+    assert sum(answer in text for text in texts) >= len(texts) / 6
 
 
 OPENENV = """
