@@ -112,6 +112,7 @@ class ServerProcess:
                 if self._process is not process:
                     raise EngineError(f"{launch.what} was ended while it started")
                 if process.poll() is not None:
+                    self._ended(process)
                     raise EngineError(
                         f"{launch.what} ended while it started{self._complaint()}; "
                         f"{self._log_end()}"
@@ -124,9 +125,7 @@ class ServerProcess:
                 if stopped is not None and stopped.wait(POLL_S):
                     break
                 time.sleep(POLL_S)
-        with self._lock:
-            if self._process is process:
-                self._end()
+        self._ended(process)
         raise EngineError(
             f"{launch.what} was not ready within {launch.timeout_s:g} s; raise "
             f"actor_rollout_ref.rollout.server.startup_timeout_s, or see why: {self._log_end()}"
@@ -153,6 +152,12 @@ class ServerProcess:
     def _log_end(self) -> str:
         lines = self._lines()
         return f"the end of {self._launch.log}:\n  " + "\n  ".join(lines[-LOG_LINES:])
+
+    def _ended(self, process: subprocess.Popen[bytes]) -> None:
+        """End a process that is of no use, unless another one has taken its place."""
+        with self._lock:
+            if self._process is process:
+                self._end()
 
     def _end(self) -> None:
         process, self._process = self._process, None

@@ -689,8 +689,43 @@ def _answer_wanted_log_probs(sampler: Any) -> None:
     sampler.forward = mended
 
 
+def _mend_discarded_draws(runner: Any) -> None:
+    """Let a class of model runners take back draws from a generator on a CPU.
+
+    A request with a seed draws a token for each piece of its prompt, and vLLM takes these draws
+    back. vLLM 0.32 moves the offset of the generator, which a generator on a CPU does not have, so
+    prefill in pieces ends the server.
+    """
+    sample, finish = runner._sample, runner._bookkeeping_sync
+
+    def sampled(self: Any, *args: Any, **more: Any) -> Any:
+        discarded = self.discard_request_mask.np
+        self._slipstream_undrawn = {
+            index: generator.get_state()
+            for index, generator in self.input_batch.generators.items()
+            if discarded[index] and generator.device.type == "cpu"
+        }
+        return sample(self, *args, **more)
+
+    def finished(self: Any, *args: Any, **more: Any) -> Any:
+        generators, held = self.input_batch.generators, {}
+        for index, state in self.__dict__.pop("_slipstream_undrawn", {}).items():
+            generator = held[index] = generators.pop(index)
+            generator.set_state(state)
+        try:
+            return finish(self, *args, **more)
+        finally:
+            generators.update(held)
+
+    runner._sample, runner._bookkeeping_sync = sampled, finished
+
+
 if __name__ == "slipstream_vllm_worker":
     # Only in vLLM's processes. Slipstream imports this module under its own name.
+    with contextlib.suppress(ImportError, AttributeError):  # Without these, vLLM draws otherwise.
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        _mend_discarded_draws(GPUModelRunner)
     try:
         _mend_speculation()
     except (ImportError, AttributeError) as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -21,6 +22,7 @@ from slipstream.inference.servers.vllm_worker import (
     ROWS,
     Process,
     SlipstreamWorker,
+    _mend_discarded_draws,
     checksum,
     expand_batch_to_tokens,
     mapped,
@@ -293,3 +295,42 @@ def test_a_draft_head_is_loaded_without_the_modules_of_the_policy() -> None:
 def test_parameters_that_got_no_weights_are_found(name: str, have: set[str], fed: bool) -> None:
     assert vllm_worker._fed(name, have) is fed
     assert vllm_worker._own_name("midlayer.fc.weight") == "layers.0.fc.weight"
+
+
+class Runner:
+    """The parts of vLLM's model runner that draw tokens, for requests 0 (complete) and 1."""
+
+    def __init__(self) -> None:
+        generators = {index: torch.Generator().manual_seed(index) for index in (0, 1)}
+        self.input_batch = SimpleNamespace(generators=generators)
+        self.discard_request_mask = SimpleNamespace(np=np.array([False, True]))
+
+    def _sample(self) -> list[float]:
+        generators = self.input_batch.generators
+        return [float(torch.rand((), generator=generators[index])) for index in (0, 1)]
+
+    def _bookkeeping_sync(self) -> list[int]:
+        for index in np.nonzero(self.discard_request_mask.np)[0]:
+            generator = self.input_batch.generators.get(int(index))
+            if generator is not None:
+                generator.set_offset(generator.get_offset() - 4)
+        return sorted(self.input_batch.generators)
+
+
+def test_draws_for_pieces_of_prompts_are_taken_back() -> None:
+    class Mended(Runner):
+        _sample, _bookkeeping_sync = Runner._sample, Runner._bookkeeping_sync
+
+    plain, runner = Runner(), Mended()
+    plain._sample()
+    with pytest.raises(RuntimeError, match="offset"):
+        plain._bookkeeping_sync()
+    _mend_discarded_draws(Mended)
+    first = runner._sample()
+    assert runner._bookkeeping_sync() == [0]  # the other one is out of sight meanwhile
+    assert sorted(runner.input_batch.generators) == [0, 1]
+    runner.discard_request_mask.np[1] = False
+    second = runner._sample()
+    assert runner._bookkeeping_sync() == [0, 1]
+    assert second[0] != first[0]
+    assert second[1] == first[1]
