@@ -148,7 +148,10 @@ async def measure(
     (replica,) = engine._replicas
     url = replica.server._http.url  # type: ignore[attr-defined]
     theirs = TheirClient()
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+    # The server closes connections that were idle for some seconds.
+    limits = httpx2.Limits(
+        max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0
+    )
     seconds: dict[str, list[float]] = {}
     tokens: dict[str, list[list[int]]] = {}
     async with httpx2.AsyncClient(timeout=None, limits=limits, trust_env=False) as client:

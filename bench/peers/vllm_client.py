@@ -21,13 +21,15 @@ from vllm.benchmarks.lib.endpoint_request_func import (
 
 
 async def serve() -> None:
-    connector = aiohttp.TCPConnector(limit=0, force_close=False)
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        loop = asyncio.get_running_loop()
-        print(json.dumps({"ready": True}), flush=True)
-        while line := await loop.run_in_executor(None, sys.stdin.readline):
-            print(json.dumps(await measure(session, json.loads(line))), flush=True)
+    loop = asyncio.get_running_loop()
+    print(json.dumps({"ready": True}), flush=True)
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        # The server closes connections that were idle since the last round.
+        connector = aiohttp.TCPConnector(limit=0, force_close=False)
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+            answer = await measure(session, json.loads(line))
+        print(json.dumps(answer), flush=True)
 
 
 async def measure(session: aiohttp.ClientSession, task: dict[str, Any]) -> dict[str, Any]:
@@ -38,7 +40,8 @@ async def measure(session: aiohttp.ClientSession, task: dict[str, Any]) -> dict[
             prompt_len=len(prompt),
             output_len=task["tokens"],
             model=task["model"],
-            logprobs=0,
+            # The server has no tokenizer, and these log-probs would need one.
+            logprobs=None,
             ignore_eos=True,
             extra_body={"temperature": 1.0, "seed": number, "detokenize": False},
         )
